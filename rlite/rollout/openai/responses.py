@@ -182,6 +182,8 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
     """
     begun: set[int] = set()
     waiting: dict[int, list[tuple[int, float]]] = {}
+    starts: Counter[int] = Counter()
+    """characters of each choice's tokens before those that wait"""
     num_output = 0
     async for event in events:
         tokens = waiting.setdefault(event.index, [])
@@ -196,13 +198,15 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
             yield _chunk(exchange, event.index, {"role": "assistant", "content": ""})
         if text:
             delta: dict[str, Any] | str = {"content": text} if exchange.request.is_chat else text
-            yield _chunk(exchange, event.index, delta, logprobs(exchange, tokens))
+            yield _chunk(exchange, event.index, delta, logprobs(exchange, tokens, starts[event.index]))
+            if exchange.request.has_logprobs:
+                starts[event.index] += sum(len(exchange.token_text(token)) for token, _ in tokens)
             waiting[event.index] = tokens = []
         if isinstance(event, Choice):
             for number, call in enumerate(calls_of(event.turn)):
                 yield _chunk(exchange, event.index, {"tool_calls": [{"index": number, **call}]})
             last: dict[str, Any] | str = {} if exchange.request.is_chat else ""
-            left = logprobs(exchange, tokens) if tokens else None
+            left = logprobs(exchange, tokens, starts[event.index]) if tokens else None
             yield _chunk(exchange, event.index, last, left, finish_reason(event.turn))
     if exchange.request.has_usage:
         yield {**exchange.around([], is_chunk=True), "usage": exchange.usage(num_output)}
@@ -249,8 +253,14 @@ def calls_of(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
-    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked."""
+def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]], start: int = 0) -> dict[str, Any] | None:
+    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked.
+
+    Args:
+        exchange: the request.
+        tokens: the tokens with their log-probabilities.
+        start: characters of the choice's tokens before these.
+    """
     if not exchange.request.has_logprobs:
         return None
     texts = [exchange.token_text(token) for token, _ in tokens]
@@ -263,7 +273,7 @@ def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[st
             for text, value, spelling in zip(texts, values, spelled, strict=True)
         ]
         return {"content": content, "refusal": None}
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": _starts(texts)}
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": _starts(texts, start)}
 
 
 def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> dict[str, Any]:
@@ -291,6 +301,6 @@ def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> d
     return {"tokens": texts, "token_logprobs": values[first:], "top_logprobs": shown, "text_offset": _starts(texts)}
 
 
-def _starts(texts: Sequence[str]) -> list[int]:
-    """Return where each token's text begins in the whole text."""
-    return [0, *itertools.accumulate(map(len, texts))][: len(texts)]
+def _starts(texts: Sequence[str], start: int = 0) -> list[int]:
+    """Return where each token's text begins in the whole text, if the first begins at `start`."""
+    return [*itertools.accumulate(map(len, texts), initial=start)][: len(texts)]

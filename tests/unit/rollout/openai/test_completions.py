@@ -80,6 +80,19 @@ def test_a_session_that_does_not_record_keeps_no_turns() -> None:
     assert session.recording.turns == []
 
 
+def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
+    async def logprobs(is_stream: bool) -> list[dict[str, Any]]:
+        session = AgentSession(Speaker(["four plus five"], TOKENIZER), TOKENIZER)
+        body = {"model": "policy", "prompt": ["?", "!"], "logprobs": 0, "stream": is_stream}
+        choices = [choice async for part in session.completion(body).messages for choice in part["choices"]]
+        return [choice["logprobs"] for choice in choices if choice["index"] == 1 and choice["logprobs"]]
+
+    [whole], parts = asyncio.run(logprobs(False)), asyncio.run(logprobs(True))
+    assert len(parts) > 1
+    for key in ("tokens", "text_offset"):
+        assert [value for part in parts for value in part[key]] == whole[key]
+
+
 REFUSED = [
     ({"prompt": []}, "prompt", "none empty"),
     ({"prompt": [[]]}, "prompt", "none empty"),
