@@ -207,11 +207,6 @@ class EvalConfig(ServingOptions, LaunchOptions):
             stop=tuple(self.stop),
         )
 
-    @property
-    def max_k(self) -> int:
-        """Largest k of pass@k."""
-        return self.samples if self.k is None else self.k
-
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"
