@@ -105,6 +105,15 @@ REFUSED = [
     ({"prompt": "a", "logprobs": 6}, "logprobs", "an integer from 0 to 5"),
     ({"prompt": "a", "echo": True, "stream": True}, "stream", "for a request with echo or logprobs"),
     ({"prompt": "a", "logprobs": 1, "stream": True}, "stream", "for a request with echo or logprobs"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1; or 0 with echo=true and logprobs"),
+    ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens", "at least 1; or 0 with echo=true and logprobs"),
+    ({"prompt": "a", "max_tokens": 0, "echo": True}, "max_tokens", "at least 1; or 0 with echo=true and logprobs"),
+    (
+        {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": True},
+        "stream",
+        "for a request with echo",
+    ),
+    ({"prompt": "a", "max_tokens": -1, "echo": True, "logprobs": 1}, "max_tokens", "at least 1"),
     ({"prompt": "a", "logprobs": 1}, "logprobs", "this engine has no log-probabilities of prompts"),
     ({"prompt": "a", "logprobs": 0, "echo": True}, "logprobs", "this engine has no log-probabilities of prompts"),
 ]
