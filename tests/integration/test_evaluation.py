@@ -260,16 +260,19 @@ def command(model: str, folder: Path, judge: str, *options: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_evaluation_beside_training_runs_under_torchrun(model: str, tmp_path: Path) -> None:
-    """One thread drives the ranks that evaluate, another the ranks that train."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for name, launch, where in (("turns", [], "in_turns"), ("beside", ranks, "beside")):
-        options = [f"trainer.evaluate={where}", f"trainer.save_dir={name}"]
+@pytest.mark.parametrize(("where", "num_ranks"), [("beside", 2), ("snapshot", 1)])
+def test_evaluation_while_training_goes_on_runs_under_torchrun(
+    model: str, tmp_path: Path, where: str, num_ranks: int
+) -> None:
+    """One thread drives the engine that evaluates, another the training."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    for name, launch, chosen in (("turns", [], "in_turns"), ("other", ranks, where)):
+        options = [f"trainer.evaluate={chosen}", f"trainer.save_dir={name}"]
         program = [forked_python.python(), *launch, *command(model, tmp_path, "digits", *options)]
         done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-4000:]
-    assert_same_weights(tmp_path / "beside", tmp_path / "turns")
-    measured = evaluations(tmp_path / "beside", "math")
+    assert_same_weights(tmp_path / "other", tmp_path / "turns")
+    measured = evaluations(tmp_path / "other", "math")
     assert sorted(measured) == [0, 2, 4]
     assert measured == evaluations(tmp_path / "turns", "math")
 
