@@ -37,7 +37,7 @@ IDLE_SECONDS = 5.0
 WANTED_FILES = 65536
 """the soft limit of file descriptors is raised to this, if the hard limit allows it"""
 RETRY_SECONDS = 0.02
-"""until the next attempt to take a connection after a failed one, which returns without waiting"""
+"""pause until the next attempt to take a connection after a failed one, which returns without waiting"""
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
