@@ -112,7 +112,7 @@ class ModelRequest:
     num_top: int = 0
     """most likely tokens that are shown at each place"""
     is_generating: bool = True
-    """whether the model answers; False scores the prompts alone"""
+    """True if the model answers; False scores the prompts alone"""
 
     @property
     def is_chat(self) -> bool:
