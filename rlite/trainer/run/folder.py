@@ -19,7 +19,7 @@ TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"
 RESULTS = "results.json"
-"""file of `rlite eval` with the run's folder as its own"""
+"""results of `rlite eval`, if it has once written into the run's folder; they hide the run's curves"""
 NEWEST = ("latest", "latest_good")
 MAY_DIFFER = {
     *("imports", "launcher", "num_devices"),
