@@ -1,4 +1,4 @@
-"""Share of a GRPO step that recording its rollouts takes.
+"""Share of a GRPO step that recording its rollouts takes. The exit status is 1 if `sample` takes more than its limit.
 
     .venv/bin/python -m benchmarks.recording [--steps 30] [--threads 1] [--num-devices 2]
 
@@ -100,8 +100,11 @@ def main() -> None:
             f"= {shares[mode]:.2%}, CPU {recording[1]:.4f} s of {plain[1]:.2f} s = {recording[1] / plain[1]:.2%}, "
             f"{sizes[mode] / len(steps) / 1024:.0f} KiB a step"
         )
-    reached = "reached" if shares["sample"] < LIMIT else "missed"
-    print(f"torch {torch.__version__}, {args.threads} thread(s); limit {LIMIT:.0%} for sample: {reached}")
+    is_reached = shares["sample"] < LIMIT
+    told = "reached" if is_reached else "missed"
+    print(f"torch {torch.__version__}, {args.threads} thread(s); limit {LIMIT:.0%} for sample: {told}")
+    if not is_reached:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlite.arguments import flat, shown
 from rlite.errors import ConfigError, writing
@@ -54,7 +55,7 @@ class Journal:
         """there are no samples to continue"""
         self._end = sum(map(len, whole))
         self._opened = ExitStack()
-        self._file: BinaryIO
+        self._file: FileIO
 
     def begin(self) -> None:
         """Remove what is not continued, and write the settings of a new journal.
@@ -65,7 +66,8 @@ class Journal:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            self._file = self._opened.enter_context(os.fdopen(descriptor, "r+b"))
+            # without a buffer: what could not be written would be written again, and fail again, when it is closed
+            self._file = self._opened.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
             self._file.truncate(self._end)
             self._file.seek(self._end)
         if self.is_new:
@@ -89,8 +91,9 @@ class Journal:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
+            rest = json.dumps(line).encode() + b"\n"
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
 
 def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:

@@ -22,6 +22,7 @@ ranks. With a trace under way, timings are drawn in it.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -44,14 +45,15 @@ class _Statistic:
     total: Any = 0
     count: Any = 0
     """number of a scalar's calls, or of a stat's selected elements"""
-    lowest: list[Any] = field(default_factory=list)
-    highest: list[Any] = field(default_factory=list)
+    lowest: Any = None
+    lowest_negated: Any = None
+    """lowest of a stat's selected elements and of their negatives; None without any call"""
 
     def add(self, other: _Statistic) -> None:
         self.total = self.total + other.total
         self.count = self.count + other.count
-        self.lowest += other.lowest
-        self.highest += other.highest
+        self.lowest = _lower(self.lowest, other.lowest)
+        self.lowest_negated = _lower(self.lowest_negated, other.lowest_negated)
 
     def export(self, key: str) -> dict[str, float]:
         total, count = float(self.total), int(self.count)
@@ -61,16 +63,19 @@ class _Statistic:
             return {key: total / count}
         if not count:  # no element: there is no mean
             return {}
-        lowest, highest = min(map(float, self.lowest)), max(map(float, self.highest))
-        return {f"{key}/mean": total / count, f"{key}/min": lowest, f"{key}/max": highest}
+        return {
+            f"{key}/mean": total / count,
+            f"{key}/min": float(self.lowest),
+            f"{key}/max": -float(self.lowest_negated),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "total": float(self.total),
             "count": int(self.count),
-            "lowest": [min(map(float, self.lowest))] if self.lowest else [],
-            "highest": [max(map(float, self.highest))] if self.highest else [],
+            "lowest": None if self.lowest is None else float(self.lowest),
+            "lowest_negated": None if self.lowest_negated is None else float(self.lowest_negated),
         }
 
 
@@ -231,9 +236,20 @@ def _masked(value: Any, mask: Any) -> _Statistic:
         "a stat",
         total=value.masked_fill(~mask, 0.0).sum(),
         count=mask.sum(),
-        lowest=[value.masked_fill(~mask, float("inf")).min()],
-        highest=[value.masked_fill(~mask, float("-inf")).max()],
+        lowest=value.masked_fill(~mask, float("inf")).min(),
+        lowest_negated=-value.masked_fill(~mask, float("-inf")).max(),
     )
+
+
+def _lower(one: Any, other: Any) -> Any:
+    """Return the lower of two numbers or tensors, either of which may be None. Tensors stay on their device."""
+    if one is None or other is None:
+        return other if one is None else one
+    if not hasattr(one, "detach"):
+        one, other = other, one
+    if hasattr(one, "detach"):
+        return one.minimum(other) if hasattr(other, "detach") else one.clamp(max=other)
+    return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
 def _number(key: str, value: Any) -> Any:

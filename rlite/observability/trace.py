@@ -12,7 +12,8 @@
 
 There is one trace in a process, and none until `start`: then each of these costs a fraction of a microsecond. What is
 recorded is held for a moment and written in pieces, so memory stays bounded, and a file that a killed process leaves
-behind opens, too. Times are those of `time.perf_counter`, written in microseconds since `start`.
+behind opens, too. A trace that cannot be written, such as on a full disk, ends with a warning; the program goes on.
+Times are those of `time.perf_counter`, written in microseconds since `start`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ import atexit
 import functools
 import itertools
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+from rlite.errors import why_not_written, writing
+
+logger = logging.getLogger(__name__)
 MAX_EVENTS = 2_000_000
 """largest number of events in a trace; about 300 MB of JSON"""
 HELD_EVENTS = 4096
@@ -50,9 +55,14 @@ P = ParamSpec("P")
 class Tracer:
     """One trace, from its first event to `close`. Any thread may add to it.
 
+    If the file cannot be written, one warning tells of it, and later events are dropped.
+
     Args:
         path: where it is written; an older file is replaced.
         max_events: how many it keeps; later ones are counted, and the last event says how many they were.
+
+    Raises:
+        StorageError: the file cannot be made.
     """
 
     def __init__(self, path: str | Path, max_events: int = MAX_EVENTS) -> None:
@@ -67,8 +77,9 @@ class Tracer:
         self._ends: dict[Track, float] = {}
         self._open: dict[Key, list[str]] = {}
         self._lock = threading.RLock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w", encoding="utf-8")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
         self._file.write("[\n")
         self._began = time.perf_counter()
 
@@ -154,8 +165,9 @@ class Tracer:
         with self._lock:
             held, self._held = self._held, []
             if held and not self._file.closed:
-                self._file.writelines(f"{json.dumps(event, default=str)},\n" for event in held)
-                self._file.flush()
+                with self._writing():
+                    self._file.writelines(f"{json.dumps(event, default=str)},\n" for event in held)
+                    self._file.flush()
 
     def close(self) -> None:
         """End open spans and close the file."""
@@ -167,11 +179,38 @@ class Tracer:
             self._max_events = self._num_events + 1
             self.instant("the trace ends", num_dropped=self.num_dropped)
             self.flush()
-            # the last event must not be followed by a comma
-            self._file.seek(self._file.tell() - 2)
-            self._file.truncate()
-            self._file.write("\n]\n")
-            self._file.close()
+            if not self.is_closed:
+                with self._writing():
+                    # the last event must not be followed by a comma
+                    self._file.seek(self._file.tell() - 2)
+                    self._file.truncate()
+                    self._file.write("\n]\n")
+                    self._file.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`, and after the file could not be written."""
+        return self._file.closed
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """End the trace with a warning if the file cannot be written inside the block.
+
+        Yields:
+            None.
+        """
+        try:
+            yield
+        except OSError as error:
+            logger.warning(
+                "%s: the trace ends here, because it could not be written: %s. The program goes on without a trace; "
+                "free space before the next one",
+                self.path,
+                why_not_written(error),
+            )
+            self._open.clear()
+            with suppress(OSError):  # what is left in the buffer fails once more
+                self._file.close()
 
     def _begin(self, key: Key, name: str, args: Mapping[str, Any] = {}) -> None:
         """Begin a span inside the open spans of its key, unless the trace is full."""
@@ -196,9 +235,9 @@ class Tracer:
         """Add an event.
 
         Returns:
-            False if the trace is full. The end of a kept span is always kept.
+            False if the trace is full or closed. The end of a kept span is always kept in an open trace.
         """
-        if self._num_events >= self._max_events and phase != "e":
+        if self.is_closed or (self._num_events >= self._max_events and phase != "e"):
             self.num_dropped += 1
             return False
         self._num_events += 1
@@ -273,7 +312,7 @@ atexit.register(stop)
 
 
 def is_on() -> bool:
-    """Return True if a trace is under way."""
+    """Return True from `start` to `stop`, also if the trace has ended early because it could not be written."""
     return _tracer is not None
 
 

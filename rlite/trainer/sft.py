@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -101,7 +100,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         Returns:
             The metrics of the last step.
         """
-        with closing(self.record):
+        with self.record:
             return super().fit()
 
     def evaluation_plan(self) -> dict[str, str]:

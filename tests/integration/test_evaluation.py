@@ -244,22 +244,45 @@ def machine(key: str) -> bool:
     return any(word in key for word in ("second", "memory", "mfu", "lag_steps"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2")])
-def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, where: str, awaited: str) -> None:
-    """Beside training, the checkpoint of step 2 is written while the evaluation of step 2 is under way."""
-    (tmp_path / "judge.py").write_text(JUDGE)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    world = ["launcher=ray", "num_devices=2"] if where == "beside" else ["num_devices=1"]
-    arguments = [
-        *("-m", "rlite.trainer.ppo", f"actor.model_name={model}", "actor.lr=3e-3", *world, f"trainer.evaluate={where}"),
+def command(model: str, folder: Path, judge: str, *options: str) -> list[str]:
+    """Arguments of Python for a run with evaluations by a function of JUDGE, after writing its files into a folder."""
+    (folder / "judge.py").write_text(JUDGE)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return [
+        *("-m", "rlite.trainer.ppo", f"actor.model_name={model}", "actor.lr=3e-3", *options),
         *("train_data.path=prompts.jsonl", "train_data.prompts_per_rollout=2", "train_data.responses_per_prompt=4"),
         *("reward.path=judge.py:digits", "reward.in_process=true", "rollout.train_sampling_params.max_new_tokens=8"),
         *("rollout.deterministic=true", "rollout.dtype=float32", "rollout.max_num_seqs=8", "rollout.max_model_len=64"),
         *("test_data.math.path=prompts.jsonl", "test_data.math.limit=4", "test_data.math.reward.in_process=true"),
-        *("test_data.math.reward.path=judge.py:deadly", "trainer.total_steps=4", "trainer.save_freq=2"),
+        *(f"test_data.math.reward.path=judge.py:{judge}", "trainer.total_steps=4", "trainer.save_freq=2"),
         *("trainer.test_freq=2", "trainer.best_metric=math/accuracy"),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "num_ranks"), [("beside", 2), ("snapshot", 1)])
+def test_evaluation_while_training_goes_on_runs_under_torchrun(
+    model: str, tmp_path: Path, where: str, num_ranks: int
+) -> None:
+    """One thread drives the engine that evaluates, another the training."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    for name, launch, chosen in (("turns", [], "in_turns"), ("other", ranks, where)):
+        options = [f"trainer.evaluate={chosen}", f"trainer.save_dir={name}"]
+        program = [forked_python.python(), *launch, *command(model, tmp_path, "digits", *options)]
+        done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_weights(tmp_path / "other", tmp_path / "turns")
+    measured = evaluations(tmp_path / "other", "math")
+    assert sorted(measured) == [0, 2, 4]
+    assert measured == evaluations(tmp_path / "turns", "math")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2")])
+def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, where: str, awaited: str) -> None:
+    """Beside training, the checkpoint of step 2 is written while the evaluation of step 2 is under way."""
+    world = ["launcher=ray", "num_devices=2"] if where == "beside" else ["num_devices=1"]
+    arguments = command(model, tmp_path, "deadly", *world, f"trainer.evaluate={where}")
 
     def run(name: str) -> int:
         program = [forked_python.python(), *arguments, f"trainer.save_dir={name}"]

@@ -147,10 +147,13 @@ class RecordReader:
 
     def _parts(self, source: str) -> Iterable[pa.Table]:
         for file in self._holders(source, "rows"):
-            if file.path not in self._scalars and (found := self._read(file, SCALARS, SCALARS.names)):
-                self._scalars[file.path] = found[0]
-            if file.path in self._scalars:
-                yield self._scalars[file.path]
+            part = self._scalars.get(file.path)
+            if part is None and (found := self._read(file, SCALARS, SCALARS.names)):
+                part = found[0]
+                if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
+                    self._scalars[file.path] = part
+            if part is not None:
+                yield part
 
     def _read(
         self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None = None

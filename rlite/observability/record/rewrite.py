@@ -22,6 +22,8 @@ from rlite.observability.record.schema import ROWS
 logger = logging.getLogger(__name__)
 HUNDRED = 100
 """steps that a compacted file holds"""
+TEXTS = ("segments", "data")
+"""columns of rows that are null if the text of a rollout is not recorded"""
 
 
 class _UnreadableError(Exception):
@@ -108,16 +110,21 @@ def delete(file: RecordFile) -> bool:
 
 
 def _has_texts(path: Path) -> bool:
+    """Return whether a file has a text, which is read no further than to the first row group with one."""
     try:
-        column = pq.read_table(path, columns=["segments"])["segments"]
+        with pq.ParquetFile(path) as file:
+            parts = (file.read_row_group(number, columns=list(TEXTS)) for number in range(file.num_row_groups))
+            return any(column.null_count < len(column) for part in parts for column in part.columns)
     except (pa.ArrowException, OSError, ValueError):
         return False
-    return column.null_count < len(column)
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
-    field = ROWS.field("segments")
-    return table.set_column(table.schema.get_field_index(field.name), field, pa.nulls(len(table), field.type))
+    for place, name in enumerate(table.column_names):
+        if name in TEXTS:
+            field = ROWS.field(name)
+            table = table.set_column(place, field, pa.nulls(len(table), field.type))
+    return table
 
 
 def _rewrite(

@@ -36,6 +36,8 @@ IDLE_SECONDS = 5.0
 """seconds that a client may be idle, before its first request or between two, while others wait"""
 WANTED_FILES = 65536
 """the soft limit of file descriptors is raised to this, if the hard limit allows it"""
+RETRY_SECONDS = 0.02
+"""pause until the next attempt to take a connection after a failed one, which returns without waiting"""
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -213,6 +215,7 @@ class Listener:
             except OSError as error:
                 if error.errno in _OUT_OF_FILES:  # the process has opened others meanwhile
                     await self._make_room(len(self._open))
+                await asyncio.sleep(RETRY_SECONDS)  # else the event loop would do nothing else
                 continue
             try:
                 await self._make_room(self.capacity)

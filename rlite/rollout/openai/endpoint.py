@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
 from rlite.rollout.openai.connections import Connection, Listener
-from rlite.rollout.openai.requests import ApiError
+from rlite.rollout.openai.requests import ApiError, unexpected
 from rlite.rollout.openai.responses import Reply
 from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, too_large
 
@@ -249,15 +249,22 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
     response = web.StreamResponse(headers={"Content-Type": reply.content_type, "Cache-Control": "no-cache"})
     if is_last:
         response.force_close()
-    async with contextlib.aclosing(reply.encoded()) as parts:
-        async for part in parts:
-            connection.check_open()
-            if not response.prepared:  # only now is it sure that the engine takes the prompt
-                if not reply.is_stream:
-                    response.content_length = len(part)
-                await response.prepare(request)
-            await response.write(part)
-            await connection.flush()
+    try:
+        async with contextlib.aclosing(reply.encoded()) as parts:
+            async for part in parts:
+                connection.check_open()
+                if not response.prepared:  # only now is it sure that the engine takes the prompt
+                    if not reply.is_stream:
+                        response.content_length = len(part)
+                    await response.prepare(request)
+                await response.write(part)
+                await connection.flush()
+    except Exception as error:
+        if response.prepared and not isinstance(error, ConnectionError):  # a second response would be read as its body
+            logger.exception("a request to %s failed after its response had begun", request.path)
+            connection.transport.abort()
+            raise ConnectionResetError("the response could not be finished") from error
+        raise
     await response.write_eof()
     return response
 
@@ -279,7 +286,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:
         logger.exception("a request to %s failed", request.path)
-        return _refusal(request, ApiError(f"{type(error).__name__}: {error}", 500))
+        return _refusal(request, unexpected(error))
 
 
 def _refusal(request: web.Request, error: ApiError) -> web.Response:

@@ -51,6 +51,7 @@ MAX_SHOWN_LOGPROBS = 5
 """most likely tokens that a completion shows at each place: OpenAI's limit"""
 PROMPT = f"a text, a list of token ids, or a list of at most {MAX_CHOICES} of them, none empty"
 WORDS = {"list_type": "a list", "dict_type": "an object", "model_type": "an object", "too_short": "a list, not empty"}
+MAX_TOKENS = "at least 1; or 0 with echo=true and logprobs, which scores the prompt alone"
 LOGPROBS = f"an integer from 0 to {MAX_SHOWN_LOGPROBS}"
 
 
@@ -80,6 +81,11 @@ class ApiError(RliteError, RuntimeError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def unexpected(error: Exception) -> ApiError:
+    """Return the error for a request that failed for a reason that nobody expected."""
+    return ApiError(f"{type(error).__name__}: {error}", 500)
+
+
 def unknown_model(asked: Any, model: str) -> ApiError:
     """Return the error for a request that names another model than the session's."""
     return ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")
@@ -105,6 +111,8 @@ class ModelRequest:
     """the prompt is shown before the answer"""
     num_top: int = 0
     """most likely tokens that are shown at each place"""
+    is_generating: bool = True
+    """True if the model answers; False scores the prompts alone"""
 
     @property
     def is_chat(self) -> bool:
@@ -385,8 +393,13 @@ def read_completion(body: Any, model: str, defaults: GenerationHyperparameters) 
         raise _invalid("n", read.n, f"at most {MAX_CHOICES} choices, and there are {len(read.prompt)} prompts")
     if read.stream and (read.echo or read.logprobs):
         raise _unsupported("stream", True, "false, for a request with echo or logprobs")
+    if is_scoring := {read.max_tokens, read.max_completion_tokens} - {None} == {0}:
+        if not read.echo or read.logprobs is None:
+            raise _invalid("max_tokens", 0, MAX_TOKENS)
+        read = read.model_copy(update={"max_tokens": 1, "max_completion_tokens": None})
     return ModelRequest(
         prompts=read.prompt,
+        is_generating=not is_scoring,
         has_logprobs=read.logprobs is not None,
         num_top=read.logprobs or 0,
         is_echo=read.echo,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,11 +17,12 @@ from rlite.data.chat.template import Message
 from rlite.rollout.background import beside_loop
 from rlite.rollout.openai.prompts import Prompt
 from rlite.rollout.openai.recording import Turn
-from rlite.rollout.openai.requests import ApiError, ModelRequest
+from rlite.rollout.openai.requests import ApiError, ModelRequest, unexpected
 from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import PromptLogprobs, TokenChunk
 
+logger = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 100
 """approximate number of characters of a token and its log-probabilities in a response"""
 
@@ -104,7 +107,7 @@ class Reply:
         """Yield the body of the response: one JSON object, or server-sent events. The reply is closed at the end.
 
         Raises:
-            ApiError: the reply fails before its first message. A later failure is an event.
+            ApiError: the reply fails before its first message. A later failure of a stream is an event.
         """
         is_begun = False
         async with contextlib.aclosing(self.messages):
@@ -115,9 +118,12 @@ class Reply:
                         yield _event(json.dumps(message))
                     else:
                         yield await beside_loop(_num_shown(message) * SHOWN_CHARACTERS, _encoded, message)
-            except ApiError as error:
-                if not is_begun:
+            except Exception as error:
+                if not (is_begun and self.is_stream):
                     raise
+                if not isinstance(error, ApiError):
+                    logger.exception("an answer failed in the middle of its stream")
+                    error = unexpected(error)
                 yield _event(json.dumps(error.body()))
             else:
                 if self.is_stream:
@@ -176,6 +182,8 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
     """
     begun: set[int] = set()
     waiting: dict[int, list[tuple[int, float]]] = {}
+    starts: Counter[int] = Counter()
+    """characters of each choice's tokens before those that wait"""
     num_output = 0
     async for event in events:
         tokens = waiting.setdefault(event.index, [])
@@ -190,13 +198,15 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
             yield _chunk(exchange, event.index, {"role": "assistant", "content": ""})
         if text:
             delta: dict[str, Any] | str = {"content": text} if exchange.request.is_chat else text
-            yield _chunk(exchange, event.index, delta, logprobs(exchange, tokens))
+            yield _chunk(exchange, event.index, delta, logprobs(exchange, tokens, starts[event.index]))
+            if exchange.request.has_logprobs:
+                starts[event.index] += sum(len(exchange.token_text(token)) for token, _ in tokens)
             waiting[event.index] = tokens = []
         if isinstance(event, Choice):
             for number, call in enumerate(calls_of(event.turn)):
                 yield _chunk(exchange, event.index, {"tool_calls": [{"index": number, **call}]})
             last: dict[str, Any] | str = {} if exchange.request.is_chat else ""
-            left = logprobs(exchange, tokens) if tokens else None
+            left = logprobs(exchange, tokens, starts[event.index]) if tokens else None
             yield _chunk(exchange, event.index, last, left, finish_reason(event.turn))
     if exchange.request.has_usage:
         yield {**exchange.around([], is_chunk=True), "usage": exchange.usage(num_output)}
@@ -243,8 +253,14 @@ def calls_of(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
-    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked."""
+def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]], start: int = 0) -> dict[str, Any] | None:
+    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked.
+
+    Args:
+        exchange: the request.
+        tokens: the tokens with their log-probabilities.
+        start: characters of the choice's tokens before these.
+    """
     if not exchange.request.has_logprobs:
         return None
     texts = [exchange.token_text(token) for token, _ in tokens]
@@ -257,7 +273,7 @@ def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[st
             for text, value, spelling in zip(texts, values, spelled, strict=True)
         ]
         return {"content": content, "refusal": None}
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": _starts(texts)}
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": _starts(texts, start)}
 
 
 def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> dict[str, Any]:
@@ -285,6 +301,6 @@ def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> d
     return {"tokens": texts, "token_logprobs": values[first:], "top_logprobs": shown, "text_offset": _starts(texts)}
 
 
-def _starts(texts: Sequence[str]) -> list[int]:
-    """Return where each token's text begins in the whole text."""
-    return [0, *itertools.accumulate(map(len, texts))][: len(texts)]
+def _starts(texts: Sequence[str], start: int = 0) -> list[int]:
+    """Return where each token's text begins in the whole text, if the first begins at `start`."""
+    return [*itertools.accumulate(map(len, texts), initial=start)][: len(texts)]

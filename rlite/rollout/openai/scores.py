@@ -22,11 +22,14 @@ def check_num_scored(request: ModelRequest, prompt_lengths: Sequence[int], limit
         limit: tokens of the model's context, None if unknown.
 
     Raises:
-        ApiError: it does.
+        ApiError: it does; or a prompt that is scored alone fills the context.
     """
     if not request.needs_scores:
         return
-    num_new = request.gconfig.max_new_tokens
+    if not request.is_generating and limit is not None and (longest := max(prompt_lengths)) >= limit:
+        message = f"the prompt has {longest} tokens; at most {limit - 1} are scored"
+        raise ApiError(message, param="prompt", code="context_length_exceeded")
+    num_new = request.gconfig.max_new_tokens if request.is_generating else 0
     lengths = [min(num + num_new, limit or num + num_new) for num in prompt_lengths]
     num_choices = request.num_choices * len(lengths)
     num_scored = request.num_choices * sum(lengths)

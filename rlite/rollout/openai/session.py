@@ -166,7 +166,7 @@ class AgentSession(RecordingOwner):
             message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
             raise ApiError(message, param="logprobs", code="unsupported_value")
         gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
-        if not gconfig.greedy and gconfig.temperature != 1:
+        if request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
             message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
             raise ApiError(message, param="temperature", code="unsupported_value")
 
@@ -279,6 +279,9 @@ class AgentSession(RecordingOwner):
             ApiError: the engine aborted the answer.
         """
         request, prompt = exchange.request, exchange.prompt(index)
+        if not request.is_generating:  # no turn of the model, and not recorded
+            turn = Turn(id=exchange.id, prompt_ids=prompt.token_ids, prompt_text=prompt.text, finish_reason="length")
+            return Choice(index, turn, "", "")
         if gconfig.seed is not None and (sample := index % request.num_choices):
             gconfig = gconfig.new(seed=mix(gconfig.seed, sample))
         form = self._tool_format if request.may_call else None

@@ -167,11 +167,6 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
         default = default_temperature(self.samples)
         return self.gconfig(temperature=default if self.temperature is None else self.temperature)
 
-    @property
-    def max_k(self) -> int:
-        """Largest k of pass@k."""
-        return self.samples if self.k is None else self.k
-
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"

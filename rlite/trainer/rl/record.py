@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Set
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -19,7 +17,6 @@ from rlite.trainer.rl.engines import Engines
 from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.training_run import TrainingRun
 
-logger = logging.getLogger(__name__)
 EQUAL_REWARDS = "all rewards of the group are equal"
 UNLIKE = "its keys or types are unlike those of the batch"
 LEFT_OUT = "the trainer left its group out of the batch"
@@ -62,26 +59,11 @@ class RunRecord(EvaluationRecord):
         self._recorder.record(self._run.step, [decided(group, trained, layouts) for group in ended], batch)
         self._tell_of_limit()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Record what is under way, and close.
-
-        Raises:
-            StorageError: the record could not be written, and the block has raised nothing.
-        """
-        reason = "the run ended" if kind is None else f"the run ended with {kind.__name__}"
-        try:
-            ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
-            self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
-            self.close()
-        except Exception:  # of any kind: the block's own error must not be hidden
-            if error is None:
-                raise
-            logger.exception("the end of the record could not be written")
+    def _end(self, reason: str) -> None:
+        """Record what is under way, and close."""
+        ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
+        self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
+        super()._end(reason)
 
 
 def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:

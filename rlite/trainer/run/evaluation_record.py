@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.training_run import TrainingRun
 
+logger = logging.getLogger(__name__)
 SINGLE = "test"
 """name under which a single set is recorded"""
 
@@ -17,7 +20,8 @@ SINGLE = "test"
 class EvaluationRecord:
     """Records evaluations. A run that is resumed at step S deletes what was recorded of later steps.
 
-    All methods but `open` raise StorageError if an earlier step could not be written.
+    The end of a `with` block closes the record. All methods but `open` raise StorageError if an earlier step could not
+    be written.
 
     Args:
         options: say how much is recorded.
@@ -57,6 +61,28 @@ class EvaluationRecord:
         """Merge the files of steps to which no checkpoint goes back."""
         if (oldest := self._run.oldest_checkpoint) is not None:
             self._recorder.compact(oldest)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close.
+
+        Raises:
+            StorageError: the record could not be written, and the block has raised nothing.
+        """
+        try:
+            self._end("the run ended" if kind is None else f"the run ended with {kind.__name__}")
+        except Exception:  # of any kind: the block's own error must not be hidden
+            if error is None:
+                raise
+            logger.exception("the end of the record could not be written")
+
+    def _end(self, reason: str) -> None:
+        """Close at the end of the run; `reason` says in words how it ended."""
+        self.close()
 
     def close(self) -> None:
         """Write everything to disk. What is evaluated later is not recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from rlite.observability.record.files import FOLDER as RECORD
 CONFIG = "config.yaml"
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
+TRACE = "trace.json"
+RESULTS = "results.json"
+"""results of `rlite eval`, if it has once written into the run's folder; they hide the run's curves"""
 NEWEST = ("latest", "latest_good")
 MAY_DIFFER = {
     *("imports", "launcher", "num_devices"),
@@ -83,11 +87,21 @@ def checkpoint_to_load(
 
 
 def clear(folder: Path) -> None:
-    """Delete models, checkpoints and record of the run that is overwritten; opening its metrics replaces them."""
-    for name in ("state", "best", "evaluated", "latest", RECORD):
+    """Delete what the run that is overwritten has left; opening its metrics replaces them."""
+    for name in ("state", "best", "evaluated", "latest", RECORD, TRACE):
         discard(folder / name)
+    if _is_of_evaluation(folder / RESULTS):
+        discard(folder / RESULTS)
     for path in folder.glob("*_latest"):
         discard(path)
+
+
+def _is_of_evaluation(file: Path) -> bool:
+    """Return whether a file has the results of `rlite eval`, and is no other file of that name."""
+    try:
+        return "models" in json.loads(file.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _read(file: Path) -> Mapping[str, Any] | str:

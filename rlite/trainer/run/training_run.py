@@ -24,7 +24,7 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
+from rlite.trainer.run.folder import TRACE, begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
@@ -226,7 +226,7 @@ class TrainingRun:
         if self.step >= last:
             trace.stop()
         elif self.step + 1 >= first and not trace.is_on():
-            trace.start(self.folder / "trace.json")
+            trace.start(self.folder / TRACE)
         trace.flush()
 
     def log(self, metrics: Mapping[str, float]) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StorageError
 from rlite.evaluation.journal import Journal, differences, read_journal
 
 SETTINGS = {"samples": 2, "reward": {"path": "my.py:f"}}
@@ -88,6 +89,24 @@ def test_making_a_journal_removes_nothing_that_another_process_has_written_meanw
     assert made.lines == LINES
     assert read_journal(path) == (SETTINGS, LINES)
     made.close()
+
+
+def test_a_full_disk_is_told_once_and_loses_only_the_line_that_was_cut_off(tmp_path: Path) -> None:
+    journal(path := tmp_path / "a.jsonl")
+    full = Journal(path, SETTINGS)
+    full.begin()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"a\.jsonl: could not be written: a file is larger"):
+            full.append({"item": "c"})
+        full.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert full.lines == LINES
+    assert read_journal(path) == (SETTINGS, LINES)
+    journal(path, lines=[{"item": "c"}])
+    assert read_journal(path) == (SETTINGS, [*LINES, {"item": "c"}])
 
 
 def test_a_journal_that_is_not_begun_leaves_no_file(tmp_path: Path) -> None:

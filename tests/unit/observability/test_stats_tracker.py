@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import pickle
 import random
@@ -67,6 +68,24 @@ def test_a_stat_looks_only_where_its_mask_is_true_and_weighs_every_element_alike
         "actor/nothing": 0.0,
         "actor/tokens": 4.0,
     }
+
+
+def test_a_program_that_never_exports_keeps_one_number_for_each_key() -> None:
+    def num_tensors() -> int:
+        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+
+    tracker, num_before = StatsTracker(), num_tensors()
+    for number in range(300):
+        tracker.denominator(tokens=torch.ones(2, dtype=torch.bool))
+        tracker.stat(denominator="tokens", entropy=torch.tensor([number + 0.5, -number / 3]))
+        if number % 7 == 0:  # statistics of a worker arrive as numbers
+            with tracker.apart() as recording:
+                tracker.denominator(tokens=torch.ones(1, dtype=torch.bool))
+                tracker.stat(denominator="tokens", entropy=torch.tensor([1000.0 + number]))
+            tracker.add(pickle.loads(pickle.dumps(recording)))
+    assert num_tensors() - num_before < 20
+    exported = tracker.export()
+    assert (exported["entropy/min"], exported["entropy/max"]) == (torch.tensor(-299 / 3).item(), 1294.0)
 
 
 def test_a_failing_block_leaves_its_scope_and_its_time() -> None:

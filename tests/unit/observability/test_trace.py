@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,21 @@ def test_what_a_killed_process_leaves_lacks_only_its_end(tmp_path: Path) -> None
     # the format's array may lack its closing bracket, and end in a comma
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
     assert sum(event["ph"] == "X" for event in events) == 10
+
+
+@pytest.mark.parametrize("num_events", [3, 3 * trace.HELD_EVENTS])
+def test_a_full_disk_ends_the_trace_with_one_warning_and_nothing_else(
+    num_events: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace.start("/dev/full")
+    trace.stage("group", 0, "waiting")
+    for number in range(num_events):
+        with trace.span("update", number=number), trace.task("reward"):
+            trace.stage("group", number, "running")
+    assert trace.is_on(), "no other trace replaces what was written"
+    trace.stop()
+    [warning] = caplog.messages
+    assert re.search(r"^/dev/full: the trace ends here.* the disk is full.* goes on.* free space", warning)
 
 
 def test_without_a_trace_a_site_costs_less_than_a_microsecond_or_ten_calls(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.dataset import dataset
 
 from rlite.observability.record.files import write_table
 from rlite.observability.record.reader import RecordReader
@@ -155,6 +157,40 @@ def test_rows_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, rea
         path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()
     assert reader.table("train")["step"].to_pylist() == [1, 2, 3]
     assert reader.rollouts("train", 2)[0]["step"] == 2
+
+
+def test_nothing_is_kept_of_a_file_that_was_merged_while_it_was_read(tmp_path: Path, reader: RecordReader) -> None:
+    first, second = (path_of(tmp_path, f"train-{step:08d}.rows.parquet") for step in (1, 2))
+    content = first.read_bytes()
+    reader.table("train")
+    write_table(tmp_path, "train", 3, "rows", rows(row(3)))
+    reader.refresh()
+    merged = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
+    pq.write_table(rows(row(1, reward=1.0), row(2), row(3)), merged)
+    for path in (first, second, path_of(tmp_path, "train-00000003.rows.parquet")):
+        path.unlink()
+    assert reader.table("train").num_rows == 3
+    assert [path.name for path in reader._scalars] == [merged.name]
+    merged.unlink()
+    first.write_bytes(content)
+    reader.refresh()
+    assert reader.table("train")["reward"].to_pylist() == [None, 0.5]
+
+
+def test_one_rollout_of_long_ones_is_read_from_a_part_of_its_file(tmp_path: Path) -> None:
+    texts = [{"role": "model", "text": "x" * 2**20}]
+    long = [row(1, sample, group=group, segments=texts) for group in range(16) for sample in range(4)]
+    path = write_table(tmp_path, "train", 1, "rows", rows(*long))
+    place = (pc.field("group") == 10) & (pc.field("sample") == 3)
+    [fragment] = dataset(path).get_fragments()
+    assert len(fragment.row_groups) == 5
+    assert len(fragment.split_by_row_group((pc.field("step") == 1) & place)) == 1
+    reader = RecordReader(tmp_path)
+    reader.refresh()
+    assert [(found["group"], found["sample"]) for found in reader.rollouts("train", 1, (10, 3))] == [(10, 3)]
+    assert reader.table("train").num_rows == 64
+    short = write_table(tmp_path, "train", 2, "rows", rows(*(row(2, sample) for sample in range(5000))))
+    assert pq.ParquetFile(short).num_row_groups == 1, "all rows of many small parts would be read more slowly"
 
 
 def test_columns_of_an_older_writer_are_null(tmp_path: Path) -> None:

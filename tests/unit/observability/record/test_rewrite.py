@@ -164,10 +164,32 @@ def test_a_damaged_file_of_later_steps_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_texts_are_removed_and_rows_stay(tmp_path: Path) -> None:
-    write(tmp_path, 1, segments=[{"role": "model", "text": "4"}], reward=1.0)
+    write(tmp_path, 1, segments=[{"role": "model", "text": "4"}], data={"question": "2+2"}, reward=1.0)
     write(tmp_path, 2)
-    has_changed = {(file.first, file.kind): strip(file) for file in list(record_files(tmp_path))}
-    assert has_changed == {(1, "rows"): True, (1, "tokens"): True, (2, "rows"): False, (2, "tokens"): True}
+    write(tmp_path, 3, data={"question": "2+2"})
+    has_changed = {file.first: strip(file) for file in list(record_files(tmp_path)) if file.kind == "rows"}
+    assert has_changed == {1: True, 2: False, 3: True}
     rows = recorded(tmp_path)
-    assert [(row["step"], row["reward"], row["segments"]) for row in rows] == [(1, 1.0, None), (2, None, None)]
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 1.0), (2, None), (3, None)]
+    assert all(row["segments"] is None and row["data"] is None for row in rows)
+    assert all(strip(file) for file in list(record_files(tmp_path)) if file.kind == "tokens")
     assert steps(tmp_path, kind="tokens") == []
+
+
+def test_a_text_is_searched_only_up_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step, segments=[{"role": "model", "text": "4"}] if step > 5 else None)
+    compact(tmp_path, before=101)
+    [merged] = [file for file in record_files(tmp_path) if file.kind == "rows"]
+    read: list[int] = []
+
+    class Counted(pq.ParquetFile):
+        def read_row_group(self, i: int, *args: Any, columns: Any = None, **options: Any) -> pa.Table:
+            if columns is not None:  # the copy without texts reads all columns
+                read.append(i)
+            return super().read_row_group(i, *args, columns=columns, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", Counted)
+    monkeypatch.setattr(pq, "read_table", None)
+    assert strip(merged)
+    assert read == [0, 1, 2, 3, 4, 5]

@@ -80,6 +80,19 @@ def test_a_session_that_does_not_record_keeps_no_turns() -> None:
     assert session.recording.turns == []
 
 
+def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
+    async def logprobs(is_stream: bool) -> list[dict[str, Any]]:
+        session = AgentSession(Speaker(["four plus five"], TOKENIZER), TOKENIZER)
+        body = {"model": "policy", "prompt": ["?", "!"], "logprobs": 0, "stream": is_stream}
+        choices = [choice async for part in session.completion(body).messages for choice in part["choices"]]
+        return [choice["logprobs"] for choice in choices if choice["index"] == 1 and choice["logprobs"]]
+
+    [whole], parts = asyncio.run(logprobs(False)), asyncio.run(logprobs(True))
+    assert len(parts) > 1
+    for key in ("tokens", "text_offset"):
+        assert [value for part in parts for value in part[key]] == whole[key]
+
+
 REFUSED = [
     ({"prompt": []}, "prompt", "none empty"),
     ({"prompt": [[]]}, "prompt", "none empty"),
@@ -92,6 +105,15 @@ REFUSED = [
     ({"prompt": "a", "logprobs": 6}, "logprobs", "an integer from 0 to 5"),
     ({"prompt": "a", "echo": True, "stream": True}, "stream", "for a request with echo or logprobs"),
     ({"prompt": "a", "logprobs": 1, "stream": True}, "stream", "for a request with echo or logprobs"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1; or 0 with echo=true and logprobs"),
+    ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens", "at least 1; or 0 with echo=true and logprobs"),
+    ({"prompt": "a", "max_tokens": 0, "echo": True}, "max_tokens", "at least 1; or 0 with echo=true and logprobs"),
+    (
+        {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": True},
+        "stream",
+        "for a request with echo",
+    ),
+    ({"prompt": "a", "max_tokens": -1, "echo": True, "logprobs": 1}, "max_tokens", "at least 1"),
     ({"prompt": "a", "logprobs": 1}, "logprobs", "this engine has no log-probabilities of prompts"),
     ({"prompt": "a", "logprobs": 0, "echo": True}, "logprobs", "this engine has no log-probabilities of prompts"),
 ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from hypothesis import strategies as st
 from rlite.rollout.openai import Access, AgentClient, AgentEndpoint, AgentSession
 from rlite.rollout.openai.connections import Listener, find_capacity
 from rlite.rollout.openai.requests import ApiError
+from rlite.rollout.openai.responses import Reply
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()
@@ -303,6 +306,43 @@ def test_who_sends_no_key_in_time_is_dropped_and_a_trusted_connection_stays() ->
     asyncio.run(asyncio.wait_for(use(), 200))
 
 
+def test_without_file_descriptors_the_event_loop_goes_on_and_later_the_client_is_taken() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hoard: list[int] = []
+
+    def release() -> None:
+        while hoard:
+            os.close(hoard.pop())
+
+    async def use() -> tuple[int, bytes]:
+        listener = Listener(Remembering, Counter(), capacity=2, header_seconds=0.1)
+        client = socket.socket()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, max(map(int, os.listdir("/dev/fd"))) + 50), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                hoard.append(os.dup(client.fileno()))
+        timer = threading.Timer(1.0, release)  # a frozen event loop would release none
+        timer.start()
+        client.connect(("127.0.0.1", listener.port))
+        num_turns = 0
+        while hoard:
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        try:
+            return num_turns, await asyncio.to_thread(client.recv, 1)
+        finally:
+            client.close()
+            await listener.close()
+
+    try:
+        num_turns, end = asyncio.run(asyncio.wait_for(use(), 100))
+    finally:
+        release()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert num_turns >= 10
+    assert end == b"", "the client was taken, and dropped because it sent no key"
+
+
 class Remembering(asyncio.Protocol):
     """Knows its transport."""
 
@@ -365,6 +405,66 @@ def test_an_answer_counts_if_its_end_was_sent_while_the_client_was_there(is_stre
 
     session = asyncio.run(asyncio.wait_for(use(), 200))
     assert [turn.is_aborted for turn in session.recording.turns] == [has_left]
+
+
+class Breaking(Speaker):
+    """Breaks after its first token."""
+
+    async def stream(self, request: Any) -> AsyncIterator[Any]:
+        async for chunk in super().stream(request):
+            yield dataclasses.replace(chunk, token_ids=chunk.token_ids[:1], logprobs=chunk.logprobs[:1])
+            raise ZeroDivisionError("broken")
+
+
+def test_a_stream_that_breaks_ends_with_an_event_and_no_second_response(caplog: pytest.LogCaptureFixture) -> None:
+    async def use() -> tuple[int, str]:
+        session = AgentSession(Breaking(["yes"], TOKENIZER), TOKENIZER)
+        async with served(session) as (access,), aiohttp.ClientSession() as client:
+            headers = {"Authorization": f"Bearer {access.api_key}"}
+            body = {**json.loads(saying(3)), "stream": True}
+            async with client.post(access.base_url + "/chat/completions", json=body, headers=headers) as response:
+                text = await response.text()
+            assert [turn.is_aborted for turn in session.recording.turns] == [True]
+            return response.status, text
+
+    status, text = asyncio.run(asyncio.wait_for(use(), 100))
+    *_, failure, end = text.split("\n\n")
+    assert (status, end) == (200, "")
+    assert '"role": "assistant"' in text
+    assert json.loads(failure.removeprefix("data: "))["error"]["message"] == "ZeroDivisionError: broken"
+    assert "failed in the middle of its stream" in caplog.text
+
+
+def test_an_answer_that_fails_after_it_was_sent_breaks_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Reply):
+        async def encoded(self) -> AsyncGenerator[bytes, None]:
+            async for part in super().encoded():
+                yield part + b" " * 1000
+            raise ZeroDivisionError("broken")
+
+    async def use() -> None:
+        session = AgentSession(Speaker(["yes"], TOKENIZER), TOKENIZER)
+        answer = session.answer
+
+        async def failing(path: str, body: bytes) -> Reply:
+            reply = await answer(path, body)
+            return Failing(reply.is_stream, reply.messages)
+
+        monkeypatch.setattr(session, "answer", failing)
+        async with served(session) as (access,):
+            host, port = access.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = saying(3)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            answered = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := await reader.read(10_000):
+                    answered += part
+            assert answered.count(b"HTTP/1.1") == 1
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(use(), 100))
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

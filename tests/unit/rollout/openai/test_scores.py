@@ -84,6 +84,33 @@ def test_the_limit_of_the_context_bounds_the_scores_of_an_answer() -> None:
     session.completion({**BATCH, "max_tokens": 8192})
 
 
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_an_echo_without_new_tokens_scores_the_prompts_and_generates_nothing(limit: str) -> None:
+    engine = Scoring()
+    session = AgentSession(engine, TOKENIZER, {"temperature": 0.5, "min_new_tokens": 2}, max_length=4)
+    body = {"model": "policy", "prompt": [[70, 71, 72], [70]], "echo": True, "logprobs": 1, limit: 0}
+
+    async def answer() -> Any:
+        [response] = [message async for message in session.completion(body).messages]
+        return response
+
+    response = asyncio.run(answer())
+    first, second = response["choices"]
+    assert (first["text"], first["finish_reason"]) == ("ghi", "length")
+    assert first["logprobs"] == {
+        "tokens": ["g", "h", "i"],
+        "token_logprobs": [None, -3.0, -3.0],
+        "top_logprobs": [None, {"b": -1.0, "h": -3.0}, {"b": -1.0, "i": -3.0}],
+        "text_offset": [0, 1, 2],
+    }
+    assert (second["text"], second["logprobs"]["token_logprobs"]) == ("g", [None])
+    assert response["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+    assert engine.scored == [[[70, 71, 72], [70]]]
+    assert engine.asked == session.recording.turns == []
+    with pytest.raises(ApiError, match="the prompt has 4 tokens; at most 3 are scored"):
+        session.completion({**body, "prompt": [70] * 4})
+
+
 def test_a_batch_is_scored_in_slices_and_shown_beside_the_loop_with_each_token_decoded_once() -> None:
     engine, tokenizer = Scoring(), Counting()
     session = AgentSession(engine, tokenizer)  # type: ignore[arg-type]

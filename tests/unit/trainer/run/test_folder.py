@@ -117,14 +117,18 @@ def test_a_link_to_the_folder_is_the_folder(used: Path, tmp_path: Path) -> None:
 def test_what_is_overwritten_leaves_other_files_alone(used: Path) -> None:
     for name in ("latest", "critic_latest", "best"):
         (used / name).mkdir()
-    (used / "train.jsonl").write_text("")
+    own = {"train.jsonl": "", "results.json": "[1, 2]"}
+    for name, content in own.items():
+        (used / name).write_text(content)
     clear(used)
-    assert sorted(path.name for path in used.iterdir()) == ["config.yaml", "metrics.jsonl", "train.jsonl"]
+    assert sorted(path.name for path in used.iterdir()) == sorted(["config.yaml", "metrics.jsonl", *own])
 
 
-def test_an_overwritten_run_leaves_no_checkpoint_and_no_record(used: Path) -> None:
+def test_an_overwritten_run_leaves_no_checkpoint_no_record_and_no_results(used: Path) -> None:
     (used / "record").mkdir()
     (used / "record" / "train-00000001.rows.parquet").touch()
+    (used / "trace.json").touch()
+    (used / "results.json").write_text('{"models": {"latest": {"model": "runs/ppo"}}}')
     clear(used)
-    assert not (used / "record").exists()
+    assert not [name for name in ("record", "trace.json", "results.json") if (used / name).exists()]
     assert not (used / "state").exists()
