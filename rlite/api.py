@@ -39,9 +39,9 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.evaluate.command import evaluate as run_evaluation
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.generate import prompt_item
-from rlite.trainer.given import IN_MEMORY, REWARD, Given
 from rlite.trainer.held_out import KEY, UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
+from rlite.trainer.program_objects import IN_MEMORY, REWARD, Given
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With

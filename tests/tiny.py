@@ -9,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rlite.nn.quiet import quiet_transformers
+from rlite.nn.transformers_warnings import quiet_transformers
 from rlite.quickstart.tiny import byte_tokenizer
 
 Kind = Literal["qwen2", "qwen3", "llama"]

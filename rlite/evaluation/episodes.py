@@ -12,7 +12,7 @@ from typing import Any
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.attempts import EpisodeFailed, Episodes
 from rlite.rollout.collector.group import Group
-from rlite.rollout.collector.lost import CANCELLED, RETURNED_NONE, reason_of
+from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.loop import LoopThread

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from rlite.errors import DataError
 from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
-from rlite.rollout.collector.lost import kind_of
+from rlite.rollout.collector.lost_groups import kind_of
 from rlite.wording import counted
 
 

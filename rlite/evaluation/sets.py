@@ -15,7 +15,7 @@ from rlite.evaluation.metrics import summary
 from rlite.evaluation.samples import SOLVED_AT, Sample
 from rlite.evaluation.scores import measured
 from rlite.rollout.collector.collector import Collected, RolloutCollector
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.workflow import RolloutWorkflow
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.errors import StorageError, why_not_written
 from rlite.nn.meta import real_tensors
-from rlite.nn.quiet import quiet_transformers
+from rlite.nn.transformers_warnings import quiet_transformers
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
 WINDOW = 5

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlite.errors import ConfigError
-from rlite.nn.quiet import quiet_transformers
+from rlite.nn.transformers_warnings import quiet_transformers
 
 HEAD_DIM = 32
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -15,7 +15,7 @@ from rlite.arguments import named
 from rlite.checkpoint.atomic import discard, publish, staging
 from rlite.errors import ConfigError
 from rlite.nn.lora_merge import adapter_config, merge_adapter
-from rlite.nn.quiet import quiet_transformers
+from rlite.nn.transformers_warnings import quiet_transformers
 from rlite.trainer.model_options import MergeConfig
 
 

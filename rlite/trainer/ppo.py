@@ -37,12 +37,12 @@ from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.held_out import UNNAMED, key_of, prefixed, without_sets
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import PolicyLoss
+from rlite.trainer.program_objects import NOTHING, Given
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.critic import make_critic

@@ -26,13 +26,13 @@ from typing import Any
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import EvaluationSet
+from rlite.trainer.answered_sets import Generation, read_generated
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.evaluation_plan import answers_plan, topic_of
-from rlite.trainer.generated import Generation, read_generated
-from rlite.trainer.given import Given
 from rlite.trainer.held_out import prefixed
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.modules import load_tokenizer
+from rlite.trainer.program_objects import Given
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.sets import ACCURACIES, reported_metrics
 from rlite.trainer.run.evaluation_record import EvaluationRecord

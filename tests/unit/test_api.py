@@ -15,8 +15,8 @@ from rlite import api
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
-from rlite.trainer.given import NOTHING
 from rlite.trainer.model_options import GenerateConfig
+from rlite.trainer.program_objects import NOTHING
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.workflows import own_rewards

@@ -18,7 +18,7 @@ from rlite.cluster.group import AbsentHandle
 from rlite.cluster.guard import end_at_sigterm
 from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
 from rlite.cluster.interface import Interface, Method
-from rlite.cluster.notice import TerminationNotice
+from rlite.cluster.preemption import TerminationNotice
 from rlite.cluster.ray.connection import ControlService
 from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
 from rlite.rollout.collector.group import Group
-from rlite.rollout.collector.lost import reason_of
+from rlite.rollout.collector.lost_groups import reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
 from rlite.rollout.episode import running

@@ -22,10 +22,10 @@ from tensordict import TensorDict
 from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.collector.consumer import GroupConsumer, join
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
-from rlite.rollout.collector.lost import LostGroups
+from rlite.rollout.collector.lost_groups import LostGroups
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.progress import RolloutProgress
 from rlite.rollout.collector.runner import GroupRunner
@@ -112,7 +112,7 @@ class RolloutCollector:
 
     @property
     def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause, with its row, by `rlite.rollout.collector.lost.cause_of` the reason."""
+        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
         with self._changed:
             return dict(self._runner.lost_groups.first)
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
 from rlite.rollout.collector.group import Group, Queue
-from rlite.rollout.collector.lost import CANCELLED, TOO_OLD
+from rlite.rollout.collector.lost_groups import CANCELLED, TOO_OLD
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner
 from rlite.rollout.trajectories import layout, pad_trajectories

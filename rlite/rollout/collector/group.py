@@ -16,7 +16,7 @@ from rlite.errors import CheckpointError, DataError
 from rlite.observability import trace
 from rlite.observability.record.schema import Status
 from rlite.rollout.collector.columns import short_columns
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.episode import Episode
 from rlite.rollout.workflow import RolloutWorkflow

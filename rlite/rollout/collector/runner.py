@@ -13,12 +13,12 @@ from tensordict import TensorDict
 
 from rlite.observability import trace
 from rlite.observability.record.schema import Status
-from rlite.rollout.collector import lost
+from rlite.rollout.collector import lost_groups
 from rlite.rollout.collector.attempts import ENGINE_FAILURES, EpisodeFailed, Episodes
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.ledger import FailureStreaks
-from rlite.rollout.collector.lost import LostGroups, in_full, reason_of
+from rlite.rollout.collector.lost_groups import LostGroups, in_full, reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.status import status_of
 from rlite.rollout.loop import LoopThread
@@ -158,7 +158,7 @@ class GroupRunner:
         version = self._engine.get_version()
         for queue in self._queues:
             for id in queue.ledger.too_old(version):
-                self.drop(queue, queue.groups[id], lost.TOO_OLD)
+                self.drop(queue, queue.groups[id], lost_groups.TOO_OLD)
 
     def report(self, batch: TensorDict, num_groups: int) -> None:
         """Record the statistics of a batch of so many groups, and of the groups lost before it. Needs the lock."""
@@ -200,7 +200,7 @@ class GroupRunner:
 
     def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
-            self._end(queue, group, lost.CANCELLED)
+            self._end(queue, group, lost_groups.CANCELLED)
         elif (error := task.exception()) is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
             self._loop.die(error)  # those two have ended the loop already; `_run` lets no Exception through
 
@@ -211,7 +211,7 @@ class GroupRunner:
                 trajectories is not None and group.should_accept(pad_trajectories(trajectories))
             )
         except asyncio.CancelledError:  # by the workflow: a group that the collector cancels was dropped before
-            self._fail(queue, group, lost.CANCELLED)
+            self._fail(queue, group, lost_groups.CANCELLED)
         except ENGINE_FAILURES as error:
             if self._end(queue, group, reason_of(error), error):
                 self._stop(error)
@@ -222,9 +222,9 @@ class GroupRunner:
                 self._stop(_stopping_error(f"should_accept raised {reason_of(error)}", error))
         else:
             if trajectories is None:
-                self._refuse(queue, group, lost.RETURNED_NONE)
+                self._refuse(queue, group, lost_groups.RETURNED_NONE)
             elif not is_accepted:
-                self._refuse(queue, group, lost.NOT_ACCEPTED)
+                self._refuse(queue, group, lost_groups.NOT_ACCEPTED)
             else:
                 self._accept(queue, group, trajectories)
 
@@ -274,7 +274,7 @@ class GroupRunner:
             self._num_refused = 0
             for queue in self._queues:
                 for group in queue.unfinished():
-                    self.drop(queue, group, lost.STOPPED)
+                    self.drop(queue, group, lost_groups.STOPPED)
             self.changed.notify_all()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlite.errors import CallTimeout
 from rlite.observability.record.schema import Status
 from rlite.rollout.collector.attempts import ENGINE_FAILURES
-from rlite.rollout.collector.lost import CANCELLED, STOPPED, TOO_OLD
+from rlite.rollout.collector.lost_groups import CANCELLED, STOPPED, TOO_OLD
 from rlite.rollout.rewards.errors import RewardCrash, RewardMemory, RewardTimeout
 from rlite.rollout.workflow import EngineAborted
 

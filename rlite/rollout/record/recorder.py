@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from rlite.observability.record.files import TRAIN
 from rlite.observability.record.writer import RecordWriter
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.record.tables import make_tables
 from rlite.rollout.record.texts import TokenTexts
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from rlite.batch import NAMED_REWARD
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.observability.record.writer import Tables
-from rlite.rollout.collector.ended import Ended
-from rlite.rollout.collector.lost import in_a_line
+from rlite.rollout.collector.ended_groups import Ended
+from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
 from rlite.rollout.record.texts import TokenTexts
 

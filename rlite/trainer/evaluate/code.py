@@ -14,10 +14,10 @@ from typing import Any
 
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.adapters import TrlReward
-from rlite.rollout.rewards.chosen import find_reward
+from rlite.rollout.rewards.configured_rewards import find_reward
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.given import Given
+from rlite.trainer.program_objects import Given
 
 
 def code_of(options: EvalConfig, given: Given) -> dict[str, str]:

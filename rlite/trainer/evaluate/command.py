@@ -26,7 +26,7 @@ from rlite.evaluation.journal import differences
 from rlite.evaluation.metrics import summary
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.rows import sample_of, write_record
-from rlite.trainer.evaluate.earlier import EarlierResult, earlier_result
+from rlite.trainer.evaluate.earlier_results import EarlierResult, earlier_result
 from rlite.trainer.evaluate.folder import RESULTS, check_alone, check_no_run, held, remove_others
 from rlite.trainer.evaluate.generation import Generation
 from rlite.trainer.evaluate.models import Answered, Candidate, begin, candidate, is_of_tasks, rows_of
@@ -37,8 +37,8 @@ from rlite.trainer.evaluate.report import print_result
 from rlite.trainer.evaluate.settings import settings_of
 from rlite.trainer.evaluate.task_metrics import summary_of_tasks
 from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
-from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.launch import has_waiting_ranks, serve_if_worker, session_of
+from rlite.trainer.program_objects import NOTHING, Given
 from rlite.trainer.run.interruption import INTERRUPTION
 
 Answers = Generation | TaskAnswers

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlite.evaluation.journal import Journal
 from rlite.evaluation.rows import Row
-from rlite.trainer.evaluate.earlier import EarlierResult, missing_places
+from rlite.trainer.evaluate.earlier_results import EarlierResult, missing_places
 from rlite.trainer.evaluate.folder import SAMPLES, remove_model
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.settings import model_settings

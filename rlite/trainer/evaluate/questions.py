@@ -18,10 +18,10 @@ from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.given import Given
 from rlite.trainer.modules import load_tokenizer
+from rlite.trainer.program_objects import Given
 from rlite.types import GenerationHyperparameters
 
 NUM_EPISODES = 100

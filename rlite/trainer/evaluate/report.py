@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
-from rlite.rollout.collector.lost import in_a_line
+from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.evaluate.options import default_temperature
 from rlite.wording import counted
 

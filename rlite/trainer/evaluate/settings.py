@@ -11,7 +11,7 @@ from rlite import config
 from rlite.nn.huggingface import local_checkpoint
 from rlite.trainer.evaluate.code import code_of, digest
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.given import Given
+from rlite.trainer.program_objects import Given
 
 WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
 """files of a checkpoint that decide its answers"""

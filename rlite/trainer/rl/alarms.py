@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rlite.evaluation.sets import Evaluation
-from rlite.rollout.collector.lost import cause_of, kind_of
+from rlite.rollout.collector.lost_groups import cause_of, kind_of
 from rlite.trainer.held_out import key_of
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.held_out import HeldOutPromptOptions

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
-from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.held_out import held_out_sources
+from rlite.trainer.program_objects import NOTHING, Given
 from rlite.trainer.rl.config import PpoConfig
 
 

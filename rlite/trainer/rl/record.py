@@ -9,8 +9,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.observability.record.schema import Status
-from rlite.rollout.collector.ended import Ended
-from rlite.rollout.collector.lost import NOT_ACCEPTED
+from rlite.rollout.collector.ended_groups import Ended
+from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines

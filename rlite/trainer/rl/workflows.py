@@ -14,10 +14,10 @@ from rlite.errors import ConfigError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.chosen import ChosenRewards
-from rlite.trainer.given import REWARD, Given
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out import key_of
 from rlite.trainer.modules import load_tokenizer
+from rlite.trainer.program_objects import REWARD, Given
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions, SamplingOptions
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.lengths import context_limit

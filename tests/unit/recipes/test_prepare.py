@@ -20,7 +20,7 @@ from rlite.data.preferences import preference_rows
 from rlite.data.prompts import check_prompts
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.rewards import gsm8k_reward, math_verify_reward
-from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rm import RmConfig

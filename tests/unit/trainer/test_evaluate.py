@@ -28,7 +28,7 @@ from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
 from rlite.trainer.evaluate.task_metrics import summary_of_tasks, task_metrics, task_values
 from rlite.trainer.evaluate.tasks import find_tasks, task_rows
-from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.program_objects import NOTHING, Given
 from tests.unit.trainer.test_evaluate_folder import row, write
 
 

@@ -16,7 +16,7 @@ from rlite.evaluation.journal import Journal
 from rlite.evaluation.rows import write_record
 from rlite.observability.record.files import all_files, write_table
 from rlite.trainer.evaluate import recording
-from rlite.trainer.evaluate.earlier import earlier_result
+from rlite.trainer.evaluate.earlier_results import earlier_result
 from rlite.trainer.evaluate.folder import CACHE, LOCK, RESULTS, SAMPLES, check_alone, check_no_run, held, remove_others
 from rlite.trainer.evaluate.models import Candidate, begin, rows_of
 from rlite.trainer.evaluate.recording import recorded

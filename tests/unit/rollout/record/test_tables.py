@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from rlite.observability.record.schema import ROWS, TOKENS, Status
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.collector.columns import MAX_COLUMNS, MAX_VALUE
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group
 from rlite.rollout.record.recorder import NUM_GROUPS, FileRecorder, sampled
 from rlite.rollout.record.tables import MAX_EVENTS, make_tables

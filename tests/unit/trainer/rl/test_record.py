@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rlite.data.prompts import PromptStream
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions

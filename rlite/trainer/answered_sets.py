@@ -17,10 +17,10 @@ from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
-from rlite.trainer.given import Given
 from rlite.trainer.held_out import held_out_sources, key_of
 from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.options import SftConfig
+from rlite.trainer.program_objects import Given
 from rlite.trainer.rl.config import SamplingOptions
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.sets import check_samples

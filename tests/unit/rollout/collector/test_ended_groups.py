@@ -19,8 +19,8 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.collector.ended import Ended
-from rlite.rollout.collector.lost import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
+from rlite.rollout.collector.ended_groups import Ended
+from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
 from rlite.rollout.collector.status import status_of
 from rlite.rollout.rewards.errors import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
 from rlite.rollout.workflow import EngineAborted, RolloutError

@@ -22,7 +22,7 @@ from rlite.rollout import (
     SingleTurnWorkflow,
 )
 from rlite.rollout.registry import REWARDS
-from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.errors import RewardInvalid, RewardRaised
 from rlite.rollout.rewards.options import RewardOptions, name_of
 
