@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,12 @@ class EpisodeRunner:
             RolloutError: user code has ended the event loop of the episodes.
         """
         loop = LoopThread("evaluation", lambda _: None)
-        running = loop.submit(self._run_all(iter(places), min(self.max_concurrent, len(places)), on_end))
+        taker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation-taker")
+
+        async def take(ended: EndedEpisode) -> None:
+            await asyncio.get_running_loop().run_in_executor(taker, on_end, ended)
+
+        running = loop.submit(self._run_all(iter(places), min(self.max_concurrent, len(places)), take))
         try:
             running.result()
         except CancelledError as error:
@@ -84,11 +89,14 @@ class EpisodeRunner:
             running.cancel()
             loop.stop()
             loop.join()
+            taker.shutdown()
 
-    async def _run_all(self, places: Iterator[Place], count: int, on_end: Callable[[EndedEpisode], None]) -> None:
+    async def _run_all(
+        self, places: Iterator[Place], count: int, take: Callable[[EndedEpisode], Awaitable[None]]
+    ) -> None:
         async def work() -> None:
             for place in places:
-                on_end(await self._episode(place))
+                await take(await self._episode(place))
 
         try:
             async with asyncio.TaskGroup() as group:
