@@ -23,9 +23,40 @@ function filled(element, options, children) {
   return element;
 }
 
+// Replaces the children of an element. Those that leave the page are discarded.
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter(Boolean));
+  const next = children.flat(Infinity).filter(Boolean);
+  for (const ending of element.querySelectorAll("[data-ends]")) if (!next.some((child) => child.contains?.(ending))) discard(ending);
+  element.replaceChildren(...next);
   return element;
+}
+
+// Puts children into an element, in order. Those that are at their place already are not touched.
+export function arrange(element, children) {
+  const next = new Set(children);
+  for (const old of [...element.children]) {
+    if (next.has(old)) continue;
+    discard(old);
+    old.remove();
+  }
+  children.forEach((child, index) => element.children[index] === child || element.insertBefore(child, element.children[index] ?? null));
+}
+
+const endings = new WeakMap();
+
+// Calls `act` when an element leaves the page for good, such as an observer's disconnect.
+export function whenDiscarded(element, act) {
+  endings.set(element, act);
+  element.dataset.ends = "";
+  return element;
+}
+
+// Ends what the elements of a part of the page hold.
+export function discard(root) {
+  for (const element of [root, ...root.querySelectorAll("[data-ends]")]) {
+    endings.get(element)?.();
+    endings.delete(element);
+  }
 }
 
 // A text of the model. A long one is cut, with a button for the rest.

@@ -2,7 +2,7 @@
 
 import * as api from "viewer/api";
 import { SERIES } from "viewer/colors";
-import { ago, empty, fill, h } from "viewer/dom";
+import { ago, discard, empty, fill, h } from "viewer/dom";
 import * as compare from "viewer/compare";
 import * as ledger from "viewer/ledger";
 import * as overview from "viewer/overview";
@@ -63,7 +63,10 @@ async function show() {
   showFrame(page);
   try {
     const made = await PAGES[page].render(parameters, app);
-    if (mine !== turn) return; // the reader has moved on
+    if (mine !== turn) {
+      discard(made.body); // the reader has moved on
+      return;
+    }
     fill(main, made.body);
     current = { page, keys: made.keys ?? {}, renew: made.renew ?? null };
     made.shown?.();

@@ -1,10 +1,10 @@
 // Overview: advice first, then the curves of every run.
 
 import { ask, series } from "viewer/api";
-import { lineChart, stackChart } from "viewer/charts";
+import { lineChart, renewCharts, stackChart } from "viewer/charts";
 import { evaluationCards } from "viewer/evaluation";
 import { SERIES, STATUS } from "viewer/colors";
-import { ago, card, empty, fill, groupedBy, h, newest, number, seconds, words } from "viewer/dom";
+import { ago, arrange, card, empty, fill, groupedBy, h, newest, number, seconds, words } from "viewer/dom";
 
 // title, metrics, note; the charts that have no data are left out
 const CHARTS = [
@@ -26,33 +26,45 @@ const PHASE = /^seconds_/;
 const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0891b2", "#8d6e1f", "#d6336c"];
 
 export async function render(parameters, app) {
-  const body = h("div", { class: "page" });
   const more = (parameters.more ?? "").split(",").filter(Boolean);
-  const draw = async () => fill(body, await contents(app, more));
+  const part = () => h("div", { class: "part" });
+  const parts = { problems: part(), results: part(), advice: part(), tiles: part(), curves: h("div", { class: "charts" }), empty: part(), metrics: part() };
+  const metrics = metricsCard(app, more);
+  const draw = async () => drawParts({ parts, metrics, all: await found(app, more), app, more });
   await draw();
-  return { body, renew: () => (body.querySelector(".chart:hover, input:focus") ? null : draw().catch(() => {})) };
+  const body = h("div", { class: "page" }, Object.values(parts));
+  return { body, renew: () => draw().catch(() => {}) };
 }
 
-async function contents(app, more) {
+async function found(app, more) {
   const names = (run) => [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), ...more, "reward", "seconds", ...picked(run)])];
-  const found = await Promise.all(app.runs.map(async (run, index) => ({
+  return Promise.all(app.runs.map(async (run, index) => ({
     run,
     color: SERIES[index % SERIES.length],
     series: await series(index, names(run).filter((name) => run.metrics.includes(name))),
     ...(await ask("overview", { run: index })),
   })));
-  return [
-    found.map((each) => problems(each.run)),
-    found.filter((each) => each.results).map((each) => evaluationCards(each, app)),
-    trainings(found.filter((each) => !each.results), app, more),
-  ];
+}
+
+// Draws what is new. Charts and the list of metrics stay, with what the reader chose in them.
+function drawParts({ parts, metrics, all, app, more }) {
+  const [evaluated, trained] = [all.filter((each) => each.results), all.filter((each) => !each.results)];
+  fill(parts.problems, all.map((each) => problems(each.run)));
+  const results = JSON.stringify(evaluated.map(({ run, results, statuses }) => [run.name, results, statuses]));
+  if (results !== parts.known) fill(parts.results, evaluated.map((each) => evaluationCards(each, app)));
+  parts.known = results;
+  fill(parts.advice, trained.length > 0 && h("div", { class: "advices" }, advice(trained, app)));
+  fill(parts.tiles, trained.map((each) => tiles(each, trained.length > 1, app)));
+  const curves = trained.length ? chartsOf(trained, more) : [];
+  renewCharts(parts.curves, curves);
+  fill(parts.empty, trained.length > 0 && !curves.length && empty("No metrics yet", "The first step of a run writes metrics.jsonl. This page follows the run."));
+  arrange(parts.metrics, trained.length > 0 && metrics.renew() ? [metrics.card] : []);
 }
 
 // The curves of runs that train.
-function trainings(found, app, more) {
-  if (!found.length) return null;
+function chartsOf(found, more) {
   const several = found.length > 1;
-  const curves = [
+  return [
     rewardChart(found),
     partsChart(found),
     heldOutChart(found),
@@ -63,14 +75,6 @@ function trainings(found, app, more) {
     ...found.map((each) => statusChart(each, several)),
     ...more.map((name) => metricChart(name, [name], "", found)),
   ].filter(Boolean);
-  return [
-    h("div", { class: "advices" }, advice(found, app)),
-    found.map((each) => tiles(each, several, app)),
-    curves.length
-      ? h("div", { class: "charts" }, curves)
-      : empty("No metrics yet", "The first step of a run writes metrics.jsonl. This page follows the run."),
-    otherMetrics(app, more),
-  ];
 }
 
 function picked(run) {
@@ -213,16 +217,23 @@ function statusChart(each, several) {
   return stackChart(several ? `Rollouts: ${each.run.name}` : "Rollouts by status", steps, layers, { note });
 }
 
-function otherMetrics(app, more) {
-  const known = [...new Set(app.runs.flatMap((run) => run.metrics))].sort();
-  if (!known.length) return null;
+// The metrics of all runs, to choose from.
+function metricsCard(app, more) {
   const list = h("div", { class: "chips" });
-  const draw = (text) => fill(list, known.filter((name) => name.includes(text)).map((name) => {
+  const search = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", on: { input: () => draw() } });
+  let known = [];
+  const draw = () => fill(list, known.filter((name) => name.includes(search.value)).map((name) => {
     const isOn = more.includes(name);
     const next = isOn ? more.filter((other) => other !== name) : [...more, name];
     return h("button", { type: "button", class: "chip", "aria-pressed": String(isOn), on: { click: () => app.go("overview", { more: next.join(",") }, { replace: true }) } }, name);
   }));
-  draw("");
-  const search = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", on: { input: (event) => draw(event.target.value) } });
-  return card("All metrics", h("p", { class: "note" }, "Choose metrics to draw them above."), search, list);
+  const own = card("All metrics", h("p", { class: "note" }, "Choose metrics to draw them above."), search, list);
+  const renew = () => {
+    const next = [...new Set(app.runs.flatMap((run) => run.metrics))].sort();
+    const isNew = next.join() !== known.join();
+    known = next;
+    if (isNew) draw();
+    return known.length > 0;
+  };
+  return { card: own, renew };
 }

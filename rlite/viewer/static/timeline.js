@@ -2,7 +2,7 @@
 
 import { ask, isExport } from "viewer/api";
 import { css, SERIES } from "viewer/colors";
-import { card, empty, fill, h, number, seconds, select } from "viewer/dom";
+import { card, empty, fill, h, number, seconds, select, whenDiscarded } from "viewer/dom";
 
 const MAX_NAME = 320; // width of a name
 const ROW = 18;
@@ -58,7 +58,9 @@ class Timeline {
   }
 
   observe() {
-    new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
+    const observer = new ResizeObserver(() => this.draw());
+    observer.observe(this.canvas.parentElement);
+    whenDiscarded(this.body, () => observer.disconnect());
   }
 
   async show(start, end) {
