@@ -13,6 +13,7 @@ import pytest
 
 from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
+from rlite.viewer import load
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 from tests.recorded_run import Shape, write_evaluation, write_run, write_step
@@ -123,6 +124,30 @@ def test_a_bar_of_the_histogram_chooses_its_rollouts(show: Any) -> None:
     page.keyboard.press("Enter")
     assert page.locator(".count").inner_text() == f"{number} of 24 rollouts"
     assert page.locator("a.cell:not(.dim)").count() == number
+
+
+def test_a_reward_range_chooses_rollouts_in_any_colour(show: Any, folders: list[Path]) -> None:
+    rewards = load(folders[0]).rows.query("source == 'train' and step == 2")["reward"]
+    number = int(rewards.between(0.05, 0.9).sum())
+    assert 0 < number < 24
+    page = show("rollouts?step=2&color=response_tokens")
+    page.get_by_label("min reward").fill("0.05")
+    page.get_by_label("max reward").fill("0.9")
+    assert page.locator(".count").inner_text() == f"{number} of 24 rollouts"
+    assert "min=0.05&max=0.9" in page.evaluate("location.hash")
+    page.get_by_label("next step (])").click()
+    at(page, "step=3")
+    assert page.get_by_label("min reward").input_value() == "0.05"
+
+
+def test_a_filter_that_no_rollout_of_the_step_passes_is_shown_and_can_be_cleared(show: Any) -> None:
+    page = show("rollouts?step=2&status=aborted&reason=gone&text=Goal")
+    assert page.get_by_label("status", exact=True).input_value() == "aborted"
+    assert page.get_by_label("reason", exact=True).input_value() == "gone"
+    page.get_by_role("button", name="clear filters").click()
+    page.wait_for_function("() => document.querySelector('.count').textContent === '24 rollouts'")
+    assert page.get_by_role("button", name="clear filters").count() == 0
+    assert "aborted" not in page.evaluate("location.hash")
 
 
 def test_texts_are_searched(show: Any) -> None:

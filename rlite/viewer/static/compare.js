@@ -4,7 +4,7 @@ import { ask } from "viewer/api";
 import { range, scale, SERIES } from "viewer/colors";
 import { difference, side } from "viewer/diff";
 import { card, empty, fill, groupedBy, h, longText, number, rowsOf } from "viewer/dom";
-import { sourceName, statusChip, withoutRecord } from "viewer/rollouts";
+import { sourceName, statusChip, withoutRecord } from "viewer/place";
 
 const MAX_LISTED = 300;
 const natural = new Intl.Collator("en", { numeric: true });

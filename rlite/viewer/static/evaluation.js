@@ -3,7 +3,7 @@
 import { lineChart } from "viewer/charts";
 import { SERIES } from "viewer/colors";
 import { card, h, key, number, svg } from "viewer/dom";
-import { statusChip } from "viewer/rollouts";
+import { statusChip } from "viewer/place";
 
 const PASS = /^pass@(\d+)$/;
 const MAIN = ["accuracy", "pass@1"];

@@ -4,7 +4,7 @@ import { ask } from "viewer/api";
 import { stackChart } from "viewer/charts";
 import { STATUS } from "viewer/colors";
 import { card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
-import { noRecord, sourceName, statusChip } from "viewer/rollouts";
+import { noRecord, sourceName, statusChip } from "viewer/place";
 
 const MEANINGS = {
   filtered: "all rewards of the group were equal",

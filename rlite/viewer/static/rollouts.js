@@ -3,6 +3,7 @@
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
 import { card, empty, fill, groupedBy, h, key, newest, number, rowsOf, select, svg, words } from "viewer/dom";
+import { noRecord, placeBar, statusChip } from "viewer/place";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
@@ -11,6 +12,8 @@ const MAX_IN_LINE = 16; // cells beside each other
 const LEFT = 110; // of the scatter, for the numbers of its axis
 const HIDDEN = ["step", "ended"];
 const STATUS_COLOR = "status";
+const FILTERS = ["status", "reason", "low", "high", "min", "max", "text"];
+const isGiven = (value) => value !== undefined && value !== "";
 
 export async function render(parameters, app) {
   const run = Number(parameters.run ?? 0);
@@ -32,37 +35,6 @@ export async function render(parameters, app) {
   };
   const tellNews = () => view.tellNews(app.runs[run].sources[source].steps.at(-1));
   return { body, keys: { "[": move(-1), "]": move(1) }, renew: tellNews };
-}
-
-// What a page says in place of rollouts.
-export function noRecord(about) {
-  return empty("No rollouts are recorded", ...withoutRecord([about]));
-}
-
-// Why some runs have no record.
-export function withoutRecord(runs) {
-  const names = runs.map((run) => run.name).join(", ");
-  return runs.some((run) => run.records)
-    ? [`${names}: there are no files in record/. A run records rollouts, and sft the answers to its test sets with a reward, with trainer.record=sample (texts of some) or all. The first step or evaluation writes the first file.`]
-    : [`${names}: only reinforcement learning, rlite eval, and sft with test sets that have a reward record samples. The overview shows the metrics of this run.`];
-}
-
-// The name of training, of a test set, or of a model in an evaluation.
-export function sourceName(source) {
-  return source === "train" ? "training" : source.replace(/^eval\./, "");
-}
-
-// Choices of step, source and run, which several pages have.
-export function placeBar(page, { app, run, source, step, steps, parameters }) {
-  const go = (changes) => app.go(page, { ...parameters, ...changes }, { replace: true });
-  const at = steps.indexOf(step);
-  const arrow = (by, text, title) => h("button", { type: "button", title, "aria-label": title, disabled: steps[at + by] === undefined, on: { click: () => go({ step: steps[at + by] }) } }, text);
-  const sources = Object.keys(app.runs[run].sources);
-  return [
-    app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "", step: "" })),
-    sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value, step: "" })),
-    (steps.length > 1 || step > 0) && h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
-  ];
 }
 
 class View {
@@ -87,6 +59,7 @@ class View {
   drawChosen() {
     const chosen = new Set(this.rows.filter((row) => this.matches(row)));
     this.count.textContent = chosen.size === this.rows.length ? `${number(this.rows.length)} rollouts` : `${number(chosen.size)} of ${number(this.rows.length)} rollouts`;
+    this.clear.hidden = !FILTERS.some((name) => isGiven(this.given[name]));
     this.drawGrid(chosen);
     fill(this.side, this.histogram(chosen), this.scatter(chosen));
     this.drawTable([...chosen]);
@@ -106,10 +79,9 @@ class View {
   }
 
   matches(row) {
-    const { status, reason, low, high } = this.given;
-    const value = row[this.value];
+    const { status, reason, low, high, min, max } = this.given;
     return (!status || row.status === status) && (!reason || row.reason === reason)
-      && (low === undefined || low === "" || (value !== null && value >= Number(low) && value <= Number(high)))
+      && isWithin(row[this.value], low, high) && isWithin(row.reward, min, max)
       && (!this.hits || this.hits.has(`${row.group}/${row.sample}`));
   }
 
@@ -119,7 +91,10 @@ class View {
 
   toolbar() {
     const distinct = (name) => [...new Set(this.rows.map((row) => row[name]).filter(Boolean))].sort();
-    const choose = (name, text) => select(name, [["", "any"], ...distinct(name).map((value) => [value, text(value)])], this.given[name] ?? "", (value) => this.set({ [name]: value }));
+    const choices = (name) => [...new Set([...distinct(name), this.given[name]].filter(Boolean))].sort(); // also a filter that no rollout of this step passes
+    const choose = (name, text) => select(name, [["", "any"], ...choices(name).map((value) => [value, text(value)])], this.given[name] ?? "", (value) => this.set({ [name]: value }));
+    const limit = (name, text) => h("input", { type: "number", step: "any", class: "limit", placeholder: text, "aria-label": `${text} reward`, value: this.given[name], on: { input: (event) => this.set({ [name]: event.target.value }) } });
+    this.clear = h("button", { type: "button", on: { click: () => this.app.go("rollouts", { ...this.parameters, ...Object.fromEntries(FILTERS.map((name) => [name, ""])) }, { replace: true }) } }, "clear filters");
     this.count = h("strong", { class: "count" });
     this.news = h("span");
     const search = h("input", { type: "search", placeholder: "Search the texts", "aria-label": "Search the texts", value: this.given.text, on: { change: (event) => this.search(event.target.value) } });
@@ -127,16 +102,17 @@ class View {
     return h("div", { class: "toolbar" },
       placeBar("rollouts", this),
       choose("status", words),
-      distinct("reason").length > 0 && choose("reason", (value) => value.slice(0, 60)),
+      choices("reason").length > 0 && choose("reason", (value) => value.slice(0, 60)),
+      h("span", { class: "limits" }, "reward", limit("min", "min"), "–", limit("max", "max")),
       select("colour", [...this.numeric, STATUS_COLOR].map((name) => [name, words(name)]), this.given.color, (value) => this.app.go("rollouts", { ...this.parameters, color: value, low: "", high: "" }, { replace: true })),
       select("sort", [["group", "group"], ["mean", "mean, highest first"], ["least", "mean, lowest first"], ["spread", "spread"]], this.given.sort, (value) => this.set({ sort: value })),
       search,
+      this.clear,
       this.news,
       this.count);
   }
 
   async search(text) {
-    this.parameters.text = text;
     if (!text) {
       this.hits = null;
       fill(this.found);
@@ -240,7 +216,7 @@ class View {
     }
     const most = Math.max(...all);
     const bars = all.map((count, bin) => this.bar(bin, count, own[bin], most, low + bin * width, low + (bin + 1) * width, bins));
-    const isFiltered = this.given.low !== undefined && this.given.low !== "";
+    const isFiltered = isGiven(this.given.low);
     return card(`Histogram of ${words(this.value)}`,
       h("p", { class: "note" }, isFiltered ? h("button", { type: "button", class: "more", on: { click: () => this.set({ low: "", high: "" }) } }, `Show all values, not only ${number(Number(this.given.low), 3)} to ${number(Number(this.given.high), 3)}`) : "Click a bar to see only its rollouts."),
       svg("svg", { viewBox: "0 0 400 120", class: "histogram", role: "group" }, bars,
@@ -299,10 +275,6 @@ class View {
   }
 }
 
-export function statusChip(status) {
-  return h("span", { class: "status" }, h("i", { class: "dot", style: { background: STATUS[status] ?? "#888" } }), words(status));
-}
-
 // An exported file has no server that searches; it looks through the texts that it carries.
 async function searched(run, source, step, text, rows) {
   if (!isExport()) return ask("search", { run, source, step, text });
@@ -347,6 +319,11 @@ function drawScatter(canvas, points, at, color, [xs, ys]) {
 
 function share(value, [low, high]) {
   return high > low ? (value - low) / (high - low) : 0.5;
+}
+
+function isWithin(value, low, high) {
+  if (!isGiven(low) && !isGiven(high)) return true;
+  return typeof value === "number" && !(isGiven(low) && value < Number(low)) && !(isGiven(high) && value > Number(high));
 }
 
 function average(values) {

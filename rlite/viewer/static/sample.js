@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
-import { noRecord, sourceName, statusChip } from "viewer/rollouts";
+import { noRecord, sourceName, statusChip } from "viewer/place";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
