@@ -28,14 +28,17 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
 
     Args:
         run: the run.
-        query: `text` that the item has.
+        query: `text` that the item, or a recorded prompt of it, has.
     """
     tables = [_of_source(run, source) for source in run.record.sources]
     if not tables:
         return {"items": {}, "number": 0}
     table = pa.concat_tables(tables)
+    hits: dict[tuple[str, str], str] = {}
     if text := query.text("text"):
-        table = table.filter(pc.match_substring(table["item"], text, ignore_case=True))
+        hits = _hits(run, text)
+        is_hit = pc.is_in(_places(table), pa.array([_place(*place) for place in hits], pa.string()))
+        table = table.filter(pc.or_(pc.match_substring(table["item"], text, ignore_case=True), is_hit))
     wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
     found = table.group_by(["set", "item"]).aggregate(wanted)
     found = found.append_column("length", pc.utf8_length(found["item"]))  # m2 comes before m10
@@ -43,7 +46,8 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     order += [("set", "ascending"), ("length", "ascending"), ("item", "ascending")]
     kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
     known = prompts(run)
-    texts = [known.get(place) for place in zip(kept["set"].to_pylist(), kept["item"].to_pylist(), strict=True)]
+    places = zip(kept["set"].to_pylist(), kept["item"].to_pylist(), strict=True)
+    texts = [_shown(known.get(place), hits.get(place), text) for place in places]
     return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows}
 
 
@@ -89,6 +93,47 @@ def _common_lines(texts: list[str]) -> int:
     pairs = enumerate(zip(first, last, strict=False))
     length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
     return first.rfind("\n", 0, length) + 1
+
+
+def _hits(run: ViewedRun, text: str) -> dict[tuple[str, str], str]:
+    """Return the place in each recorded prompt that has a text, by set and item."""
+    found: dict[tuple[str, str], str] = {}
+    for source in run.record.sources:
+        rows = run.record.table(source)
+        groups = zip(*(rows[name].to_pylist() for name in ("step", "group", "item")), strict=True)
+        items_of = {(step, group): name for step, group, name in groups}
+        for table in run.record.segments(source):
+            segments = table["segments"].combine_chunks()
+            if not len(segments):
+                continue
+            parts, parents = segments.flatten(), pc.list_parent_indices(segments)
+            is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
+            chosen = pc.fill_null(pc.and_(is_hit, pc.equal(parts.field("role"), "prompt")), False)
+            for parent, prompt in zip(parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True):
+                name = items_of.get((table["step"][parent].as_py(), table["group"][parent].as_py()))
+                if name is not None and (run.set_of(source), name) not in found:
+                    found[run.set_of(source), name] = _around(prompt.as_py(), text)
+    return found
+
+
+def _around(prompt: str, text: str) -> str:
+    """Return one line of a prompt with a text in it."""
+    hit = re.search(re.escape(text), prompt, re.IGNORECASE)
+    begin = max(0, hit.start() - MAX_PROMPT // 4) if hit else 0
+    return " ".join(SPECIAL.sub(" ", prompt[begin : begin + MAX_PROMPT]).split())
+
+
+def _shown(known: str | None, hit: str | None, text: str) -> str | None:
+    """Return the beginning of a prompt, or the place that has a text if the beginning has it not."""
+    return known if hit is None or (known and text.lower() in known.lower()) else hit
+
+
+def _places(table: pa.Table) -> pa.ChunkedArray:
+    return pc.binary_join_element_wise(table["set"], table["item"], "\0")
+
+
+def _place(set_: str, item: str) -> str:
+    return f"{set_}\0{item}"
 
 
 def _of_source(run: ViewedRun, source: str) -> pa.Table:

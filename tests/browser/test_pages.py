@@ -265,7 +265,7 @@ def test_prompts_are_found_by_their_text(show: Any) -> None:
     page = show("compare")
     wanted = page.locator(".items a span").nth(8).inner_text()
     page.get_by_label("Find a prompt by id or text").fill(wanted)
-    assert page.locator(".items a").count() == 1
+    page.wait_for_function("() => document.querySelectorAll('.items a').length === 1")
     page.keyboard.press("Enter")
     at(page, "find=")
     assert page.locator(".items [aria-current] span").inner_text() == wanted

@@ -1,6 +1,6 @@
 // One prompt over steps and over runs, with the difference of two answers; and the configs.
 
-import { ask } from "viewer/api";
+import { ask, isExport } from "viewer/api";
 import { range, scale, SERIES } from "viewer/colors";
 import { difference, side } from "viewer/diff";
 import { card, empty, fill, groupedBy, h, longText, number, rowsOf } from "viewer/dom";
@@ -10,25 +10,45 @@ const MAX_LISTED = 300;
 const natural = new Intl.Collator("en", { numeric: true });
 
 export async function render(parameters, app) {
-  const { items, isWhole } = await itemsOf(app);
+  const runs = app.runs;
+  const items = await itemsOf(app);
   const known = items.filter((each) => each.item === parameters.item && (!parameters.set || each.set === parameters.set));
   const chosen = parameters.item === undefined ? items[0] : known[0] ?? { set: parameters.set ?? "", item: parameters.item };
   const body = h("div", { class: "page" });
+  const news = h("p", { class: "news", role: "status" });
   if (!chosen) fill(body, card("Answers to one prompt", empty("No rollouts are recorded", ...withoutRecord(app.runs))), await configs(app));
-  else fill(body, await promptCards({ items, isWhole, chosen, parameters, app }), await configs(app));
+  else fill(body, news, await promptCards({ items, chosen, parameters, app }), await configs(app));
   const before = document.querySelector(".items")?.scrollTop ?? 0;
-  return { body, shown: () => reveal(body.querySelector(".items"), before) };
+  const renew = () => {
+    if (amounts(runs) === amounts(app.runs)) return;
+    if (!chosen) app.again();
+    else fill(news, h("button", { type: "button", class: "more", on: { click: () => app.go("compare", { ...parameters, find: body.querySelector("input[type=search]").value }, { replace: true }) } }, "More rollouts are recorded: show them"));
+  };
+  return { body, renew, shown: () => reveal(body.querySelector(".items"), before) };
 }
 
-async function promptCards({ items, isWhole, chosen, parameters, app }) {
+// How many rollouts the sources of all runs have.
+function amounts(runs) {
+  return JSON.stringify(runs.map(({ sources }) => Object.entries(sources).map(([name, { rollouts }]) => [name, rollouts])));
+}
+
+async function promptCards({ items, chosen, parameters, app }) {
   const list = h("div", { class: "items" });
   let shown = [];
+  let turn = 0;
   const find = async (text) => {
-    const found = isWhole ? items : (await itemsOf(app, text)).items;
-    shown = found.filter((each) => isLike(each, text));
+    const mine = ++turn;
+    const found = text ? await itemsOf(app, text).catch(() => []) : items;
+    if (mine !== turn) return; // the reader has typed on
+    shown = found;
     fill(list, shown.length ? shown.slice(0, MAX_LISTED).map((each) => itemLink(each, chosen, text, app)) : empty("No such prompt", "No recorded prompt has this id or this text."));
   };
-  const open = (event) => event.key === "Enter" && shown.length && app.go("compare", { set: shown[0].set, item: shown[0].item, find: event.target.value }, { replace: true });
+  const open = async (event) => {
+    if (event.key !== "Enter") return;
+    const text = event.target.value;
+    await find(text);
+    if (shown.length && text === event.target.value) app.go("compare", { set: shown[0].set, item: shown[0].item, find: text }, { replace: true });
+  };
   const search = h("input", { type: "search", placeholder: "Find by id or text", "aria-label": "Find a prompt by id or text", title: "Enter opens the first one", value: parameters.find, on: { input: (event) => find(event.target.value), keydown: open } });
   await find(parameters.find ?? "");
   const attempts = await attemptsOf(app, chosen);
@@ -46,22 +66,20 @@ function reveal(list, before) {
   list.scrollTop = isSeen ? before : top - list.clientHeight / 3;
 }
 
-// Prompts of all runs; one that several runs have tried counts for all of them.
+// Prompts of all runs; one that several runs have tried counts for all of them. An exported file has one list of each
+// run, and looks in it by itself.
 async function itemsOf(app, text = "") {
   const found = new Map();
-  let isWhole = true;
   for (const [run] of app.runs.entries()) {
-    const answer = await ask("items", { run, text }).catch(() => ask("items", { run, text: "" }));
-    const rows = rowsOf(answer.items);
-    isWhole &&= rows.length === answer.number;
-    for (const { set, item, prompt, step_count_distinct: steps, step_count: count } of rows) {
+    const rows = rowsOf((await ask("items", { run, text: isExport() ? "" : text })).items);
+    for (const { set, item, prompt, step_count_distinct: steps, step_count: count } of rows.filter((row) => !isExport() || isLike(row, text))) {
       const key = JSON.stringify([set, item]);
       const before = found.get(key) ?? { set, item, prompt, steps: 0, runs: 0, number: 0 };
       found.set(key, { ...before, prompt: before.prompt ?? prompt, steps: before.steps + steps, runs: before.runs + 1, number: before.number + count });
     }
   }
   const order = (a, b) => b.runs - a.runs || b.steps - a.steps || b.number - a.number || natural.compare(a.set, b.set) || natural.compare(a.item, b.item);
-  return { items: [...found.values()].sort(order), isWhole };
+  return [...found.values()].sort(order);
 }
 
 function isLike({ item, prompt }, text) {

@@ -14,7 +14,7 @@ from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
 from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
 from rlite.viewer.export import export
-from rlite.viewer.prompts import shortened
+from rlite.viewer.prompts import MAX_ITEMS, shortened
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, open_runs
 from rlite.viewer.tables import means_by_step
@@ -126,6 +126,24 @@ def test_models_that_answered_the_same_questions_share_their_prompts(tmp_path: P
 def test_prompts_are_in_natural_order(tmp_path: Path) -> None:
     rows_file(tmp_path, "train", 1, [{"group": n, "item": f"m{n}"} for n in (10, 9, 1, 2)])
     assert ask(open_runs([str(tmp_path)]), "items")["items"]["item"] == ["m1", "m2", "m9", "m10"]
+
+
+def test_a_prompt_is_found_by_its_text_among_more_than_a_page_lists(tmp_path: Path) -> None:
+    def rows(step: int, texts: list[str]) -> list[dict[str, Any]]:
+        segments = [[{"role": "prompt", "text": text}, {"role": "model", "text": "a swan"}] for text in texts]
+        groups = [1000 * step + number for number in range(len(texts))]
+        return [{"group": g, "item": f"m{g}", "segments": own} for g, own in zip(groups, segments, strict=True)]
+
+    for step in range(1, 21):
+        texts = [f"Question {number}" for number in range(MAX_ITEMS)]
+        rows_file(tmp_path, "train", step, rows(step, texts if step == 1 else ["Name a bird " * 20 + f"like Swan {step}?"]))
+    runs = open_runs([str(tmp_path)])
+    assert ask(runs, "items")["number"] == MAX_ITEMS + 19
+    found = ask(runs, "items", text="a bird like swan 7?")
+    assert (found["number"], found["items"]["item"]) == (1, ["m7000"])
+    assert "like Swan 7?" in found["items"]["prompt"][0]
+    assert ask(runs, "items", text="a swan")["number"] == 0, "an answer has it, no prompt"
+    assert ask(runs, "items", text="M70")["items"]["item"] == ["m7000"]
 
 
 def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:
