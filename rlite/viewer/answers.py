@@ -183,8 +183,11 @@ def _config(run: ViewedRun, query: Query) -> Any:
 
 
 def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
-    events = run.trace.events()
-    return timeline(events, query.number("start"), query.number("end")) if events else None
+    trace = run.trace.layout()
+    if not trace.lanes and not trace.flights:
+        return None
+    found = timeline(trace, query.number("start"), query.number("end"))
+    return {**found, "num_left_out": run.trace.num_left_out}
 
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +33,19 @@ class Lane:
     spans: list[Span] = field(default_factory=list)
     """in the order of their starts"""
 
+    def between(self, start: float, end: float) -> Sequence[Span]:
+        """Return the spans that overlap a time, and perhaps some that ended before it."""
+        return self.spans[bisect_left(self._reach, start) : bisect_right(self._starts, end)]
+
+    @cached_property
+    def _starts(self) -> list[float]:
+        return [span[0] for span in self.spans]
+
+    @cached_property
+    def _reach(self) -> list[float]:
+        """The latest end among the spans up to each one."""
+        return list(accumulate((span[1] for span in self.spans), max))
+
 
 @dataclass(frozen=True)
 class Window:
@@ -39,9 +54,9 @@ class Window:
     start: float
     end: float
 
-    def cut(self, spans: Iterable[Span]) -> Iterator[Span]:
-        """Return the spans that overlap the window."""
-        return (span for span in spans if span[1] >= self.start and span[0] <= self.end)
+    def cut(self, lane: Lane) -> Iterator[Span]:
+        """Return the spans of a lane that overlap the window."""
+        return (span for span in lane.between(self.start, self.end) if span[1] >= self.start)
 
     def within(self, start: float, end: float) -> float:
         """Return the seconds of a span that lie in the window."""
@@ -53,13 +68,45 @@ class Window:
         return max(self.end - self.start, 1e-6)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A trace as lanes, from which every window is cut."""
+
+    lanes: Sequence[Lane] = ()
+    flights: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """spans of work in flight by kind and stage"""
+
+    @cached_property
+    def first(self) -> float:
+        """Start of the first span, in seconds."""
+        return min((start for start, _ in self._times()), default=0.0)
+
+    @cached_property
+    def last(self) -> float:
+        """End of the last span, in seconds."""
+        return max((end for _, end in self._times()), default=0.0)
+
+    def _times(self) -> Iterator[tuple[float, float]]:
+        yield from (span[:2] for lane in self.lanes for span in lane.spans)
+        yield from (span for own in self.flights.values() for span in own)
+
+
+def layout(events: Sequence[Event]) -> Layout:
+    """Return the lanes of a trace.
+
+    Args:
+        events: events of the trace.
+    """
+    return Layout(lanes_of(events), flights_of(events))
+
+
 def timeline(
-    events: Sequence[Event], start: float | None = None, end: float | None = None, pixels: int = PIXELS
+    trace: Layout, start: float | None = None, end: float | None = None, pixels: int = PIXELS
 ) -> dict[str, Any]:
     """Return what a window of a trace shows.
 
     Args:
-        events: events of the trace.
+        trace: lanes of the trace.
         start: begin of the window in seconds; None is the trace's.
         end: end of the window in seconds; None is the trace's.
         pixels: spans shorter than this share of the window are drawn together.
@@ -67,17 +114,15 @@ def timeline(
     Returns:
         The window, lanes of spans, lanes of concurrent work, and the names that took the most time.
     """
-    lanes, flights = lanes_of(events), flights_of(events)
-    ends = [span[1] for lane in lanes for span in lane.spans] + [span[1] for own in flights.values() for span in own]
-    last = max(ends, default=0.0)
-    window = Window(0.0 if start is None else start, last if end is None else end)
+    window = Window(trace.first if start is None else start, trace.last if end is None else end)
     return {
         "start": window.start,
         "end": window.end,
-        "last": last,
-        "lanes": [_drawn(lane, window, pixels) for lane in lanes],
-        "flights": [_concurrency(name, spans, window) for name, spans in sorted(flights.items())],
-        "times": _times(lanes, window),
+        "first": trace.first,
+        "last": trace.last,
+        "lanes": [_drawn(lane, window, pixels) for lane in trace.lanes],
+        "flights": [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())],
+        "times": _times(trace.lanes, window),
     }
 
 
@@ -141,7 +186,7 @@ def _drawn(lane: Lane, window: Window, pixels: int) -> dict[str, Any]:
     narrow = window.length / pixels
     spans: list[list[Any]] = []
     newest: dict[int, list[Any]] = {}
-    for start, end, name, depth in window.cut(lane.spans):
+    for start, end, name, depth in window.cut(lane):
         before = newest.get(depth)
         if before and end - start < narrow and before[2] is None and start - before[1] < narrow:
             before[1], before[4] = max(before[1], end), before[4] + 1
@@ -165,7 +210,7 @@ def _most_at_once(spans: Iterable[tuple[float, float]], window: Window) -> int:
 def _busy(lane: Lane, window: Window) -> float:
     """Return the seconds of a lane in which a span is open that does not wait, and no span inside of it waits."""
     total, outermost = 0.0, None
-    for start, end, name, depth in window.cut(lane.spans):
+    for start, end, name, depth in window.cut(lane):
         if outermost is not None and depth > outermost:
             continue  # inside of a wait
         outermost = depth if WAITS.search(name) else None
@@ -178,7 +223,7 @@ def _busy(lane: Lane, window: Window) -> float:
 
 def _own_seconds(lane: Lane, window: Window) -> Iterator[tuple[str, float, float]]:
     """Return name and seconds of each span of a lane, with and without the spans inside of it."""
-    spans = list(window.cut(lane.spans))
+    spans = list(window.cut(lane))
     seconds = [window.within(start, end) for start, end, _, _ in spans]
     own = list(seconds)
     around: list[int] = []  # indices of the open spans

@@ -55,7 +55,7 @@ class ViewedRun:
     def _refresh(self) -> bool:
         if not self.config:
             self.config, self._config_problem = _read_config(self.folder / CONFIG)
-        changed = [self.metrics.refresh(), self.record.refresh(), self.results.refresh()]
+        changed = [self.metrics.refresh(), self.record.refresh(), self.results.refresh(), self.trace.refresh()]
         if changed[1]:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+from rlite.viewer.lanes import Layout, layout
+
 TRACE = "trace.json"
 MAX_EVENTS = 300_000
-"""events that are read; Perfetto opens the others"""
+"""newest events that are shown; Perfetto opens the others"""
 MAX_TIME = 1e16
 """microseconds: three hundred years"""
 
 
 class TraceLog:
-    """Reader of a trace that may be under way.
+    """Reader of a trace that may be under way. It reads what was appended since.
 
     Args:
         path: the file; it need not exist.
@@ -23,41 +27,89 @@ class TraceLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.problems: list[str] = []
-        self._events: list[dict[str, Any]] = []
-        self._stamp: tuple[int, int] | None = None
+        self._begin(0)
+
+    def _begin(self, inode: int) -> None:
+        self._names: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._num_events = self._num_torn = self._offset = 0
+        self._inode = inode
+        self._unfinished = b""
+        self._failure = ""
+        self._layout: Layout | None = None
+
+    def refresh(self) -> bool:
+        """Read the events that are new. A file that was replaced is read again.
+
+        Returns:
+            True if there are new events.
+        """
+        before = self._offset
+        try:
+            with self.path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._inode or state.st_size < self._offset:
+                    self._begin(state.st_ino)
+                file.seek(self._offset)
+                for line in file:
+                    self._offset += len(line)
+                    self._add(line)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._begin(0)
+            self._failure = f"{TRACE}: cannot be read: {error.strerror or error}"
+        if self._offset != before:
+            self._layout = None
+        return self._offset != before
+
+    @property
+    def problems(self) -> list[str]:
+        """Reasons why a part of the trace is not shown."""
+        num_torn = self._num_torn + (1 if _event(self._unfinished) is None else 0)
+        torn = f"{TRACE}: {num_torn} lines cannot be read" if num_torn else ""
+        return [text for text in (self._failure, torn) if text]
+
+    @property
+    def num_left_out(self) -> int:
+        """Old events that are not shown."""
+        return self._num_events - len(self._events)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events, which are read again if the file has changed."""
-        try:
-            state = self.path.stat()
-        except OSError:
-            return []
-        stamp = (state.st_mtime_ns, state.st_size)
-        if stamp != self._stamp:
-            try:
-                self._events, self._stamp = self._read(), stamp
-            except OSError as error:
-                self._events, self.problems = [], [f"{TRACE}: cannot be read: {error.strerror or error}"]
-        return self._events
+        """Return the names of the lanes and the newest events."""
+        self.refresh()
+        last = _event(self._unfinished)
+        return [*self._names, *self._events, *([last] if last else [])]
 
-    def _read(self) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        num_torn = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                text = line.strip().rstrip(b",")
-                if text in (b"[", b"]", b""):
-                    continue
-                if len(events) >= MAX_EVENTS:
-                    self.problems = [f"{TRACE}: the page shows its first {MAX_EVENTS:,} events"]
-                    return events
-                try:
-                    events.append(_checked(json.loads(text)))
-                except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-                    num_torn += 1
-        self.problems = [f"{TRACE}: {num_torn} lines cannot be read"] if num_torn else []
-        return events
+    def layout(self) -> Layout:
+        """Return the newest events as lanes. They are kept until the file changes."""
+        self.refresh()
+        if self._layout is None:
+            self._layout = layout(self.events())
+        return self._layout
+
+    def _add(self, line: bytes) -> None:
+        line, self._unfinished = self._unfinished + line, b""
+        if not line.endswith(b"\n"):  # it is being written, or a crash cut it off
+            self._unfinished = line
+        elif (event := _event(line)) is None:
+            self._num_torn += 1
+        elif event and event["ph"] == "M":
+            self._names.append(event)
+        elif event:
+            self._events.append(event)
+            self._num_events += 1
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line; an empty one for a line without an event, None if it cannot be read."""
+    text = line.strip().rstrip(b",")
+    if text in (b"[", b"]", b""):
+        return {}
+    try:
+        return _checked(json.loads(text))
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 def _checked(event: Any) -> dict[str, Any]:

@@ -14,10 +14,12 @@ export async function start() {
   carried = await new Response(stream).json();
 }
 
-export async function ask(name, parameters = {}) {
+// Answers are kept, but those that a signal may abort.
+export async function ask(name, parameters = {}, signal = null) {
   const texts = Object.entries(parameters).flatMap(([key, value]) => [value].flat().map((each) => [key, String(each)]));
   if (carried) return lookUp(name, texts);
   const address = `/api/${name}?${new URLSearchParams(texts)}`;
+  if (signal) return fetched(address, signal);
   if (!recent.has(address)) {
     if (recent.size >= RECENT) recent.delete(recent.keys().next().value);
     recent.set(address, fetched(address).catch((error) => {
@@ -28,8 +30,8 @@ export async function ask(name, parameters = {}) {
   return recent.get(address);
 }
 
-async function fetched(address) {
-  const response = await fetch(address);
+async function fetched(address, signal = null) {
+  const response = await fetch(address, { signal });
   const body = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
   if (!response.ok) throw new Error(body.error);
   return body;

@@ -8,6 +8,8 @@ const MAX_NAME = 320; // width of a name
 const ROW = 18;
 const FLIGHT = 34;
 const GAP = 8;
+const PAUSE_MS = 80; // of the reader, after which the server is asked for a part
+const MAX_OTHERS = 4; // lanes that are named beside a wait
 const WAITS = /wait|held|idle/;
 const MEANINGS = {
   group: "all samples of a prompt, from their submission until the trainer takes them",
@@ -29,53 +31,77 @@ export async function render(parameters, app) {
   const choose = app.runs.length > 1 && h("div", { class: "toolbar" }, select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => app.go("timeline", { run: value }, { replace: true })));
   const data = await ask("timeline", { run });
   if (!data || !data.last) {
-    return { body: h("div", { class: "page" }, choose, empty("This run has no trace", "Start it with trainer.trace=true, or trainer.trace_steps=[10,12] for some steps. The overview shows the seconds of each phase without a trace.")) };
+    const renew = () => app.runs[run].has_trace && app.again();
+    return { renew, body: h("div", { class: "page" }, choose, empty("This run has no trace", "Start it with trainer.trace=true, or trainer.trace_steps=[10,12] for some steps. The overview shows the seconds of each phase without a trace.")) };
   }
   const view = new Timeline(run, data);
   const keys = {
     ArrowLeft: () => view.pan(-0.25), ArrowRight: () => view.pan(0.25),
-    "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.show(0, view.last),
+    "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.show(view.data.first, view.data.last),
   };
-  return { body: h("div", { class: "page" }, choose, view.body), keys, shown: () => view.observe() };
+  return { body: h("div", { class: "page" }, choose, view.body), keys, shown: () => view.observe(), renew: () => view.load() };
 }
 
 class Timeline {
   constructor(run, data) {
     this.run = run;
     this.data = data;
-    this.last = data.last;
     this.names = 0; // width of the column of names
     this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run" });
     this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
     this.times = h("div", { class: "scroll" });
+    this.cut = h("p", { class: "note", role: "status" });
     const button = (text, title, act) => h("button", { type: "button", title, "aria-label": title, on: { click: act } }, text);
     this.body = h("div", { class: "stack" },
-      card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(0, this.last)),
-        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, "The percentage is the share of the window that is busy, without waiting. The number of a lower row is its most at a time."))), this.canvas, this.told),
+      card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(this.data.first, this.data.last)),
+        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, "The percentage is the share of the window that is busy, without waiting. The number of a lower row is its most at a time."))), this.cut, this.canvas, this.told),
       card("Where the time of this window went", h("p", { class: "note" }, "Spans nest. The own time of a span leaves out the spans inside of it."), this.times));
     this.listen();
+    this.take(data);
     this.drawTimes();
+  }
+
+  take(data) {
+    this.data = data;
+    fill(this.cut, data.num_left_out > 0 && `The trace is long: its newest part is shown, from ${seconds(data.first)} on. Perfetto (ui.perfetto.dev) opens all of trace.json.`);
   }
 
   observe() {
     const observer = new ResizeObserver(() => this.draw());
     observer.observe(this.canvas.parentElement);
-    whenDiscarded(this.body, () => observer.disconnect());
+    whenDiscarded(this.body, () => {
+      observer.disconnect();
+      this.end();
+    });
   }
 
-  async show(start, end) {
-    const length = Math.min(this.last, Math.max(0.001, end - start));
-    const from = Math.max(0, Math.min(start, this.last - length));
-    const turn = (this.turn = (this.turn ?? 0) + 1);
-    this.window = [from, from + length];
-    if (isExport()) Object.assign(this.data, { start: from, end: from + length });
-    else {
-      const data = await ask("timeline", { run: this.run, start: from, end: from + length });
-      if (turn !== this.turn) return;
-      this.data = data;
-    }
+  // Draws a part from what is there, and from the server's answer when the reader pauses.
+  show(start, end) {
+    const { first, last } = this.data;
+    const length = Math.min(last - first, Math.max(0.001, end - start));
+    const from = Math.max(first, Math.min(start, last - length));
+    this.window = length < last - first ? [from, from + length] : null; // all of a trace that grows
+    Object.assign(this.data, { start: from, end: from + length });
+    this.draw();
+    clearTimeout(this.pause);
+    this.asked?.abort();
+    if (!isExport()) this.pause = setTimeout(() => this.load(), PAUSE_MS);
+  }
+
+  async load() {
+    this.asked?.abort();
+    this.asked = new AbortController();
+    const [start, end] = this.window ?? [];
+    const answer = await ask("timeline", { run: this.run, ...(this.window && { start, end }) }, this.asked.signal).catch(() => null);
+    if (!answer) return; // the reader moved on, or the server is gone
+    this.take(answer);
     this.draw();
     this.drawTimes();
+  }
+
+  end() {
+    clearTimeout(this.pause);
+    this.asked?.abort();
   }
 
   pan(share) {
@@ -166,7 +192,7 @@ class Timeline {
         context.textAlign = "left";
         context.fillText(clipped(context, name, size - 8), left + 4, box.top + box.height / 2);
       }
-      this.boxes.push({ ...box, text: `${lane.process}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s${MEANINGS[name] ? `; ${MEANINGS[name]}` : ""}` });
+      this.boxes.push({ ...box, wait: WAITS.test(name) && { lane, start, end }, text: `${lane.process}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s${MEANINGS[name] ? `; ${MEANINGS[name]}` : ""}` });
     }
   }
 
@@ -202,8 +228,18 @@ class Timeline {
       const { left, top } = this.canvas.getBoundingClientRect();
       const [x, y] = [event.clientX - left, event.clientY - top];
       const hit = this.boxes?.findLast((box) => x >= box.left && x <= box.left + box.width && y >= box.top && y <= box.top + box.height);
-      if (hit) this.told.textContent = hit.text;
+      if (hit) this.told.textContent = hit.text + (hit.wait ? this.meanwhile(hit.wait) : "");
     });
+  }
+
+  // Who was busy during a wait, the busiest first.
+  meanwhile({ lane, start, end }) {
+    const [from, to] = [Math.max(start, this.data.start), Math.min(end, this.data.end)];
+    const others = this.data.lanes.filter((other) => other !== lane).map((other) => ({ name: titleOf({ lane: other }), ...busyIn(other, from, to) }))
+      .filter(({ busy }) => busy > 0).sort((a, b) => b.busy - a.busy);
+    const told = others.slice(0, MAX_OTHERS).map(({ name, busy, most }) => `${name} (${most}) ${Math.round((100 * busy) / (to - from))} %`);
+    const rest = others.length > MAX_OTHERS ? `, and ${others.length - MAX_OTHERS} more` : "";
+    return `. Busy meanwhile: ${told.length ? told.join(", ") + rest : "nobody"}.`;
   }
 
   drawTimes() {
@@ -211,6 +247,26 @@ class Timeline {
     const head = ["who", "what", "own time", "of the window", "with spans inside", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
     fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
+}
+
+// Seconds in which a lane is busy between two times, and the span that took most of them. A wait is not busy, nor is
+// what happens inside of it.
+function busyIn({ spans }, from, to) {
+  const seconds = new Map();
+  let busy = 0;
+  let outermost = Infinity; // depth of the wait around a span
+  let top = "";
+  for (const [start, end, name, depth] of spans) {
+    if (depth > outermost) continue;
+    outermost = WAITS.test(name) ? depth : Infinity;
+    const inside = Math.max(0, Math.min(end, to) - Math.max(start, from));
+    if (depth === 0) top = name;
+    const own = outermost === depth ? (depth ? -inside : 0) : depth ? 0 : inside;
+    busy += own;
+    seconds.set(top, (seconds.get(top) ?? 0) + own);
+  }
+  const most = [...seconds].reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0])[0];
+  return { busy, most };
 }
 
 function titleOf({ lane, flight }) {

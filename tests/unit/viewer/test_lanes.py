@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.observability import trace
-from rlite.viewer.lanes import BINS, flights_of, lanes_of, timeline
+from rlite.viewer.lanes import BINS, flights_of, lanes_of, layout, timeline
 from rlite.viewer.trace import TRACE, TraceLog
 
 
@@ -27,22 +27,22 @@ def test_spans_nest_in_lanes() -> None:
 
 def test_the_busy_share_is_that_of_the_window() -> None:
     events = [span("step", 0, 4), span("step", 8, 10)]
-    assert timeline(events)["lanes"][0]["busy"] == pytest.approx(0.6)
-    assert timeline(events, 2, 6)["lanes"][0]["busy"] == pytest.approx(0.5)
+    assert timeline(layout(events))["lanes"][0]["busy"] == pytest.approx(0.6)
+    assert timeline(layout(events), 2, 6)["lanes"][0]["busy"] == pytest.approx(0.5)
 
 
 def test_narrow_neighbours_are_drawn_as_one() -> None:
     events = [span("advance", 0.001 * index, 0.001 * index + 0.0009) for index in range(1000)] + [span("rest", 90, 100)]
-    [lane] = timeline(events)["lanes"]
+    [lane] = timeline(layout(events))["lanes"]
     assert len(lane["spans"]) < 40
     assert lane["spans"][-1][2] == "rest"
     assert "short spans" in lane["spans"][0][2]
-    assert len(timeline(events, 0, 0.1)["lanes"][0]["spans"]) > 90
+    assert len(timeline(layout(events), 0, 0.1)["lanes"][0]["spans"]) > 90
 
 
 def test_concurrent_work_is_counted_by_stage() -> None:
     events = [*flight("waiting", 0, 5, 1), *flight("running", 5, 10, 1), *flight("running", 0, 10, 2)]
-    lanes = {lane["name"]: lane["counts"] for lane in timeline(events)["flights"]}
+    lanes = {lane["name"]: lane["counts"] for lane in timeline(layout(events))["flights"]}
     assert lanes["group: running"][0] == pytest.approx(1)
     assert lanes["group: running"][-1] == pytest.approx(2)
     assert sum(lanes["group: waiting"]) / BINS == pytest.approx(0.5, abs=0.01)
@@ -56,22 +56,22 @@ def test_work_that_a_cut_trace_left_open_lasts_to_its_end() -> None:
 
 def test_waiting_is_not_busy_also_inside_of_a_span() -> None:
     events = [span("step", 0, 10), span("wait for rollouts", 1, 5), span("read", 2, 3), span("held", 10, 20)]
-    assert timeline(events)["lanes"][0]["busy"] == pytest.approx(6 / 20)
+    assert timeline(layout(events))["lanes"][0]["busy"] == pytest.approx(6 / 20)
 
 
 def test_own_times_leave_out_the_spans_inside() -> None:
-    times = timeline([span("step", 0, 10), span("update", 1, 5), span("read", 2, 3)])["times"]
+    times = timeline(layout([span("step", 0, 10), span("update", 1, 5), span("read", 2, 3)]))["times"]
     assert {each["name"]: each["own"] for each in times} == {"step": 6, "update": 3, "read": 1}
     assert sum(each["share"] for each in times) == pytest.approx(1)
 
 
 def test_the_most_at_once_is_a_whole_number() -> None:
-    [drawn] = timeline([*flight("group 1", 0, 0.1), *flight("group 2", 0.05, 100, number=1)])["flights"]
+    [drawn] = timeline(layout([*flight("group 1", 0, 0.1), *flight("group 2", 0.05, 100, number=1)]))["flights"]
     assert drawn["most"] == 2
 
 
 def test_times_are_those_of_the_window() -> None:
-    [first, second] = timeline([span("a", 0, 4), span("b", 4, 10)], 0, 5)["times"]
+    [first, second] = timeline(layout([span("a", 0, 4), span("b", 4, 10)]), 0, 5)["times"]
     assert (first["name"], first["seconds"], first["share"]) == ("a", 4.0, pytest.approx(0.8))
     assert (second["name"], second["seconds"]) == ("b", 1.0)
 
@@ -112,7 +112,7 @@ def test_an_event_that_cannot_be_drawn_hides_no_other(tmp_path: Path, event: dic
     path = tmp_path / TRACE
     path.write_text("[\n" + ",\n".join(map(json.dumps, [event, span("whole", 0, 1)])))
     log = TraceLog(path)
-    [lane] = timeline(log.events())["lanes"]
+    [lane] = timeline(log.layout())["lanes"]
     assert [each[2] for each in lane["spans"]] == ["whole"]
     assert log.problems == ["trace.json: 1 lines cannot be read"]
 
@@ -125,4 +125,38 @@ def test_a_trace_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_an_empty_trace_has_no_lanes() -> None:
-    assert timeline([])["lanes"] == []
+    assert timeline(layout([]))["lanes"] == []
+
+
+def test_a_window_has_the_long_spans_that_began_before_it() -> None:
+    events = [span("step", 0, 100), *(span("read", at, at + 0.5) for at in range(99))]
+    [lane] = timeline(layout(events), 50, 51)["lanes"]
+    assert [name for _, _, name, _ in lane["spans"]] == ["step", "read", "read"]
+
+
+def test_of_a_long_trace_the_newest_events_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlite.viewer.trace.MAX_EVENTS", 10)
+    name = {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "driver"}}
+    events = [name, *(span(f"step {at}", at, at + 1) for at in range(25))]
+    (tmp_path / TRACE).write_text("[\n" + "".join(f"{json.dumps(event)},\n" for event in events))
+    log = TraceLog(tmp_path / TRACE)
+    shown = timeline(log.layout())
+    assert [lane["process"] for lane in shown["lanes"]] == ["driver"]
+    assert [each[2] for each in shown["lanes"][0]["spans"]] == [f"step {at}" for at in range(15, 25)]
+    assert (shown["start"], shown["first"], shown["last"], log.num_left_out) == (15, 15, 25, 15)
+
+
+def test_lanes_are_kept_until_the_trace_grows(tmp_path: Path) -> None:
+    path = tmp_path / TRACE
+    path.write_text("[\n" + json.dumps(span("a", 0, 1)) + ',\n{"ph": "X", "na')
+    log = TraceLog(path)
+    before = log.layout()
+    assert log.layout() is before
+    with path.open("a") as file:
+        file.write(json.dumps(span("b", 1, 2))[15:] + ",\n")
+    assert log.refresh()
+    assert not log.refresh()
+    assert [each[2] for each in log.layout().lanes[0].spans] == ["a", "b"]
+    assert log.problems == []
+    path.write_text("[\n")
+    assert log.layout().lanes == []
