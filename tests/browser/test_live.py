@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.recorded_run import Shape, metrics_of, write_run, write_step
+from rlite.viewer.trace import TRACE
+from tests.recorded_run import Shape, metrics_of, write_evaluation, write_run, write_step, write_trace
 from tests.view_server import serving
 
 if TYPE_CHECKING:
@@ -82,3 +83,104 @@ def test_new_steps_keep_the_charts_with_what_the_reader_chose(chromium: Browser,
         page.keyboard.press("2")
         chromium.wait_until_shown(page, "#/rollouts")
         assert page.evaluate(f"{PLOTS}.length") == 0, "a page that is left destroys its charts"
+
+
+def test_a_page_without_rollouts_shows_them_when_they_come(chromium: Browser, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with opened(chromium, tmp_path, "#/rollouts") as page:
+        assert "No rollouts are recorded" in page.locator(".empty").inner_text()
+        write_evaluation(tmp_path, 0, SHAPE)
+        page.wait_for_selector("a.cell")
+        write_step(tmp_path, 1, SHAPE)
+        page.locator("main a", has_text="training is there").click()
+        page.wait_for_function("() => document.querySelectorAll('a.cell').length === 8")
+        assert "source=train" in page.evaluate("location.hash")
+
+
+def test_an_unknown_source_is_named_with_links_to_those_that_exist(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=4, groups=4, samples=2))
+    with opened(chromium, folder, "#/ledger?source=eval.typo") as page:
+        for name in ("rollouts", "sample", "ledger"):
+            page.evaluate("place => { location.hash = place; }", f"#/{name}?source=eval.typo")
+            chromium.wait_until_shown(page, f"#/{name}?source=eval.typo")
+            assert "No such source" in page.locator(".empty").inner_text()
+        page.locator(".empty a", has_text="countdown").click()
+        page.wait_for_selector("main .card")
+        assert "source=eval.countdown" in page.evaluate("location.hash")
+
+
+def test_the_ledger_of_a_live_run_grows_and_keeps_what_is_open(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=6, groups=4, samples=2))
+    with opened(chromium, folder, "#/ledger") as page:
+        summary = page.locator("summary", has_text="filtered")
+        for _ in range(3):  # open, close, open
+            summary.click()
+        page.wait_for_selector("details[open] .chip")
+        assert page.locator("details[open] .chip").count() == 12
+        add_step(folder, 7)
+        page.get_by_role("button", name="2 more were recorded: list them").click()
+        page.wait_for_function("() => document.querySelectorAll('details[open] .chip').length === 14")
+        assert summary.locator("b").inner_text() == "14"
+        assert "of 56 rollouts" in page.locator(".toolbar strong").inner_text()
+
+
+def test_a_sample_and_a_comparison_of_a_live_run_say_that_there_is_more(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=6, groups=4, samples=2))
+    with opened(chromium, folder, "#/sample?step=2") as page:
+        add_step(folder, 7)
+        page.locator("main a", has_text="step 7 is there").wait_for()
+        page.evaluate("location.hash = '#/compare'")
+        chromium.wait_until_shown(page, "#/compare")
+        add_step(folder, 8)
+        page.get_by_role("button", name="More rollouts are recorded: show them").click()
+        page.wait_for_function("() => [...document.querySelectorAll('tr')].some((row) => row.innerText.includes('step 8'))")
+
+
+def test_the_timeline_of_a_live_run_grows_and_a_chosen_part_stays(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=2, groups=2, samples=2))
+    (folder / TRACE).unlink()
+    with opened(chromium, folder, "#/timeline") as page:
+        assert "has no trace" in page.locator(".empty").inner_text()
+        write_trace(folder / TRACE, 2)
+        page.wait_for_selector("canvas.timeline")
+        count = "() => Number(document.querySelector('tbody td:last-child').innerText)"
+        before = page.evaluate(count)
+        write_trace(folder / TRACE, 4)
+        page.wait_for_function(f"before => ({count})() > before", arg=before)
+        page.keyboard.press("+")
+        part = page.evaluate("() => document.querySelector('tbody').innerText")
+        page.wait_for_function("part => document.querySelector('tbody').innerText !== part", arg=part)
+        part = page.evaluate("() => document.querySelector('tbody').innerText")
+        write_trace(folder / TRACE, 8)
+        with page.expect_response(lambda response: "/api/timeline" in response.url):
+            pass
+        page.evaluate("() => new Promise((done) => setTimeout(done, 100))")
+        assert page.evaluate("() => document.querySelector('tbody').innerText") == part
+
+
+def test_many_turns_of_the_wheel_ask_the_server_once(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=2, groups=2, samples=2))
+    with opened(chromium, folder, "#/timeline") as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url) if "start=" in request.url else None)
+        box = page.locator("canvas.timeline").bounding_box()
+        assert box
+        page.mouse.move(box["x"] + 600, box["y"] + 10)
+        page.keyboard.down("Control")
+        with page.expect_response(lambda response: "start=" in response.url):
+            for _ in range(10):
+                page.mouse.wheel(0, -100)
+        page.keyboard.up("Control")
+        assert len(asked) <= 3
+
+
+def test_a_wait_names_who_was_busy_meanwhile(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=1, groups=2, samples=2))
+    with opened(chromium, folder, "#/timeline") as page:
+        box = page.locator("canvas.timeline").bounding_box()
+        assert box
+        page.mouse.move(box["x"] + 500, box["y"] + 26)
+        told = page.locator(".told").inner_text()
+        assert "wait for rollouts" in told
+        assert "Busy meanwhile: inference-0, calls (advance) 8" in told
+        assert "train-0" not in told

@@ -1,11 +1,12 @@
 // Ledger: every rollout that was not trained on, by reason, with a link to each.
 
 import { ask } from "viewer/api";
-import { stackChart } from "viewer/charts";
+import { renewCharts, stackChart } from "viewer/charts";
 import { STATUS } from "viewer/colors";
-import { card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
-import { noRecord, sourceName, statusChip } from "viewer/place";
+import { arrange, card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
+import { News, placeOf, sourceName, statusChip } from "viewer/place";
 
+const SPARK = 80; // bars of a small picture
 const MEANINGS = {
   filtered: "all rewards of the group were equal",
   refused: "should_accept refused the group, or the workflow returned None",
@@ -17,19 +18,34 @@ const MEANINGS = {
 };
 
 export async function render(parameters, app) {
-  const run = Number(parameters.run ?? 0);
-  const about = app.runs[run];
-  if (!about || !Object.keys(about.sources).length) return { body: about ? noRecord(about) : empty("No such run") };
-  const sources = Object.keys(about.sources);
-  const source = sources.includes(parameters.source) ? parameters.source : sources[0];
-  const ledger = await ask("ledger", { run, source });
+  const { missing, run, about, source, sources } = placeOf(parameters, app, "ledger");
+  if (missing) return missing;
+  const news = new News("ledger", { app, run, source, about });
+  const reasons = new Reasons({ run, source, app });
+  const [count, shares, curves] = [h("strong"), h("div", { class: "part" }), h("div", { class: "part" })];
   const go = (changes) => app.go("ledger", { run, source, ...changes }, { replace: true });
   const choices = h("div", { class: "toolbar" },
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "" })),
     sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value })),
-    h("strong", {}, ledger.lost ? `${number(ledger.lost)} of ${number(ledger.rollouts)} rollouts were not ${source === "train" ? "trained on" : "counted"} (${percent(ledger.lost, ledger.rollouts)})` : `All ${number(ledger.rollouts)} rollouts were ${source === "train" ? "trained on" : "counted"}`));
-  const body = h("div", { class: "page" }, choices, totals(ledger), chart(source, ledger), reasons(ledger, { run, source, app }));
-  return { body };
+    count, news.box);
+  const draw = async () => {
+    const ledger = await ask("ledger", { run, source });
+    count.textContent = summary(ledger, source);
+    fill(shares, totals(ledger));
+    renewCharts(curves, [chart(source, ledger)].filter(Boolean));
+    reasons.draw(ledger);
+  };
+  await draw();
+  const renew = () => {
+    news.tell();
+    return draw().catch(() => {});
+  };
+  return { body: h("div", { class: "page" }, choices, shares, curves, reasons.box), renew };
+}
+
+function summary({ lost, rollouts }, source) {
+  const use = source === "train" ? "trained on" : "counted";
+  return lost ? `${number(lost)} of ${number(rollouts)} rollouts were not ${use} (${percent(lost, rollouts)})` : `All ${number(rollouts)} rollouts were ${use}`;
 }
 
 function totals({ statuses, rollouts }) {
@@ -46,12 +62,31 @@ function chart(source, { by_step: { steps, counts } }) {
   return steps.length > 1 && stackChart(source === "train" ? "Not trained on, by step" : "Not counted, by step", steps, layers, { note });
 }
 
-function reasons(ledger, place) {
-  if (!ledger.kinds.length) return card("Reasons", empty("No reasons", "Every rollout was used."));
-  const most = ledger.kinds[0].count_all;
-  const rows = ledger.kinds.map((row) => kindRow(row, most, place));
-  const note = ledger.num_kinds > ledger.kinds.length ? `the ${ledger.kinds.length} most frequent of ${number(ledger.num_kinds)} kinds` : "A click lists the rollouts of a reason.";
-  return card("Reasons", h("p", { class: "note" }, note), h("div", { class: "reasons" }, rows));
+// The list of reasons. When it is drawn again, what is open stays open.
+class Reasons {
+  constructor(place) {
+    this.place = place;
+    this.note = h("p", { class: "note" });
+    this.list = h("div", { class: "reasons" });
+    this.whole = card("Reasons", this.note, this.list);
+    this.box = h("div", { class: "part" });
+    this.rows = new Map(); // by status and reason
+  }
+
+  draw({ kinds, num_kinds: all }) {
+    this.note.textContent = all > kinds.length ? `the ${kinds.length} most frequent of ${number(all)} kinds` : "A click lists the rollouts of a reason.";
+    arrange(this.list, kinds.map((row) => this.row(row, kinds[0].count_all)));
+    arrange(this.box, [kinds.length ? this.whole : card("Reasons", empty("No reasons", "Every rollout was used."))]);
+  }
+
+  row(row, most) {
+    const name = JSON.stringify([row.status, row.kind, row.reason_count_distinct === 1 && row.reason_min]);
+    const made = kindRow(row, most, this.place);
+    const old = this.rows.get(name);
+    if (old) renewRow(old, made);
+    else this.rows.set(name, made);
+    return old ?? made;
+  }
 }
 
 // Reasons of one kind below each other; a single one stands for its kind.
@@ -66,23 +101,43 @@ function reasonRow(row, most, place) {
 }
 
 function opening(row, most, why, kind, show) {
-  const list = h("div", { class: kind });
-  const details = h("details", {},
+  const details = h("details", { data: { count: row.count_all } },
     h("summary", {},
       statusChip(row.status), h("span", { class: "why" }, why),
       spark(row.steps), h("small", {}, row.step_min === row.step_max ? `step ${row.step_min}` : `steps ${row.step_min} – ${row.step_max}`),
-      h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", {}, number(row.count_all))), list);
-  details.addEventListener("toggle", () => details.open && !list.childElementCount && show(list));
+      h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", {}, number(row.count_all))),
+    h("div"));
+  details.addEventListener("toggle", () => {
+    if (!details.open) return;
+    const list = h("div", { class: kind }); // a new one: what an earlier list still waits for is not shown
+    details.dataset.listed = details.dataset.count;
+    details.lastElementChild.replaceWith(list);
+    show(list);
+  });
   return details;
 }
 
-// How often in each step, as small bars.
+// Shows the newest numbers of a reason. Its list, if it is open, stays, with a button for what was recorded since.
+function renewRow(details, made) {
+  fill(details.querySelector("summary"), [...made.querySelector("summary").childNodes]);
+  details.dataset.count = made.dataset.count;
+  const added = details.dataset.count - details.dataset.listed;
+  details.querySelector(":scope > .again")?.remove();
+  if (!details.open || !(added > 0)) return;
+  details.lastElementChild.before(h("button", { type: "button", class: "more again", on: { click: (event) => { event.target.remove(); details.dispatchEvent(new Event("toggle")); } } }, `${number(added)} more were recorded: list them`));
+}
+
+// How often in each step, as small bars. Beyond 80 steps a bar counts several.
 function spark(steps) {
   const known = Object.entries(steps).map(([step, count]) => [Number(step), count]);
   const [first, last] = [known[0][0], known.at(-1)[0]];
-  const most = Math.max(...known.map(([, count]) => count));
-  const width = 80 / Math.max(1, last - first + 1);
-  return svg("svg", { viewBox: "0 0 80 18", class: "spark", "aria-hidden": "true" }, known.slice(0, 400).map(([step, count]) => svg("rect", { x: (step - first) * width, y: 18 - (16 * count) / most, width: Math.max(0.8, width - 0.5), height: (16 * count) / most })));
+  const bins = Math.min(SPARK, last - first + 1);
+  const counts = Array(bins).fill(0);
+  for (const [step, count] of known) counts[Math.floor(((step - first) * bins) / (last - first + 1))] += count;
+  const most = Math.max(...counts);
+  const width = SPARK / bins;
+  const bar = (count, bin) => count > 0 && svg("rect", { x: bin * width, y: 18 - (16 * count) / most, width: Math.max(0.8, width - 0.5), height: (16 * count) / most });
+  return svg("svg", { viewBox: `0 0 ${SPARK} 18`, class: "spark", "aria-hidden": "true" }, counts.map(bar));
 }
 
 async function showReasons(list, row, place, offset) {

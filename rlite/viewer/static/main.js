@@ -42,9 +42,11 @@ const app = {
     const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
     return `#/${page}${given.length ? `?${new URLSearchParams(given)}` : ""}`;
   },
+  again: () => show(), // draws the page anew
 };
 let current = { page: "", keys: {}, renew: null };
 let turn = 0;
+let stay = new AbortController(); // it ends when the reader goes to another place
 
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -54,7 +56,10 @@ function place() {
 
 async function show() {
   const mine = ++turn;
+  stay.abort();
+  stay = new AbortController();
   const { page, parameters } = place();
+  const { runs } = app;
   const main = document.getElementById("main");
   const isNew = page !== current.page;
   if (isNew) main.dataset.page = page;
@@ -62,7 +67,7 @@ async function show() {
   document.title = `${TITLES[page]} · rlite view`;
   showFrame(page);
   try {
-    const made = await PAGES[page].render(parameters, app);
+    const made = await PAGES[page].render(parameters, app, stay.signal);
     if (mine !== turn) {
       discard(made.body); // the reader has moved on
       return;
@@ -70,10 +75,11 @@ async function show() {
     fill(main, made.body);
     current = { page, keys: made.keys ?? {}, renew: made.renew ?? null };
     made.shown?.();
+    if (runs !== app.runs) current.renew?.(); // there was news meanwhile
   } catch (error) {
     if (mine !== turn) return;
     fill(main, empty("This cannot be shown", error.message));
-    current = { page, keys: {}, renew: null };
+    current = { page, keys: {}, renew: show };
   }
   main.removeAttribute("aria-busy");
   main.dataset.shown = location.hash;
@@ -160,7 +166,7 @@ function remembered(name) {
 async function hearNews() {
   app.runs = await api.ask("runs");
   showFrame(place().page);
-  current.renew?.();
+  await current.renew?.();
 }
 
 async function begin() {

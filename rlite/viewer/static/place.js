@@ -1,11 +1,43 @@
 // What pages of one source share: the choice of run, source and step, and what they say without rollouts.
 
 import { STATUS } from "viewer/colors";
-import { empty, h, select, words } from "viewer/dom";
+import { empty, fill, h, select, words } from "viewer/dom";
 
-// What a page says in place of rollouts.
-export function noRecord(about) {
-  return empty("No rollouts are recorded", ...withoutRecord([about]));
+// The run and the source that an address names, or a page that says why there is none. Such a page is drawn again when
+// the run records more.
+export function placeOf(parameters, app, page) {
+  const run = Number(parameters.run ?? 0);
+  const about = app.runs[run];
+  if (!about) return { missing: { body: empty("No such run", `There are ${app.runs.length} runs.`) } };
+  const sources = Object.keys(about.sources);
+  const source = parameters.source || sources[0];
+  if (sources.includes(source)) return { run, about, source, sources };
+  const told = sources.length ? noSource(source, { run, sources, page, app, about }) : empty("No rollouts are recorded", ...withoutRecord([about]));
+  const renew = () => String(Object.keys(app.runs[run].sources)) !== String(sources) && app.again();
+  return { missing: { body: h("div", { class: "page" }, told), renew } };
+}
+
+function noSource(source, { run, sources, page, app, about }) {
+  const links = sources.flatMap((name, index) => [index > 0 && ", ", h("a", { href: app.link(page, { run, source: name }) }, sourceName(name))]);
+  return empty("No such source", `${about.name} has no rollouts of ${source}. It has: `, links);
+}
+
+// What was recorded since a page was drawn, with links to it: a later step of its source, and other sources.
+export class News {
+  constructor(page, { app, run, source, about, parameters = {} }) {
+    Object.assign(this, { page, app, run, source, parameters, before: about.sources });
+    this.box = h("span", { class: "news", role: "status" });
+  }
+
+  tell() {
+    const now = this.app.runs[this.run].sources;
+    const link = (changes, text) => h("a", { href: this.app.link(this.page, { ...this.parameters, run: this.run, ...changes }) }, text);
+    const newest = now[this.source]?.steps.at(-1);
+    const isLater = this.page !== "ledger" && newest !== undefined && newest !== this.before[this.source].steps.at(-1);
+    const others = Object.keys(now).filter((name) => !this.before[name]);
+    const links = [isLater && link({ source: this.source, step: newest }, `step ${newest} is there`), ...others.map((name) => link({ source: name, step: "" }, `${sourceName(name)} is there`))].filter(Boolean);
+    fill(this.box, links.flatMap((each, index) => [index > 0 && " · ", each]));
+  }
 }
 
 // Why some runs have no record.

@@ -3,7 +3,7 @@
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
 import { card, empty, fill, groupedBy, h, key, newest, number, rowsOf, select, svg, words } from "viewer/dom";
-import { noRecord, placeBar, statusChip } from "viewer/place";
+import { News, placeBar, placeOf, statusChip } from "viewer/place";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
@@ -15,17 +15,13 @@ const STATUS_COLOR = "status";
 const FILTERS = ["status", "reason", "low", "high", "min", "max", "text"];
 const isGiven = (value) => value !== undefined && value !== "";
 
-export async function render(parameters, app) {
-  const run = Number(parameters.run ?? 0);
-  const about = app.runs[run];
-  if (!about) return { body: empty("No such run", `There are ${app.runs.length} runs.`) };
-  const sources = Object.keys(about.sources);
-  if (!sources.length) return { body: noRecord(about) };
-  const source = about.sources[parameters.source] ? parameters.source : sources[0];
+export async function render(parameters, app, signal) {
+  const { missing, run, about, source } = placeOf(parameters, app, "rollouts");
+  if (missing) return missing;
   const steps = about.sources[source].steps;
   const step = steps.includes(Number(parameters.step)) ? Number(parameters.step) : newest(steps, about);
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
-  const state = { app, run, source, step, steps, rows, parameters: { ...parameters, run, source, step } };
+  const state = { app, run, about, source, step, steps, rows, signal, parameters: { ...parameters, run, source, step } };
   const body = h("div", { class: "page" });
   const view = new View(state, body);
   view.draw();
@@ -33,8 +29,7 @@ export async function render(parameters, app) {
     const next = steps[steps.indexOf(step) + by];
     return next === undefined ? false : void app.go("rollouts", { ...state.parameters, step: next }, { replace: true });
   };
-  const tellNews = () => view.tellNews(app.runs[run].sources[source].steps.at(-1));
-  return { body, keys: { "[": move(-1), "]": move(1) }, renew: tellNews };
+  return { body, keys: { "[": move(-1), "]": move(1) }, renew: () => view.news.tell() };
 }
 
 class View {
@@ -65,11 +60,6 @@ class View {
     this.drawTable([...chosen]);
   }
 
-  tellNews(newest) {
-    if (newest === this.steps.at(-1)) return;
-    fill(this.news, h("a", { href: this.app.link("rollouts", { ...this.parameters, step: newest }) }, `step ${newest} is there`));
-  }
-
   // a change of a filter keeps the step's rows, and is in the address
   set(changes) {
     Object.assign(this.given, changes);
@@ -96,7 +86,7 @@ class View {
     const limit = (name, text) => h("input", { type: "number", step: "any", class: "limit", placeholder: text, "aria-label": `${text} reward`, value: this.given[name], on: { input: (event) => this.set({ [name]: event.target.value }) } });
     this.clear = h("button", { type: "button", on: { click: () => this.app.go("rollouts", { ...this.parameters, ...Object.fromEntries(FILTERS.map((name) => [name, ""])) }, { replace: true }) } }, "clear filters");
     this.count = h("strong", { class: "count" });
-    this.news = h("span");
+    this.news = new News("rollouts", this);
     const search = h("input", { type: "search", placeholder: "Search the texts", "aria-label": "Search the texts", value: this.given.text, on: { change: (event) => this.search(event.target.value) } });
     if (this.given.text) this.search(this.given.text);
     return h("div", { class: "toolbar" },
@@ -108,11 +98,12 @@ class View {
       select("sort", [["group", "group"], ["mean", "mean, highest first"], ["least", "mean, lowest first"], ["spread", "spread"]], this.given.sort, (value) => this.set({ sort: value })),
       search,
       this.clear,
-      this.news,
+      this.news.box,
       this.count);
   }
 
   async search(text) {
+    const turn = (this.turn = (this.turn ?? 0) + 1);
     if (!text) {
       this.hits = null;
       fill(this.found);
@@ -120,6 +111,7 @@ class View {
       return;
     }
     const answer = await searched(this.run, this.source, this.step, text, this.rows).catch((error) => ({ hits: [], error }));
+    if (turn !== this.turn || this.signal.aborted) return; // the reader looks for another text, or elsewhere
     const here = answer.hits.filter((hit) => hit.step === this.step);
     this.hits = new Set(here.map((hit) => `${hit.group}/${hit.sample}`));
     const lines = answer.hits.slice(0, 20).map((hit) => h("li", {},

@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
-import { noRecord, sourceName, statusChip } from "viewer/place";
+import { News, placeOf, sourceName, statusChip } from "viewer/place";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
@@ -14,10 +14,8 @@ const TOOL_CALL = /(<tool_call>[\s\S]*?<\/tool_call>)/;
 const FACTS = ["item", "answer", "score", "advantage", "turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "truncated"];
 
 export async function render(parameters, app) {
-  const run = Number(parameters.run ?? 0);
-  const about = app.runs[run];
-  if (!about || !Object.keys(about.sources).length) return { body: about ? noRecord(about) : empty("No such run") };
-  const source = about.sources[parameters.source] ? parameters.source : Object.keys(about.sources)[0];
+  const { missing, run, about, source } = placeOf(parameters, app, "sample");
+  if (missing) return missing;
   const steps = about.sources[source].steps;
   const step = parameters.step === undefined ? newest(steps, about) : Number(parameters.step);
   const { group, sample } = parameters;
@@ -29,10 +27,11 @@ export async function render(parameters, app) {
   const place = { run, source, step, group: row.group, sample: row.sample };
   const found = await ask("sample", place);
   const tab = parameters.tab in TABS ? parameters.tab : "conversation";
-  const state = { app, about, place, rows, row: found.row, sequences: found.sequences, steps, tab, by: parameters.by };
+  const news = new News("sample", { app, run, source, about });
+  const state = { app, about, news, place, rows, row: found.row, sequences: found.sequences, steps, tab, by: parameters.by };
   const content = await { conversation, tokens, siblings }[tab](state);
   const body = h("div", { class: "page" }, head(state), h("div", { class: "columns sample" }, h("div", { class: "wide" }, tabs(state), content), h("div", { class: "side" }, facts(state), dataRow(state), family(state), parts(state), episode(state))));
-  return { body, keys: keysOf(state) };
+  return { body, keys: keysOf(state), renew: () => news.tell() };
 }
 
 function keysOf(state) {
@@ -62,7 +61,7 @@ function groupBeside(rows, group, offset) {
   return next === undefined ? null : { group: next, sample: rows.find((row) => row.group === next).sample };
 }
 
-function head({ app, about, place, rows, row, tab, by }) {
+function head({ app, about, news, place, rows, row, tab, by }) {
   const [before, after] = neighbours(rows, place);
   const arrow = (to, text, title) => h("a", { class: "button", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
   const crumbs = [
@@ -76,7 +75,7 @@ function head({ app, about, place, rows, row, tab, by }) {
     h("div", { class: "headline" },
       arrow(before, "‹", "previous rollout (←)"), arrow(after, "›", "next rollout (→)"),
       h("span", { class: "big" }, number(row.reward)), h("small", {}, "reward"),
-      statusChip(row.status), row.reason && h("span", { class: "reason" }, row.reason)));
+      statusChip(row.status), row.reason && h("span", { class: "reason" }, row.reason), news.box));
 }
 
 function tabs({ app, place, tab, by }) {
