@@ -19,10 +19,8 @@ STALL = 6.0
 """times its median"""
 MIN_PHASE = 0.05
 """share of a step below which a phase is too short to matter"""
-MIN_STALL_S = 1.0
-"""seconds below which a stall costs nothing worth a look"""
-MIN_STEPS = 5
-"""steps before which a median says nothing"""
+MIN_STEPS = 4
+"""steps of a phase before which its median says nothing: the long one, and three others"""
 
 
 class Advice(TypedDict):
@@ -91,7 +89,7 @@ def _stalls(metrics: MetricsLog) -> Iterator[Advice]:
         times = {step: value for step, value in metrics.series[name].items() if value is not None}
         if len(times) < MIN_STEPS or not (usual := median(times.values())):
             continue
-        long = {step: value for step, value in times.items() if value > max(STALL * usual, MIN_STALL_S)}
+        long = {step: value for step, value in times.items() if value > STALL * usual}
         slow = [step for step, value in long.items() if value > MIN_PHASE * (whole.get(step) or value)]
         if slow:
             worst = max(slow, key=times.__getitem__)

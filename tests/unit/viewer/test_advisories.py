@@ -50,9 +50,11 @@ def test_a_phase_that_is_short_beside_its_step_does_not_stall(tmp_path: Path) ->
     assert advisories(log(tmp_path, seconds_sync=6.5, seconds=200.0), {}) == []
 
 
-def test_a_phase_of_less_than_a_second_does_not_stall(tmp_path: Path) -> None:
-    rows = [{"step": step, "seconds": 0.5, "seconds_sync": 0.9 if step == 10 else 0.01} for step in range(1, 11)]
-    assert advisories(log_of(tmp_path, rows), {}) == []
+@pytest.mark.parametrize(("num_steps", "number"), [(4, 1), (3, 0)])
+def test_a_short_phase_stalls_beside_three_other_steps(tmp_path: Path, num_steps: int, number: int) -> None:
+    times = {step: 0.9 if step == num_steps else 0.1 for step in range(1, num_steps + 1)}
+    rows = [{"step": step, "seconds": 2.0, "seconds_sync": time} for step, time in times.items()]
+    assert len(advisories(log_of(tmp_path, rows), {})) == number
 
 
 def test_lost_rollouts_lead_to_the_ledger(tmp_path: Path) -> None:
