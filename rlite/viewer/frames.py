@@ -43,8 +43,11 @@ class RunFrames:
         Args:
             steps: steps to read; None for all.
             source: `train`, or `eval.NAME`.
+
+        Raises:
+            ConfigError: the record has no such source.
         """
-        self._run.record.refresh()
+        self._look(source)
         frames = [table.to_pandas() for table in self._run.record.segments(source, steps)]
         columns = ["step", "group", "sample", "segments"]
         return (pd.concat(frames) if frames else pd.DataFrame(columns=columns)).dropna().reset_index(drop=True)
@@ -55,9 +58,18 @@ class RunFrames:
         Args:
             steps: steps to read; None for all.
             source: `train`, or `eval.NAME`.
+
+        Raises:
+            ConfigError: the record has no such source.
         """
-        self._run.record.refresh()
+        self._look(source)
         return self._run.record.token_table(source, steps).to_pandas()
+
+    def _look(self, source: str) -> None:
+        self._run.record.refresh()
+        known = self._run.record.sources or ["train"]
+        if source not in known:
+            raise ConfigError(f"source={source}: the record of {self._run.name} has {', '.join(known)}")
 
 
 def load(run: str | PathLike[str]) -> RunFrames:
@@ -70,11 +82,12 @@ def load(run: str | PathLike[str]) -> RunFrames:
         ConfigError: the folder holds no run.
     """
     [viewed] = open_runs([str(run)])
-    rows = [_frame(viewed.record.table(source), source) for source in viewed.record.sources]
+    record = viewed.record
+    rows = [_frame(record.table(source), source) for source in record.sources or ["train"]]
     metrics = pd.DataFrame({name: pd.Series(values) for name, values in viewed.metrics.series.items()})
     return RunFrames(
         metrics.astype(float).sort_index().rename_axis("step"),
-        pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(),
+        pd.concat(rows, ignore_index=True),
         viewed.config,
         viewed,
     )

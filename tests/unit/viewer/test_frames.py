@@ -71,10 +71,18 @@ def test_files_that_were_merged_after_the_run_was_loaded_are_read(tmp_path: Path
     assert len(run.texts()) == 100
 
 
+def test_an_unknown_source_is_refused_with_the_known_ones(recorded: Path) -> None:
+    run = load(recorded)
+    for read in (run.texts, run.tokens):
+        with pytest.raises(ConfigError, match=r"source=eval.typo: the record of first has train, eval.countdown"):
+            read(source="eval.typo")
+
+
 def test_a_folder_without_a_record_has_no_rows(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "inf"}\n')
     run = load(tmp_path)
     assert run.rows.empty
+    assert {"source", "step", "status", "reward"} <= set(run.rows)
     assert run.metrics["loss"].isna().all()
     assert run.texts().empty
     with pytest.raises(ConfigError, match="no such folder"):
