@@ -98,6 +98,7 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
     return {
         "results": results(run),
+        "phases": run.metrics.phases(),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
         "statuses_by_step": counts_by_step(table, "status"),

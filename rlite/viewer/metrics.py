@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ MAX_STEP = 2**31 - 1
 """of a record, whose steps are 32-bit integers"""
 MAX_POINTS = 2000
 """of one series on a page"""
+PHASE = "seconds_"
+"""with which the metrics of phases begin"""
 
 
 class MetricsLog:
@@ -28,6 +31,7 @@ class MetricsLog:
         self.series: dict[str, dict[int, float | None]] = {}
         self.num_torn = 0
         """lines that are no metrics"""
+        self.first_step = MAX_STEP
         self.last_step = 0
         self._offset = 0
         self._inode = 0
@@ -42,7 +46,7 @@ class MetricsLog:
             with self.path.open("rb") as file:
                 state = os.fstat(file.fileno())
                 if state.st_ino != self._inode or state.st_size < self._offset:
-                    self.series, self.num_torn, self.last_step = {}, 0, 0
+                    self.series, self.num_torn, self.first_step, self.last_step = {}, 0, MAX_STEP, 0
                     self._inode, self._offset = state.st_ino, 0
                 file.seek(self._offset)
                 new = file.read()
@@ -55,11 +59,34 @@ class MetricsLog:
         return bool(whole)
 
     def points(self, name: str) -> dict[str, list[Any]]:
-        """Return the steps and values of one metric, evenly thinned out to `MAX_POINTS`."""
-        values = sorted(self.series.get(name, {}).items())
-        stride = math.ceil(len(values) / MAX_POINTS) or 1
-        kept = values[::-1][::stride][::-1]
-        return {"steps": [step for step, _ in kept], "values": [value for _, value in kept]}
+        """Return the steps and values of one metric. Of a long run, the newest step of each stride is kept."""
+        kept = {self._stride_of(step): (step, value) for step, value in sorted(self.series.get(name, {}).items())}
+        return {"steps": [step for step, _ in kept.values()], "values": [value for _, value in kept.values()]}
+
+    def phases(self) -> dict[str, Any]:
+        """Return the seconds of each phase, which belong on top of each other. Of a long run, the mean of each stride.
+
+        Returns:
+            The steps, the seconds of each phase at each of them, and the number of steps of a stride.
+        """
+        own = {name: values for name, values in self.series.items() if name.startswith(PHASE)}
+        steps = sorted({step for values in own.values() for step in values})
+        last, numbers = {self._stride_of(step): step for step in steps}, Counter(map(self._stride_of, steps))
+        seconds = {}
+        for name, values in own.items():
+            sums: defaultdict[int, float] = defaultdict(float)
+            for step, value in values.items():
+                sums[self._stride_of(step)] += value or 0.0
+            seconds[name.removeprefix(PHASE)] = [sums[stride] / numbers[stride] for stride in last]
+        return {"steps": list(last.values()), "seconds": seconds, "stride": self._stride}
+
+    @property
+    def _stride(self) -> int:
+        """Steps of which a page shows one; the same for all metrics."""
+        return max(1, math.ceil((self.last_step - self.first_step + 1) / MAX_POINTS))
+
+    def _stride_of(self, step: int) -> int:
+        return (self.last_step - step) // self._stride
 
     def recent(self, name: str, number: int) -> list[float]:
         """Return the finite values of the last steps that have a metric."""
@@ -74,7 +101,7 @@ class MetricsLog:
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             self.num_torn += 1
             return
-        self.last_step = max(self.last_step, step)
+        self.first_step, self.last_step = min(self.first_step, step), max(self.last_step, step)
         for name, value in values.items():
             self.series.setdefault(name, {})[step] = value
 

@@ -184,3 +184,19 @@ def test_a_wait_names_who_was_busy_meanwhile(chromium: Browser, tmp_path: Path) 
         assert "wait for rollouts" in told
         assert "Busy meanwhile: inference-0, calls (advance) 8" in told
         assert "train-0" not in told
+
+
+def test_steps_whose_record_is_gone_are_drawn_from_the_metrics(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=8, groups=4, samples=2))
+    for path in (folder / "record").iterdir():
+        if int(path.name.split("-")[1].split(".")[0]) < 7:
+            path.unlink()
+    with opened(chromium, folder) as page:
+        page.wait_for_selector('[data-chart="Held out"] canvas')
+        plot = f"{PLOTS}.find((each) => each.root.closest('section').dataset.chart === 'NAME')"
+        steps, values = page.evaluate(f"{plot.replace('NAME', 'Training reward')}.data")
+        assert steps == list(range(1, 9))
+        assert values[0] == pytest.approx(metrics_of(1, SHAPE)["reward"])
+        steps, values = page.evaluate(f"{plot.replace('NAME', 'Held out')}.data")
+        assert steps == [4, 8]
+        assert values[0] == pytest.approx(metrics_of(4, SHAPE)["accuracy"])

@@ -22,7 +22,6 @@ const CHARTS = [
 ];
 const EVALUATED = /(^|\/)(test_)?accuracy$/;
 const HELD_OUT_LOSS = /(^|\/)test_loss$/;
-const PHASE = /^seconds_/;
 const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0891b2", "#8d6e1f", "#d6336c"];
 
 export async function render(parameters, app) {
@@ -78,7 +77,7 @@ function chartsOf(found, more) {
 }
 
 function picked(run) {
-  return run.metrics.filter((name) => PHASE.test(name) || EVALUATED.test(name) || HELD_OUT_LOSS.test(name) || name.endsWith("standard_error") || name.startsWith("reward/"));
+  return run.metrics.filter((name) => EVALUATED.test(name) || HELD_OUT_LOSS.test(name) || name.endsWith("standard_error") || name.startsWith("reward/"));
 }
 
 function problems(run) {
@@ -133,11 +132,18 @@ function label(each, name, found) {
   return found.length > 1 ? `${each.run.name}${name ? ` ${name}` : ""}` : name || each.run.name;
 }
 
-// means of the record have errors; without a record the metrics of the steps are there
+// Means of the record, which have errors; at steps that it does not have, those of metrics.jsonl.
+function filled(recorded, metric) {
+  if (!recorded?.steps.length || !metric) return recorded?.steps.length ? recorded : metric;
+  const own = new Set(recorded.steps);
+  const points = [recorded, metric].flatMap(({ steps, values, errors }, index) => steps.map((step, at) => ({ step, value: values[at], error: errors?.[at] ?? null, isKept: !index || !own.has(step) })))
+    .filter(({ isKept }) => isKept).sort((a, b) => a.step - b.step);
+  return { steps: points.map(({ step }) => step), values: points.map(({ value }) => value), errors: points.map(({ error }) => error) };
+}
+
 function rewardChart(found) {
   const lines = found.map((each) => {
-    const recorded = each.sources.train;
-    const points = recorded?.steps.length ? recorded : each.series.reward;
+    const points = filled(each.sources.train, each.series.reward);
     return points && { label: label(each, "reward", found), color: each.color, ...points };
   });
   return lineChart("Training reward", lines.filter(Boolean), { note: "mean of each step; the band is its standard error, clustered by prompt" });
@@ -163,12 +169,13 @@ function isHeldOut(name, run) {
   return name.endsWith("test_accuracy") || run.metrics.includes(name.replace(/accuracy$/, "num_errors"));
 }
 
-// Means of the record by set; without a record, the metrics of evaluations.
+// Means of the record by set, and the metrics of evaluations that are not recorded. The metrics of a single set may have
+// no name of it.
 function evaluations({ run, sources, series: metrics }) {
-  const recorded = Object.entries(sources).filter(([source]) => source !== "train").map(([source, points]) => [source.slice(5), points]);
-  if (recorded.length) return recorded;
-  return Object.entries(metrics).filter(([name]) => EVALUATED.test(name) && isHeldOut(name, run))
-    .map(([name, points]) => [setOf(name) || "accuracy", { ...points, errors: errorsOf(metrics, name, points) }]);
+  const recorded = new Map(Object.entries(sources).filter(([source]) => source !== "train").map(([source, points]) => [source.slice(5), points]));
+  const measured = new Map(Object.entries(metrics).filter(([name]) => EVALUATED.test(name) && isHeldOut(name, run))
+    .map(([name, points]) => [setOf(name) || (recorded.size === 1 ? [...recorded.keys()][0] : "accuracy"), { ...points, errors: errorsOf(metrics, name, points) }]));
+  return [...new Set([...recorded.keys(), ...measured.keys()])].map((name) => [name, filled(recorded.get(name), measured.get(name))]).filter(([, points]) => points);
 }
 
 function heldOutLosses(metrics) {
@@ -196,18 +203,13 @@ function metricChart(title, metrics, note, found) {
 }
 
 function phaseChart(each, several) {
-  const phases = Object.entries(each.series).filter(([name]) => PHASE.test(name));
-  if (!phases.length) return null;
-  const steps = [...new Set(phases.flatMap(([, points]) => points.steps))].sort((a, b) => a - b);
-  const layers = phases
-    .map(([name, points]) => {
-      const place = new Map(points.steps.map((step, index) => [step, points.values[index]]));
-      const values = steps.map((step) => place.get(step) ?? 0);
-      return { label: name.slice(8), values, total: values.reduce((a, b) => a + b, 0) };
-    })
+  const { steps, seconds: phases, stride } = each.phases;
+  const layers = Object.entries(phases)
+    .map(([label, values]) => ({ label, values, total: values.reduce((a, b) => a + b, 0) }))
     .sort((a, b) => b.total - a.total)
     .map((layer, index) => ({ ...layer, color: PHASE_COLORS[index % PHASE_COLORS.length] }));
-  return stackChart(several ? `Seconds per phase: ${each.run.name}` : "Seconds per phase", steps, layers, { unit: " s" });
+  const note = stride > 1 ? `means of ${stride} steps each` : "";
+  return stackChart(several ? `Seconds per phase: ${each.run.name}` : "Seconds per phase", steps, layers, { unit: " s", note });
 }
 
 function statusChart(each, several) {

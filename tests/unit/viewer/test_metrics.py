@@ -52,5 +52,35 @@ def test_a_long_series_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> Non
     log = MetricsLog(path)
     log.refresh()
     steps = log.points("loss")["steps"]
-    assert len(steps) <= MAX_POINTS
+    assert MAX_POINTS / 2 < len(steps) <= MAX_POINTS
     assert steps[-1] == 5 * MAX_POINTS - 1
+
+
+def test_long_series_keep_the_same_steps_and_rare_values_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    num_steps = 5 * MAX_POINTS + 3
+    rows = [{"step": step, "loss": 1} | ({"kl": 2} if step > 77 else {}) for step in range(1, num_steps + 1)]
+    for step in range(100, num_steps, 100):
+        rows[step - 1]["accuracy"] = step
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = MetricsLog(path)
+    log.refresh()
+    losses, kls = log.points("loss")["steps"], log.points("kl")["steps"]
+    assert losses[-1] == num_steps
+    assert kls == [step for step in losses if step > 77]
+    assert log.points("accuracy")["steps"] == list(range(100, num_steps, 100))
+
+
+def test_seconds_of_phases_are_means_of_whole_strides(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "seconds_update": 2.0} for step in range(1, 4 * MAX_POINTS + 1)]
+    for row in rows[49::50]:
+        row["seconds_evaluate"] = 8.0
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = MetricsLog(path)
+    log.refresh()
+    found = log.phases()
+    assert found["stride"] == 4
+    assert found["steps"] == list(range(4, 4 * MAX_POINTS + 1, 4))
+    assert found["seconds"]["update"] == [2.0] * MAX_POINTS
+    assert sum(found["seconds"]["evaluate"]) * 4 == 8.0 * len(rows[49::50])
