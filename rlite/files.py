@@ -31,6 +31,15 @@ def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Return when a file was changed, in nanoseconds, and its size; None if it is not there."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_mtime_ns, state.st_size
+
+
 def sync(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to disk. A file renamed before that may be empty after a crash."""
     descriptor = os.open(path, os.O_RDONLY)

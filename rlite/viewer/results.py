@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rlite import files
 
 RESULTS = "results.json"
 
@@ -31,7 +32,7 @@ class ResultsFile:
         Returns:
             True if it has changed.
         """
-        stamp = _stamp(self.path)
+        stamp = files.stamp(self.path) if self.path.is_file() else None
         if stamp == self._stamp:
             return False
         self._stamp, self._content, self.problem = stamp, {}, ""
@@ -70,11 +71,3 @@ def _checked(content: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in ("first", "second", "difference", "low", "high", "p_value"):
             comparison[name]
     return content
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return (state.st_mtime_ns, state.st_size) if stat.S_ISREG(state.st_mode) else None

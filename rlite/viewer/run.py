@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from rlite import files
 from rlite.errors import ConfigError
 from rlite.observability.record.reader import RecordReader, is_recorded
 from rlite.viewer.metrics import FILE, MetricsLog
@@ -36,6 +37,7 @@ class ViewedRun:
         self.trace = TraceLog(folder / TRACE)
         self.config: dict[str, Any] = {}
         self._config_problem = ""
+        self._config_stamp: tuple[int, int] | None = None
         self._refresh_problem = ""
         self.changed_at = 0.0
         """Unix time of the newest change"""
@@ -53,15 +55,21 @@ class ViewedRun:
         return changed
 
     def _refresh(self) -> bool:
-        if not self.config:
-            self.config, self._config_problem = _read_config(self.folder / CONFIG)
-        changed = [self.metrics.refresh(), self.record.refresh(), self.results.refresh(), self.trace.refresh()]
-        if changed[1]:
+        changed = [self._refresh_config(), self.metrics.refresh(), self.record.refresh(), self.results.refresh(), self.trace.refresh()]
+        if changed[2]:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
         self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
         return any(changed)
+
+    def _refresh_config(self) -> bool:
+        stamp = files.stamp(self.folder / CONFIG)  # a resumed run writes the file again
+        if stamp == self._config_stamp:
+            return False
+        self._config_stamp = stamp
+        self.config, self._config_problem = _read_config(self.folder / CONFIG)
+        return True
 
     @property
     def can_record(self) -> bool:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlite import files
 from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
 from rlite.observability.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
 
@@ -55,7 +56,7 @@ class RecordReader:
         return has_news
 
     def _look(self) -> None:
-        found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := _stamp(file.path))}
+        found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := files.stamp(file.path))}
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
             self._scalars.pop(path, None)
@@ -204,14 +205,6 @@ class RecordReader:
 def is_recorded(folder: Path) -> bool:
     """Return True if a folder holds a record."""
     return (folder / FOLDER).is_dir()
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
 
 
 def _damage(path: Path) -> str:

@@ -59,6 +59,19 @@ def test_a_config_that_cannot_be_read_is_a_problem(tmp_path: Path, text: str) ->
     assert run.problems[0].startswith("config.yaml: cannot be read: ")
 
 
+def test_a_config_that_a_resumed_run_writes_again_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("a: 1")
+    [run] = open_runs([str(tmp_path)])
+    path.write_text("a: 2.5")
+    assert run.refresh()
+    assert run.config == {"a": 2.5}
+    assert not run.refresh()
+    path.write_text("a: [")
+    run.refresh()
+    assert run.problems[0].startswith("config.yaml: cannot be read")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent / "run" / "record").mkdir(parents=True)
