@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from rlite.viewer.prompts import prompts
 from rlite.viewer.run import ViewedRun
-from rlite.viewer.tables import evaluated_scores
+from rlite.viewer.tables import known_scores
 
 MAX_DIFFERENT = 20
 """prompts that differ most"""
@@ -39,7 +39,9 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
     sources = [f"eval.{name}" for name in (first, second)]
     if len({run.set_of(source) for source in sources}) > 1:
         return []
-    one, other = (_means(run, source) for source in sources)
+    scores = [known_scores(run.record.table(source)) for source in sources]
+    lowest = [pc.min(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
+    one, other = (_means(run, source, min(0.0, *lowest)) for source in sources)
     both = [(item, one[item], other[item]) for item in one.keys() & other.keys() if one[item] != other[item]]
     both.sort(key=lambda each: (-abs(each[2] - each[1]), each[0]))
     known = prompts(run) if both else {}
@@ -50,8 +52,9 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
     ]
 
 
-def _means(run: ViewedRun, source: str) -> dict[str, float]:
+def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
+    """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.compare`."""
     table = run.record.table(source)
-    scores = pa.table({"item": table["item"], "score": evaluated_scores(table)})
+    scores = pa.table({"item": table["item"], "score": pc.fill_null(known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])
     return dict(zip(means["item"].to_pylist(), means["score_mean"].to_pylist(), strict=True))

@@ -83,13 +83,18 @@ def train_rewards(table: pa.Table) -> pa.ChunkedArray:
     return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
 
 
+def known_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers by which rollouts are evaluated: scores, else rewards; null for a failed episode."""
+    is_evaluated = pc.equal(table["status"], "evaluated")
+    return pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+
+
 def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return the numbers that an evaluation averages: scores, else rewards.
+    """Return the numbers that an evaluation averages.
 
     A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
     """
-    is_evaluated = pc.equal(table["status"], "evaluated")
-    known = pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+    known = known_scores(table)
     values = known.to_numpy()
     _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
     lowest = np.zeros(len(values))

@@ -333,6 +333,22 @@ def test_an_evaluation_shows_its_results_and_no_steps(chromium: Browser, tmp_pat
         page.context.close()
 
 
+def test_a_comparison_of_one_prompt_has_no_interval(chromium: Browser, tmp_path: Path) -> None:
+    write_evaluation(tmp_path, 0, SHAPE)
+    models = {name: {"metrics": {"accuracy": 0.5}} for name in ("a", "b")}
+    counts = {"num_items": 1, "better": 1, "worse": 0, "p_value": 1.0, "confidence": 0.95}
+    comparison = {"first": "a", "second": "b", "difference": 0.5, "low": None, "high": None, **counts}
+    (tmp_path / "results.json").write_text(json.dumps({"models": models, "comparison": comparison}))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(url)
+        chromium.wait_until_shown(page, "")
+        told = page.locator(".card", has_text="Difference").inner_text()
+        assert "A comparison of one prompt has no interval. Of 1 prompt, 1 went better" in told
+        assert page.locator("svg.interval").count() == 0
+        page.context.close()
+
+
 def test_the_ledger_leads_to_each_lost_rollout(show: Any) -> None:
     page = show("ledger")
     page.locator("summary", has_text="filtered").click()

@@ -54,6 +54,12 @@ function passChart(models) {
 function differenceCard(comparison) {
   if (!comparison) return null;
   const { first, second, difference, low, high, confidence, p_value: p, num_items: items, better, worse } = comparison;
+  const sign = difference > 0 ? "+" : "";
+  const amount = h("span", { class: "big" }, `${sign}${number(difference, 3)}`);
+  const counts = `Of ${number(items)} prompt${items === 1 ? "" : "s"}, ${number(better)} went better and ${number(worse)} worse.`;
+  if (low === null || high === null) {
+    return card("Difference", h("p", { class: "note" }, `${second} − ${first}`), h("p", { class: "headline" }, amount), h("p", { class: "note" }, `A comparison of one prompt has no interval. ${counts}`));
+  }
   const size = Math.max(Math.abs(low), Math.abs(high), Math.abs(difference), 0.01) * 1.15;
   const at = (value) => 150 + (140 * value) / size;
   const color = low > 0 ? "#2563eb" : high < 0 ? "#c8521c" : "#64748b";
@@ -62,10 +68,9 @@ function differenceCard(comparison) {
     svg("text", { x: 10, y: 52 }, number(-size, 2)), svg("text", { x: 290, y: 52, "text-anchor": "end" }, number(size, 2)),
     svg("line", { x1: at(low), x2: at(high), y1: 21, y2: 21, stroke: color, "stroke-width": 4, "stroke-linecap": "round" }), svg("circle", { cx: at(difference), cy: 21, r: 6, fill: color }));
   const told = low > 0 ? `${second} is better.` : high < 0 ? `${first} is better.` : "The interval holds 0: the models may be equally good.";
-  const sign = difference > 0 ? "+" : "";
   return card("Difference", h("p", { class: "note" }, `${second} − ${first}, with its ${Math.round(100 * (confidence ?? 0.95))} % interval`),
-    h("p", { class: "headline" }, h("span", { class: "big" }, `${sign}${number(difference, 3)}`), h("small", {}, `${number(low, 3)} to ${number(high, 3)}, p = ${number(p, 2)}`)), picture,
-    h("p", { class: "note" }, `${told} Of ${number(items)} prompts, ${number(better)} went better and ${number(worse)} worse.`));
+    h("p", { class: "headline" }, amount, h("small", {}, `${number(low, 3)} to ${number(high, 3)}, p = ${number(p, 2)}`)), picture,
+    h("p", { class: "note" }, `${told} ${counts}`));
 }
 
 function metricsTable(models) {

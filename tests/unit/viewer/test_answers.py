@@ -301,6 +301,19 @@ def test_an_evaluation_of_two_models_tells_its_results_and_where_they_differ(tmp
     assert [(row["item"], row["first"], row["second"]) for row in results["different"]] == [("0", 1, 0), ("2", 0.5, 1)]
 
 
+def test_failures_of_two_models_count_the_lowest_score_of_both(tmp_path: Path) -> None:
+    scores = {"a": {"0": -2.0, "1": None, "2": 1.0}, "b": {"0": -0.5, "1": None, "2": None}}
+    for name, own in scores.items():
+        rows = [{"item": i, "score": s, "status": "failed" if s is None else "evaluated"} for i, s in own.items()]
+        rows_file(tmp_path, f"eval.{name}", 0, rows)
+    models = {name: {"metrics": {"accuracy": 0.5}} for name in scores}
+    settings = {name: {"questions": {"content": "x"}} for name in scores}
+    (tmp_path / "results.json").write_text(json.dumps({"models": models, "comparison": None, "settings": settings}))
+    different = ask(open_runs([str(tmp_path)]), "overview")["results"]["different"]
+    found = {row["item"]: (row["first"], row["second"]) for row in different}
+    assert found == {"0": (-2.0, -0.5), "2": (1.0, -2.0)}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"models": 3}', '{"models": {"a": {"metrics": {"accuracy": "x"}}}}'])
 def test_results_that_cannot_be_read_are_a_problem(tmp_path: Path, text: str) -> None:
     (tmp_path / "record").mkdir()
