@@ -114,7 +114,9 @@ def _finished(run: ViewedRun, table: pa.Table) -> pa.Table:
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, step = _source(run, query), query.whole("step")
-    return {"columns": columns(select(run.record.table(source), step=step))}
+    rows = select(run.record.table(source), step=step)
+    wanted = [name for name in query.texts("columns") if name in rows.column_names]
+    return {"columns": columns(rows.select(wanted) if wanted else rows)}
 
 
 def _sample(run: ViewedRun, query: Query) -> Any:

@@ -349,6 +349,31 @@ def test_a_comparison_of_one_prompt_has_no_interval(chromium: Browser, tmp_path:
         page.context.close()
 
 
+def test_calls_of_tools_are_marked_in_every_format_that_has_marks(chromium: Browser, tmp_path: Path) -> None:
+    calls = [
+        '<tool_call>{"name": "a"}</tool_call>',
+        '<tool_call>{"name": "cut off"}',
+        '[TOOL_CALLS] [{"name": "b", "arguments": {}}]',
+        '<|python_tag|>{"name": "c", "parameters": {}}',
+    ]
+    base = {"step": 1, "group": 0, "item": "", "status": "trained", "reason": ""}
+    texts = [[{"role": "prompt", "text": "use [TOOL_CALLS]"}, {"role": "model", "text": f"so {call}"}] for call in calls]
+    rows = [{**base, "sample": sample, "segments": own} for sample, own in enumerate([*texts, []])]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        for sample, call in enumerate(calls):
+            page.goto(f"{url}#/sample?step=1&group=0&sample={sample}")
+            chromium.wait_until_shown(page, f"#/sample?step=1&group=0&sample={sample}")
+            assert page.locator("code.call").all_inner_texts() == [call]
+        for tab in ("conversation", "tokens"):
+            place = f"#/sample?step=1&group=0&sample={len(calls)}&tab={tab}"
+            page.goto(f"{url}{place}")
+            chromium.wait_until_shown(page, place)
+            assert "ended before its first request to the model" in page.locator(".empty").inner_text()
+        page.context.close()
+
+
 def test_the_ledger_leads_to_each_lost_rollout(show: Any) -> None:
     page = show("ledger")
     page.locator("summary", has_text="filtered").click()

@@ -1,6 +1,6 @@
 // One rollout: its conversation, its tokens, its siblings, and where its time went.
 
-import { ask } from "viewer/api";
+import { ask, isExport } from "viewer/api";
 import { range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
 import { News, placeOf, sourceName, statusChip } from "viewer/place";
@@ -10,7 +10,11 @@ const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side b
 const ROLES = { prompt: "Prompt", model: "Model", environment: "Environment" };
 const STAGES = { queue: "#94a3b8", generate: "#2563eb", environment: "#e8710a", reward: "#0f9d76" };
 const MAX_EVENTS = 256; // stages of an episode that are recorded
-const TOOL_CALL = /(<tool_call>[\s\S]*?<\/tool_call>)/;
+const COLUMNS = ["group", "sample", "status", "reward"]; // of the other rollouts of the step
+// Calls of tools in the formats that have marks: Hermes and XML, Mistral, Llama 3. The mark that ends a call may be
+// missing in the model's own text. Calls in JSON or Python without a mark look like any other text.
+const CLOSED_CALL = /(<tool_call>[\s\S]*?<\/tool_call>)/;
+const MODEL_CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|(?:\[TOOL_CALLS\]|<\|python_tag\|>)[\s\S]*?(?=<\/s>|<\|e(?:om|ot)_id\|>|$))/;
 const FACTS = ["item", "answer", "score", "advantage", "turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "truncated"];
 
 export async function render(parameters, app) {
@@ -20,7 +24,7 @@ export async function render(parameters, app) {
   const step = parameters.step === undefined ? newest(steps, about) : Number(parameters.step);
   const { group, sample } = parameters;
   if (group !== undefined && sample !== undefined) ask("sample", { run, source, step, group, sample }).catch(() => {}); // at once with the rows
-  const rows = rowsOf((await ask("rows", { run, source, step })).columns);
+  const rows = rowsOf((await ask("rows", { run, source, step, ...(isExport() ? {} : { columns: COLUMNS }) })).columns);
   if (!rows.length) return { body: empty(`Step ${step} has no rollouts`, `${source} has the steps ${steps[0]} to ${steps.at(-1)}.`) };
   const isChosen = (row) => row.group === Number(group) && row.sample === Number(sample);
   const row = rows.find(isChosen) ?? rows.find((each) => each.status === "trained" || each.status === "evaluated") ?? rows[0];
@@ -84,7 +88,7 @@ function tabs({ app, place, tab, by }) {
 }
 
 function conversation({ row }) {
-  if (!row.segments) return notRecorded("The text");
+  if (!row.segments?.length) return row.segments ? ended() : notRecorded("The text");
   return h("div", { class: "conversation" }, turnsOf(row.segments));
 }
 
@@ -92,21 +96,25 @@ function notRecorded(what) {
   return empty(`${what} of this rollout is not recorded`, "trainer.record=sample records texts and tokens of some groups, all those of every group; trainer.record_limit bounds both.");
 }
 
+function ended() {
+  return empty("No text", "This episode ended before its first request to the model.");
+}
+
 function turnsOf(segments) {
   let turn = 0;
   return segments.map(({ role, text }) => {
     const title = role === "model" ? `${ROLES.model} · turn ${(turn += 1)}` : ROLES[role] ?? role;
-    return h("section", { class: `turn ${role}`, dir: "auto" }, h("h3", {}, title, h("small", {}, `${number(text.length)} characters`)), h("div", { class: "text" }, pieces(text.replace(/^\n/, ""))));
+    return h("section", { class: `turn ${role}`, dir: "auto" }, h("h3", {}, title, h("small", {}, `${number(text.length)} characters`)), h("div", { class: "text" }, pieces(text.replace(/^\n/, ""), role === "model" ? MODEL_CALL : CLOSED_CALL)));
   });
 }
 
-// Calls of tools stand out, in the form in which chat templates write them.
-function pieces(text) {
-  return text.split(TOOL_CALL).filter(Boolean).map((part) => (TOOL_CALL.test(part) ? h("code", { class: "call" }, longText(part)) : longText(part)));
+// Calls of tools stand out.
+function pieces(text, call) {
+  return text.split(call).map((part, index) => part && (index % 2 ? h("code", { class: "call" }, longText(part)) : longText(part)));
 }
 
 function tokens(state) {
-  if (!state.sequences.length) return notRecorded("The token column");
+  if (!state.sequences.length) return state.row.segments && !state.row.segments.length ? ended() : notRecorded("The token column");
   const choose = (by) => state.app.go("sample", { ...state.place, tab: "tokens", by }, { replace: true });
   return tokenView(state.sequences, state.by, choose);
 }

@@ -45,6 +45,12 @@ def test_rows_have_a_column_for_each_part_of_the_reward(runs: list[ViewedRun]) -
     assert set(columns["step"]) == {3}
 
 
+def test_a_page_asks_only_for_the_columns_that_it_shows(runs: list[ViewedRun]) -> None:
+    place = [("run", "0"), ("source", "train"), ("step", "3")]
+    query = Query([*place, ("columns", "group"), ("columns", "reward"), ("columns", "unknown")])
+    assert answer(runs, "rows", query)["columns"].keys() == {"group", "reward"}
+
+
 def test_pieces_of_tokens_are_the_text(runs: list[ViewedRun]) -> None:
     found = ask(runs, "sample", source="train", step=2, group=8, sample=1)
     [sequence] = found["sequences"]
