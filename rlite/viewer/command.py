@@ -45,6 +45,8 @@ def _export(runs: Sequence[ViewedRun], options: ViewConfig, path: Path) -> None:
         f"{path}: {told['bytes'] / 1e6:.1f} MB, {told['rollouts']:,} rollouts, {told['texts']:,} of them with texts "
         f"and tokens; open it in a browser"
     )
+    for text in told["left_out"]:
+        print(text)
     _tell_problems(runs)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,20 @@ from rlite.viewer.run import ViewedRun
 MEGABYTE = 1_000_000
 
 
-def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb: int) -> dict[str, int]:
+def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb: int) -> dict[str, Any]:
     """Write the page to a file.
 
-    Metrics, all rows and the ledger are always there. Texts and tokens are there for some steps.
+    Metrics are always there. Rows and the ledger are there up to half of the limit, the newest steps first. Texts and
+    tokens take the rest.
 
     Args:
         runs: the runs.
         path: the file; an older file is replaced.
         steps: steps whose texts and tokens the file has; empty: the newest, as many as fit.
-        limit_mb: limit of the texts and tokens, in megabytes.
+        limit_mb: limit of rows, texts and tokens before compression, in megabytes.
 
     Returns:
-        The number of rollouts, of rollouts with text, and of bytes.
+        The number of rollouts, of rollouts with text, and of bytes; and what is left out, in words.
 
     Raises:
         ConfigError: the runs have no such steps.
@@ -41,14 +43,21 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     """
     answers = Answers(runs)
     answers.ask_overview()
-    num_texts = answers.ask_samples(steps, limit_mb * MEGABYTE)
-    answers.ask("runs")  # once more: it names the files that could not be read
+    size, left_out = answers.ask_rows(steps, limit_mb * MEGABYTE // 2)
+    num_texts = answers.ask_samples(steps, limit_mb * MEGABYTE - size)
+    for number, about in enumerate(answers.ask("runs")):  # once more: it names the files that could not be read
+        about["problems"] += left_out.get(number, [])
     content = single_page(gzip.compress(json.dumps(answers.found, allow_nan=False).encode(), mtime=0)).encode()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, content)
     rollouts = sum(run.record.table(source).num_rows for run in runs for source in run.record.sources)
-    return {"rollouts": rollouts, "texts": num_texts, "bytes": len(content)}
+    return {
+        "rollouts": rollouts,
+        "texts": num_texts,
+        "left_out": [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own],
+        "bytes": len(content),
+    }
 
 
 class Answers:
@@ -69,18 +78,72 @@ class Answers:
         return made
 
     def ask_overview(self) -> None:
-        """Keep everything but texts and tokens."""
+        """Keep everything but rows, texts and tokens."""
         for number, run in enumerate(self.ask("runs")):
             self.ask("overview", run=number)
             self.ask("config", run=number)
             self.ask("timeline", run=number)
+            self.ask("items", run=number, text="")
             for name in run["metrics"]:
                 self.ask("series", run=number, names=name)
-            items = self.ask("items", run=number, text="")["items"]
-            for place in zip(items.get("set", ()), items.get("item", ()), strict=True):
-                self.ask("item", run=number, set=place[0], item=place[1])
-            for source, about in run["sources"].items():
-                self._ask_source(number, source, about["steps"])
+            for source in run["sources"]:
+                self.ask("ledger", run=number, source=source)
+
+    def ask_rows(self, steps: Sequence[int], limit: int) -> tuple[int, dict[int, list[str]]]:
+        """Keep the rows of the steps, of the ledger and of the prompts, as far as they fit.
+
+        Args:
+            steps: steps whose rows come first; after them the newest.
+            limit: limit in bytes.
+
+        Returns:
+            The size in bytes, and by run what is left out.
+        """
+        size = 0
+        left_out: dict[int, list[str]] = {}
+        parts = [("rows of {} steps", self._row_questions(steps), limit // 2)]
+        parts += [("lists of {} reasons", self._ledger_questions(), limit // 4)]
+        parts += [("answers to {} prompts", self._item_questions(), limit // 4)]
+        for what, questions, own_limit in parts:
+            own, missing = self._ask_within(questions, own_limit)
+            size += own
+            for run, number in missing.items():
+                told = f"this file leaves out the {what.format(number)}; raise export_mb"
+                left_out.setdefault(run, []).append(told)
+        return size, left_out
+
+    def _ask_within(self, questions: Iterable[tuple[str, dict[str, Any]]], limit: int) -> tuple[int, Counter[int]]:
+        """Keep answers until they reach a limit. Return their size, and by run the number of the others."""
+        size, missing, is_full = 0, Counter[int](), False
+        for name, parameters in questions:
+            if not is_full:
+                own = len(json.dumps(self.ask(name, **parameters)))
+                is_full = size + own > limit
+                if not is_full:
+                    size += own
+                    continue
+                del self.found[_question(name, **parameters)]
+            missing[parameters["run"]] += 1
+        return size, missing
+
+    def _row_questions(self, steps: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for run, source, step in sorted(self._steps(()), key=lambda place: place[2] not in steps):
+            yield "rows", {"run": run, "source": source, "step": step}
+
+    def _ledger_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for run, viewed in enumerate(self._runs):
+            for source in viewed.record.sources:
+                for kind in self.ask("ledger", run=run, source=source)["kinds"]:
+                    place = {"run": run, "source": source, "status": kind["status"], "offset": 0}
+                    yield "ledger_reasons", (own := {**place, "kind": kind["kind"]})
+                    for reason in self.found.get(_question("ledger_reasons", **own), {}).get("reasons", ()):
+                        yield "ledger_rows", {**place, "reason": reason["reason"]}
+
+    def _item_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for run in range(len(self._runs)):
+            items = self.ask("items", run=run, text="")["items"]
+            for set_, item in zip(items.get("set", ()), items.get("item", ()), strict=True):
+                yield "item", {"run": run, "set": set_, "item": item}
 
     def ask_samples(self, steps: Sequence[int], limit: int) -> int:
         """Keep texts and tokens of some steps.
@@ -131,14 +194,6 @@ class Answers:
             group, sample = row["group"], row["sample"]
             question = _question("sample", run=run, source=source, step=step, group=group, sample=sample)
             yield question, sample_answer(row, sequences.get((group, sample), []))
-
-    def _ask_source(self, run: int, source: str, steps: Sequence[int]) -> None:
-        for step in steps:
-            self.ask("rows", run=run, source=source, step=step)
-        for row in self.ask("ledger", run=run, source=source)["kinds"]:
-            place = {"run": run, "source": source, "status": row["status"], "offset": 0}
-            for own in self.ask("ledger_reasons", kind=row["kind"], **place)["reasons"]:
-                self.ask("ledger_rows", reason=own["reason"], **place)
 
 
 def _question(name: str, **parameters: Any) -> str:

@@ -25,4 +25,4 @@ class ViewConfig(Options):
     export_steps: list[int] = []
     """steps whose texts and tokens the exported file has; empty: the newest, as many as fit into export_mb"""
     export_mb: Count = 30
-    """limit of the exported file's texts and tokens, in megabytes"""
+    """limit of the exported file's rows, texts and tokens before compression, in megabytes"""

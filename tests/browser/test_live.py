@@ -158,6 +158,20 @@ def test_the_timeline_of_a_live_run_grows_and_a_chosen_part_stays(chromium: Brow
         assert page.evaluate("() => document.querySelector('tbody').innerText") == part
 
 
+def test_a_page_whose_stream_is_refused_says_so(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=1, groups=2, samples=2))
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.route("**/events", lambda route: route.fulfill(status=503))
+        page.goto(url)
+        page.locator("#connection", has_text="no longer follows the run: too many pages are open").wait_for()
+        page.unroute("**/events")
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        page.wait_for_function("() => document.getElementById('connection').textContent === ''")
+        page.context.close()
+        chromium.errors.clear()  # the browser reports the 503
+
+
 def test_many_turns_of_the_wheel_ask_the_server_once(chromium: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Shape(steps=2, groups=2, samples=2))
     with opened(chromium, folder, "#/timeline") as page:

@@ -49,9 +49,17 @@ function lookUp(name, texts) {
   return carried[key];
 }
 
+// Why the server refuses to tell of changes.
+async function refusal() {
+  const reason = await fetched("/api/runs").then(() => "too many pages are open: close some", (error) => error.message);
+  return `This page no longer follows the run: ${reason}, then reload it.`;
+}
+
 // Calls `act` when the files of a run have changed, and when the page is seen again. A page that nobody sees holds no
 // stream: a browser opens six connections to one server, for all its pages together.
-export function follow(act) {
+//
+// `tell` is called with the reason when the run is not followed, and with an empty text when it is.
+export function follow(act, tell) {
   if (carried) return;
   let events = null;
   const hear = () => {
@@ -63,6 +71,12 @@ export function follow(act) {
     if (document.hidden) return;
     events = new EventSource("/events"); // its first message comes at once
     events.addEventListener("message", hear);
+    events.addEventListener("open", () => tell(""));
+    events.addEventListener("error", (event) => {
+      if (event.target !== events) return;
+      if (events.readyState === EventSource.CLOSED) refusal().then(tell); // the browser does not try again
+      else tell("The server does not answer. The page shows what it has read.");
+    });
   };
   document.addEventListener("visibilitychange", connect);
   connect();

@@ -169,6 +169,11 @@ async function hearNews() {
   await current.renew?.();
 }
 
+// Says why the page does not hear of changes; an empty text takes it back.
+function tellConnection(text) {
+  fill(document.getElementById("connection"), text);
+}
+
 async function begin() {
   const theme = remembered("theme");
   if (theme) document.documentElement.dataset.theme = theme;
@@ -186,7 +191,7 @@ async function begin() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
   await show();
   setInterval(showRuns, LOOK_EVERY_MS);
-  api.follow(() => hearNews().catch(() => {}));
+  api.follow(() => hearNews().catch(() => {}), tellConnection);
 }
 
 begin();

@@ -83,7 +83,7 @@ function picked(run) {
 function problems(run) {
   if (!run.problems.length) return null;
   const list = run.problems.map((problem) => h("li", {}, problem));
-  return h("section", { class: "advice alarm" }, h("strong", {}, `${run.name}: not everything can be read`), h("ul", {}, list));
+  return h("section", { class: "advice alarm" }, h("strong", {}, `${run.name}: not everything can be shown`), h("ul", {}, list));
 }
 
 function advice(found, app) {

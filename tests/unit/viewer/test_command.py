@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from rlite.arguments import split_positional
 from rlite.cli import main
 from rlite.errors import ConfigError
+from rlite.observability.record.files import write_table
+from rlite.observability.record.schema import ROWS
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 
@@ -54,6 +57,23 @@ def test_the_newest_texts_are_exported_as_far_as_they_fit(recorded: Path, tmp_pa
     assert 0 < told["texts"] < told["rollouts"]
     assert "8" in steps
     assert "1" not in steps
+
+
+def test_rows_that_do_not_fit_are_left_out_and_named(tmp_path: Path) -> None:
+    base = {"sample": 0, "status": "failed", "reason": "x" * 100}
+    for step in range(1, 31):
+        rows = [{**base, "step": step, "group": 100 * step + n, "item": f"{step} {n}"} for n in range(100)]
+        write_table(tmp_path, "train", step, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    told = export(open_runs([str(tmp_path)]), tmp_path / "out.html", [3], 1)
+    assert told["bytes"] < 1_000_000
+    rows_text, prompts_text = (text.split(": ", 1)[1] for text in told["left_out"])
+    [number] = map(int, re.findall(r"rows of (\d+) steps", rows_text))
+    assert 10 < number < 29
+    answers = answers_in(tmp_path / "out.html")
+    questions = [json.loads(key) for key in answers]
+    carried = sorted(int(dict(parameters)["step"]) for name, parameters in questions if name == "rows")
+    assert carried == [3, *range(31 - (30 - number - 1), 31)], "the chosen step, and the newest"
+    assert answers['["runs",[]]'][0]["problems"] == [rows_text, prompts_text]
 
 
 def test_steps_can_be_chosen_for_the_export(recorded: Path, tmp_path: Path) -> None:
