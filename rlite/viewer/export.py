@@ -113,7 +113,15 @@ class Answers:
         return size, left_out
 
     def _ask_within(self, questions: Iterable[tuple[str, dict[str, Any]]], limit: int) -> tuple[int, Counter[int]]:
-        """Keep answers until they reach a limit. Return their size, and by run the number of the others."""
+        """Keep answers until they reach a limit.
+
+        Args:
+            questions: names and parameters of the questions.
+            limit: limit in bytes.
+
+        Returns:
+            The size of the answers in bytes, and by run the number of those that are left out.
+        """
         size, missing, is_full = 0, Counter[int](), False
         for name, parameters in questions:
             if not is_full:

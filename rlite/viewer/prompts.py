@@ -109,7 +109,9 @@ def _hits(run: ViewedRun, text: str) -> dict[tuple[str, str], str]:
             parts, parents = segments.flatten(), pc.list_parent_indices(segments)
             is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
             chosen = pc.fill_null(pc.and_(is_hit, pc.equal(parts.field("role"), "prompt")), False)
-            for parent, prompt in zip(parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True):
+            for parent, prompt in zip(
+                parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True
+            ):
                 name = items_of.get((table["step"][parent].as_py(), table["group"][parent].as_py()))
                 if name is not None and (run.set_of(source), name) not in found:
                     found[run.set_of(source), name] = _around(prompt.as_py(), text)

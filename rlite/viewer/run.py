@@ -55,7 +55,13 @@ class ViewedRun:
         return changed
 
     def _refresh(self) -> bool:
-        changed = [self._refresh_config(), self.metrics.refresh(), self.record.refresh(), self.results.refresh(), self.trace.refresh()]
+        changed = [
+            self._refresh_config(),
+            self.metrics.refresh(),
+            self.record.refresh(),
+            self.results.refresh(),
+            self.trace.refresh(),
+        ]
         if changed[2]:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once

@@ -133,7 +133,9 @@ def test_a_sample_and_a_comparison_of_a_live_run_say_that_there_is_more(chromium
         chromium.wait_until_shown(page, "#/compare")
         add_step(folder, 8)
         page.get_by_role("button", name="More rollouts are recorded: show them").click()
-        page.wait_for_function("() => [...document.querySelectorAll('tr')].some((row) => row.innerText.includes('step 8'))")
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('tr')].some((row) => row.innerText.includes('step 8'))"
+        )
 
 
 def test_the_timeline_of_a_live_run_grows_and_a_chosen_part_stays(chromium: Browser, tmp_path: Path) -> None:

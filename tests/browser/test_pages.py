@@ -357,7 +357,9 @@ def test_calls_of_tools_are_marked_in_every_format_that_has_marks(chromium: Brow
         '<|python_tag|>{"name": "c", "parameters": {}}',
     ]
     base = {"step": 1, "group": 0, "item": "", "status": "trained", "reason": ""}
-    texts = [[{"role": "prompt", "text": "use [TOOL_CALLS]"}, {"role": "model", "text": f"so {call}"}] for call in calls]
+    texts = [
+        [{"role": "prompt", "text": "use [TOOL_CALLS]"}, {"role": "model", "text": f"so {call}"}] for call in calls
+    ]
     rows = [{**base, "sample": sample, "segments": own} for sample, own in enumerate([*texts, []])]
     write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
     with serving([str(tmp_path)]) as url:

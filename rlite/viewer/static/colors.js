@@ -15,7 +15,7 @@ export const STATUS = {
 const LOW = [200, 82, 28];
 const HIGH = [28, 100, 190];
 
-export const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
+const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 
 export function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();

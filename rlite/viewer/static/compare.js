@@ -3,7 +3,7 @@
 import { ask, isExport } from "viewer/api";
 import { range, scale, SERIES } from "viewer/colors";
 import { difference, side } from "viewer/diff";
-import { card, empty, fill, groupedBy, h, longText, number, rowsOf } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, longText, mean, number, rowsOf } from "viewer/dom";
 import { sourceName, statusChip, withoutRecord } from "viewer/place";
 
 const MAX_LISTED = 300;
@@ -123,7 +123,7 @@ function answersCard(chosen, attempts, parameters, app) {
     app.runs.length > 1 && h("td", {}, h("i", { class: "dot", style: { background: SERIES[own[0].run % SERIES.length] } }), app.runs[own[0].run].name),
     h("td", {}, sourceName(own[0].source)), h("td", { class: "number" }, stepName(own[0], app)),
     h("td", {}, h("span", { class: "cells" }, own.map((attempt) => attemptCell(attempt, { first, second, limits, key, app, parameters, chosen })))),
-    h("td", { class: "number" }, number(mean(own), 3))));
+    h("td", { class: "number" }, number(mean(own.map((attempt) => attempt.reward)), 3))));
   const prompt = h("div", { class: "prompts" });
   const texts = h("div", { class: "diff", "aria-busy": "true" });
   drawPrompts(prompt, [first, second], attempts);
@@ -200,9 +200,4 @@ async function configs(app) {
 
 function counted(number, noun) {
   return `${number} ${noun}${number === 1 ? "" : "s"}`;
-}
-
-function mean(rows) {
-  const known = rows.map((row) => row.reward).filter((value) => value !== null);
-  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
 }

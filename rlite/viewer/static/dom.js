@@ -118,6 +118,12 @@ export function key(color, text) {
   return h("span", { class: "key" }, h("i", { class: "swatch", style: { background: color } }), text);
 }
 
+// The mean of the values that are numbers; null if there are none.
+export function mean(values) {
+  const known = values.filter((value) => typeof value === "number");
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+}
+
 export function groupedBy(rows, keyOf) {
   const groups = new Map();
   for (const row of rows) {

@@ -175,8 +175,9 @@ function tellConnection(text) {
 }
 
 async function begin() {
-  const theme = remembered("theme");
-  if (theme) document.documentElement.dataset.theme = theme;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const chooseTheme = () => (document.documentElement.dataset.theme = remembered("theme") ?? (dark.matches ? "dark" : "light"));
+  chooseTheme();
   document.getElementById("theme").addEventListener("click", switchTheme);
   document.getElementById("help").addEventListener("click", showKeys);
   try {
@@ -188,7 +189,10 @@ async function begin() {
   }
   addEventListener("hashchange", show);
   addEventListener("keydown", onKey);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  dark.addEventListener("change", () => {
+    chooseTheme();
+    show();
+  });
   await show();
   setInterval(showRuns, LOOK_EVERY_MS);
   api.follow(() => hearNews().catch(() => {}), tellConnection);

@@ -2,7 +2,7 @@
 
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
-import { card, empty, fill, groupedBy, h, key, newest, number, rowsOf, select, svg, words } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, key, mean, newest, number, rowsOf, select, svg, words } from "viewer/dom";
 import { News, placeBar, placeOf, statusChip } from "viewer/place";
 
 const BINS = 20;
@@ -147,15 +147,15 @@ class View {
 
   drawGrid(chosen) {
     const groups = groupedBy(this.rows, (row) => row.group);
-    const mean = (rows) => average(rows.map((row) => row[this.value]));
+    const meanOf = (rows) => mean(rows.map((row) => row[this.value]));
     const spread = (rows) => { const [low, high] = range(rows.map((row) => row[this.value])); return high - low; };
-    const orders = { group: ([a], [b]) => a - b, mean: ([, a], [, b]) => mean(b) - mean(a), least: ([, a], [, b]) => mean(a) - mean(b), spread: ([, a], [, b]) => spread(b) - spread(a) };
+    const orders = { group: ([a], [b]) => a - b, mean: ([, a], [, b]) => meanOf(b) - meanOf(a), least: ([, a], [, b]) => meanOf(a) - meanOf(b), spread: ([, a], [, b]) => spread(b) - spread(a) };
     const shown = [...groups].filter(([, rows]) => rows.some((row) => chosen.has(row))).sort(orders[this.given.sort] ?? orders.group);
     if (!shown.length) {
       fill(this.grid, empty("Nothing matches", "No rollout of this step passes the filters."));
       return;
     }
-    const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, mean(rows)));
+    const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, meanOf(rows)));
     const many = Math.ceil((SHOWN_CELLS * groups.size) / this.rows.length);
     const more = shown.length > many && h("button", { type: "button", class: "more", on: { click: (event) => event.target.replaceWith(...lines(many)) } }, `Show all ${number(shown.length)} groups`);
     this.grid.style.setProperty("--samples", Math.min(MAX_IN_LINE, Math.max(...[...groups.values()].map((rows) => rows.length))));
@@ -165,7 +165,7 @@ class View {
     this.grid.onkeydown = (event) => this.moveFocus(event);
   }
 
-  line(group, rows, chosen, mean) {
+  line(group, rows, chosen, average) {
     const cells = rows.map((row) => h("a", {
       class: `cell${row.status === "trained" || row.status === "evaluated" ? "" : " lost"}${chosen.has(row) ? "" : " dim"}`,
       role: "gridcell", tabindex: "-1", href: this.sampleLink(row),
@@ -173,7 +173,7 @@ class View {
       "aria-label": `group ${group} sample ${row.sample}, ${words(this.value)} ${number(row[this.value])}, ${words(row.status)}`,
       style: { "background-color": this.color(row) },
     }));
-    return h("div", { class: "line", role: "row" }, h("b", {}, group), h("span", { class: "name", title: `item ${rows[0].item}` }, rows[0].item), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
+    return h("div", { class: "line", role: "row" }, h("b", {}, group), h("span", { class: "name", title: `item ${rows[0].item}` }, rows[0].item), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(average, 3)), h("span", { class: "cells" }, cells));
   }
 
   moveFocus(event) {
@@ -316,11 +316,6 @@ function share(value, [low, high]) {
 function isWithin(value, low, high) {
   if (!isGiven(low) && !isGiven(high)) return true;
   return typeof value === "number" && !(isGiven(low) && value < Number(low)) && !(isGiven(high) && value > Number(high));
-}
-
-function average(values) {
-  const known = values.filter((value) => typeof value === "number");
-  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
 }
 
 function compared(a, b) {

@@ -142,7 +142,9 @@ def test_a_prompt_is_found_by_its_text_among_more_than_a_page_lists(tmp_path: Pa
 
     for step in range(1, 21):
         texts = [f"Question {number}" for number in range(MAX_ITEMS)]
-        rows_file(tmp_path, "train", step, rows(step, texts if step == 1 else ["Name a bird " * 20 + f"like Swan {step}?"]))
+        rows_file(
+            tmp_path, "train", step, rows(step, texts if step == 1 else ["Name a bird " * 20 + f"like Swan {step}?"])
+        )
     runs = open_runs([str(tmp_path)])
     assert ask(runs, "items")["number"] == MAX_ITEMS + 19
     found = ask(runs, "items", text="a bird like swan 7?")
