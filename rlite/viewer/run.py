@@ -60,7 +60,7 @@ class ViewedRun:
             self.metrics.refresh(),
             self.record.refresh(),
             self.results.refresh(),
-            self.trace.refresh(),
+            self.trace.look(),
         ]
         if changed[2]:
             for source in self.record.sources:

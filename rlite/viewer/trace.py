@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from rlite import files
 from rlite.viewer.lanes import Layout, layout
 
 TRACE = "trace.json"
 MAX_EVENTS = 300_000
 """newest events that are shown; Perfetto opens the others"""
+NAMES = re.compile(rb'"ph": ?"M"')
+"""lines that name lanes, at the beginning of a trace"""
+BRACKETS = (b"[", b"]", b"")
 MAX_TIME = 1e16
 """microseconds: three hundred years"""
 
@@ -27,6 +32,7 @@ class TraceLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._stamp: tuple[int, int] | None = None
         self._begin(0)
 
     def _begin(self, inode: int) -> None:
@@ -37,6 +43,12 @@ class TraceLog:
         self._unfinished = b""
         self._failure = ""
         self._layout: Layout | None = None
+
+    def look(self) -> bool:
+        """Return whether the file has changed since the last call. It is read when a page shows it."""
+        stamp = files.stamp(self.path)
+        has_changed, self._stamp = stamp != self._stamp, stamp
+        return has_changed
 
     def refresh(self) -> bool:
         """Read the events that are new. A file that was replaced is read again.
@@ -51,9 +63,7 @@ class TraceLog:
                 if state.st_ino != self._inode or state.st_size < self._offset:
                     self._begin(state.st_ino)
                 file.seek(self._offset)
-                for line in file:
-                    self._offset += len(line)
-                    self._add(line)
+                self._read(file)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -88,11 +98,26 @@ class TraceLog:
             self._layout = layout(self.events())
         return self._layout
 
+    def _read(self, file: BinaryIO) -> None:
+        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # of a long trace, only these are parsed
+        num_lines = 0
+        for line in file:
+            self._offset += len(line)
+            line, self._unfinished = self._unfinished + line, b""
+            if not line.endswith(b"\n"):  # it is being written, or a crash cut it off
+                self._unfinished = line
+            elif NAMES.search(line):
+                self._add(line)
+            elif line.strip() not in BRACKETS:
+                newest.append(line)
+                num_lines += 1
+        self._num_events += num_lines - len(newest)
+        for line in newest:
+            self._add(line)
+
     def _add(self, line: bytes) -> None:
-        line, self._unfinished = self._unfinished + line, b""
-        if not line.endswith(b"\n"):  # it is being written, or a crash cut it off
-            self._unfinished = line
-        elif (event := _event(line)) is None:
+        event = _event(line)
+        if event is None:
             self._num_torn += 1
         elif event and event["ph"] == "M":
             self._names.append(event)
@@ -104,7 +129,7 @@ class TraceLog:
 def _event(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line; an empty one for a line without an event, None if it cannot be read."""
     text = line.strip().rstrip(b",")
-    if text in (b"[", b"]", b""):
+    if text in BRACKETS:
         return {}
     try:
         return _checked(json.loads(text))
