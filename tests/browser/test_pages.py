@@ -160,6 +160,22 @@ def test_texts_are_searched(show: Any) -> None:
     at(page, "#/sample")
 
 
+def test_a_late_search_changes_no_other_page(show: Any) -> None:
+    page = show("rollouts?step=4")
+    held: list[Any] = []
+    page.route("**/api/search*", lambda route: held.append(route))
+    page.get_by_label("Search the texts").fill("no page has asked this")
+    page.keyboard.press("Enter")
+    show("ledger")
+    assert len(held) == 1
+    with page.expect_response("**/api/search*"):
+        held[0].continue_()
+    page.unroute("**/api/search*")
+    page.evaluate("() => new Promise((done) => setTimeout(done, 50))")
+    assert page.evaluate("location.hash") == "#/ledger"
+    assert page.locator("main .shares").count() == 1
+
+
 def test_columns_sort_the_table(show: Any) -> None:
     page = show("rollouts?step=5")
     column = page.locator("thead th").all_inner_texts().index("response tokens")

@@ -40,6 +40,7 @@ class View {
     this.given = { color: this.source === "train" ? "reward" : "score", x: "response_tokens", y: "reward", sort: "group", ...this.parameters };
     if (!this.numeric.includes(this.given.color) && this.given.color !== STATUS_COLOR) this.given.color = "reward";
     this.hits = null;
+    this.address = location.hash;
   }
 
   draw() {
@@ -65,6 +66,7 @@ class View {
     Object.assign(this.given, changes);
     Object.assign(this.parameters, changes);
     history.replaceState(null, "", this.app.link("rollouts", this.parameters));
+    this.address = location.hash;
     this.drawChosen();
   }
 
@@ -111,7 +113,7 @@ class View {
       return;
     }
     const answer = await searched(this.run, this.source, this.step, text, this.rows).catch((error) => ({ hits: [], error }));
-    if (turn !== this.turn || this.signal.aborted) return; // the reader looks for another text, or elsewhere
+    if (turn !== this.turn || this.signal.aborted || location.hash !== this.address) return; // the reader looks for another text, or elsewhere
     const here = answer.hits.filter((hit) => hit.step === this.step);
     this.hits = new Set(here.map((hit) => `${hit.group}/${hit.sample}`));
     const lines = answer.hits.slice(0, 20).map((hit) => h("li", {},
