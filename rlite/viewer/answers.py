@@ -32,9 +32,9 @@ from rlite.viewer.tables import (
 
 TRAIN = "train"
 MAX_HITS = 200
-"""of a search"""
+"""largest number of hits of a search"""
 MAX_KINDS = 300
-"""of reasons"""
+"""largest number of kinds of reasons"""
 PAGE = 200
 """rows or reasons of the ledger that are sent together"""
 CONTEXT = 60

@@ -17,7 +17,7 @@ Span = tuple[float, float, str, int]
 PIXELS = 1500
 """spans of a window that are narrower than this share of it are drawn together"""
 BINS = 300
-"""of a lane of concurrent work"""
+"""number of bins in a lane of concurrent work"""
 TOP = 12
 """names in the table of times"""
 WAITS = re.compile("wait|held|idle")

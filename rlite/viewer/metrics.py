@@ -12,9 +12,9 @@ from typing import Any
 
 FILE = "metrics.jsonl"
 MAX_STEP = 2**31 - 1
-"""of a record, whose steps are 32-bit integers"""
+"""largest step of a record, whose steps are 32-bit integers"""
 MAX_POINTS = 2000
-"""of one series on a page"""
+"""largest number of points of one series on a page"""
 PHASE = "seconds_"
 """with which the metrics of phases begin"""
 

@@ -10,7 +10,7 @@ const SPARK = 80; // bars of a small picture
 const MEANINGS = {
   filtered: "all rewards of the group were equal",
   refused: "should_accept refused the group, or the workflow returned None",
-  too_old: "max_head_offpolicyness forbids to train on it",
+  too_old: "older than rollout.max_head_offpolicyness allows",
   failed: "the episode, or one of its group, raised an error until no attempt was left",
   timed_out: "the episode did not end in time",
   reward_killed: "the reward's process was killed, died, or broke its limits",
