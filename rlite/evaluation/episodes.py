@@ -77,8 +77,20 @@ class EpisodeRunner:
         loop = LoopThread("evaluation", lambda _: None)
         taker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation-taker")
 
+        has_failed = False
+
+        def take_unless_failed(ended: EndedEpisode) -> None:
+            nonlocal has_failed
+            if has_failed:  # episodes that wait for their turn are not taken any more
+                return
+            try:
+                on_end(ended)
+            except BaseException:
+                has_failed = True
+                raise
+
         async def take(ended: EndedEpisode) -> None:
-            await asyncio.get_running_loop().run_in_executor(taker, on_end, ended)
+            await asyncio.get_running_loop().run_in_executor(taker, take_unless_failed, ended)
 
         running = loop.submit(self._run_all(iter(places), min(self.max_concurrent, len(places)), take))
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,18 @@ class Journal:
         self._opened.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
+        made = json.dumps(line).encode() + b"\n"
         with writing(self.path):
-            rest = json.dumps(line).encode() + b"\n"
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            rest = made
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):  # a part of a line would damage the journal if another one followed
+                    self._file.truncate(self._end)
+                    self._file.seek(self._end)
+                raise
+        self._end += len(made)
 
 
 def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:

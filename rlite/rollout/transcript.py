@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from rlite.types import TokenChunk
-
-COLUMNS = {"ids": np.int64, "versions": np.int64, "logprobs": np.float32}
 
 
 class Transcript:
@@ -45,11 +44,11 @@ class Transcript:
 
     def arrays(self) -> list[dict[str, np.ndarray]]:
         """Return ids, mask, versions and log-probabilities of each sequence; the model wrote where the mask is true."""
-        return [sequence.arrays() for sequence in list(self._sequences)]
+        return [columns for each in list(self._sequences) if len((columns := each.arrays())["ids"])]
 
     def state_dict(self) -> list[dict[str, list[Any]]]:
         """Return plain values."""
-        return [{name: sequence[name].tolist() for name in COLUMNS} for sequence in self.arrays()]
+        return [{name: columns[name].tolist() for name in _Sequence.TYPES} for columns in self.arrays()]
 
     @classmethod
     def from_state(cls, state: Sequence[dict[str, list[Any]]]) -> Transcript:
@@ -62,35 +61,39 @@ class Transcript:
 class _Sequence:
     """Tokens in the order in which the model reads and writes them, with version -1 where it only reads."""
 
-    def __init__(self, ids: Sequence[int] = (), versions: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
-        self._ids, self._versions, self._logprobs = list(ids), list(versions), list(logprobs)
+    TYPES: ClassVar = {"ids": "i", "versions": "i", "logprobs": "f"}
+    """columns with their types; an array takes less memory than a list"""
+
+    def __init__(self, **columns: list[Any]) -> None:
+        self._columns = {name: array(kind, columns.get(name, ())) for name, kind in self.TYPES.items()}
         self.is_open = False
         """an answer is arriving"""
 
     def begins(self, prompt: list[int]) -> bool:
         """Return whether a prompt goes on with this sequence."""
-        count = len(self._ids)
-        if self.is_open or len(prompt) < count or prompt[count - 1 : count] != self._ids[-1:]:
+        ids = self._columns["ids"]
+        count = len(ids)
+        if self.is_open or prompt[count - 1 : count] != ids[-1:].tolist():
             return False
-        return prompt[:count] == self._ids
+        return prompt[:count] == ids.tolist()
 
     def read(self, prompt: list[int]) -> None:
         """Append the tokens of a prompt that are new."""
-        new = prompt[len(self._ids) :]
-        self._append(new, [-1] * len(new), [0.0] * len(new))
+        new = prompt[len(self._columns["ids"]) :]
+        self._append(logprobs=[0.0] * len(new), versions=[-1] * len(new), ids=new)
 
     def write(self, chunk: TokenChunk) -> None:
         """Append tokens of the answer."""
-        self._append(chunk.token_ids, [chunk.version] * len(chunk.token_ids), chunk.logprobs)
+        versions = [chunk.version] * len(chunk.token_ids)
+        self._append(logprobs=chunk.logprobs, versions=versions, ids=chunk.token_ids)
 
-    def _append(self, ids: Sequence[int], versions: Sequence[int], logprobs: Sequence[float]) -> None:
-        self._logprobs += logprobs  # ids come last: a record may be made by another thread meanwhile
-        self._versions += versions
-        self._ids += ids
+    def _append(self, **columns: Sequence[Any]) -> None:
+        """Append values to columns, to the ids at last: another thread may read meanwhile, and counts by them."""
+        for name, values in columns.items():
+            self._columns[name].extend(array(self.TYPES[name], values))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the columns, and the mask of the tokens that the model wrote."""
-        ids = list(self._ids)
-        lists = {"ids": ids, "versions": self._versions[: len(ids)], "logprobs": self._logprobs[: len(ids)]}
-        columns = {name: np.array(values, COLUMNS[name]) for name, values in lists.items()}
+        count = len(self._columns["ids"])
+        columns = {name: np.array(values[:count]) for name, values in self._columns.items()}
         return {**columns, "mask": columns["versions"] >= 0}

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: no run is given, or a folder holds none.
     """
-    folders, rest = split_positional(spelled(argv, {"export": "export"}))
+    folders, rest = split_positional(spelled(argv, {name: name for name in ViewConfig.model_fields}))
     options = config.load(ViewConfig, rest, given={"runs": folders} if folders else {})
     if not options.runs:
         raise ConfigError("runs: expected the folder of a run, as in `rlite view runs/quickstart`")

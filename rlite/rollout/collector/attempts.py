@@ -105,7 +105,14 @@ class Episodes:
                     # with a seed, another attempt draws the same numbers: what failed was not the model's doing
                     is_trained_on = group.start_order is not None
                     inference: Any = SampleInference(
-                        self.engine, number, group.seed, group.tokens, affinity, is_trained_on, recorded
+                        self.engine,
+                        number,
+                        group.seed,
+                        group.tokens,
+                        affinity,
+                        is_trained_on,
+                        recorded,
+                        keeps_tokens=self.options.keep_ended,
                     )
                     episode = group.workflow.arun_episode(inference, dict(group.data))
                     if not inspect.isawaitable(episode):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 
 from rlite.rollout.episode import Episode
@@ -48,7 +48,8 @@ class SampleInference:
         tokens: counts the generated tokens, by episode.
         affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
         is_trained_on: whether the episode is trained on.
-        episode: records the waits for the engine, and the tokens.
+        episode: records the waits for the engine.
+        keeps_tokens: whether the episode also records the tokens.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class SampleInference:
         affinity: str | None = None,
         is_trained_on: bool = True,
         episode: Episode | None = None,
+        keeps_tokens: bool = False,
     ) -> None:
         self._engine = engine
         self._has_kept_ids = is_trained_on and "kept_ids" in getattr(engine, "extras", ())
         self._affinity = affinity
         self._episode = episode or Episode(time.monotonic())
+        self._keeps_tokens = keeps_tokens
         self._tokens = Counter() if tokens is None else tokens
         self._tokens[sample] = 0
         self._sample = sample
@@ -76,24 +79,42 @@ class SampleInference:
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the engine's answer to a request with this episode's seed."""
+        with self._turn(request) as count:
 
-        def note(chunk: TokenChunk) -> None:
-            self._tokens[self._sample] += len(chunk.token_ids)
-            sequence.write(chunk)
-            if on_chunk is not None:
-                on_chunk(chunk)
+            def note(chunk: TokenChunk) -> None:
+                count(chunk)
+                if on_chunk is not None:
+                    on_chunk(chunk)
 
-        with self._episode.span("generate"), self._episode.transcript.turn(request.input_ids) as sequence:
             return await self._engine.agenerate(self._own(request), note)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the engine's answer to a request with this episode's seed."""
-        with self._episode.span("generate"), self._episode.transcript.turn(request.input_ids) as sequence:
+        with self._turn(request) as count:
             async with aclosing(self._engine.stream(self._own(request))) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
-                    self._tokens[self._sample] += len(chunk.token_ids)
-                    sequence.write(chunk)
+                    count(chunk)
                     yield chunk
+
+    @contextmanager
+    def _turn(self, request: LLMRequest) -> Iterator[Callable[[TokenChunk], None]]:
+        """Record a wait for the engine.
+
+        Args:
+            request: the engine answers it inside of the block.
+
+        Yields:
+            A function that takes the tokens as they arrive.
+        """
+
+        def count(chunk: TokenChunk) -> None:
+            self._tokens[self._sample] += len(chunk.token_ids)
+            if sequence is not None:
+                sequence.write(chunk)
+
+        turn = self._episode.transcript.turn(request.input_ids) if self._keeps_tokens else nullcontext()
+        with self._episode.span("generate"), turn as sequence:
+            yield count
 
     def _own(self, request: LLMRequest) -> LLMRequest:
         turn, seed = next(self._turns), request.gconfig.seed

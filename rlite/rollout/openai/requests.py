@@ -395,7 +395,8 @@ def read_completion(body: Any, model: str, defaults: GenerationHyperparameters) 
         raise _unsupported("stream", True, "false, for a request with echo or logprobs")
     if is_scoring := {read.max_tokens, read.max_completion_tokens} - {None} == {0}:
         if not read.echo or read.logprobs is None:
-            raise _invalid("max_tokens", 0, MAX_TOKENS)
+            name = "max_tokens" if read.max_tokens == 0 else "max_completion_tokens"
+            raise _invalid(name, 0, MAX_TOKENS)
         read = read.model_copy(update={"max_tokens": 1, "max_completion_tokens": None})
     return ModelRequest(
         prompts=read.prompt,

@@ -212,7 +212,7 @@ class AgentSession(RecordingOwner):
         Raises:
             ApiError: the session has ended.
         """
-        gconfigs = [self._fitting(exchange.request.gconfig, len(prompt.token_ids)) for prompt in exchange.prompts]
+        gconfigs = [self._fitting(exchange.request, len(prompt.token_ids)) for prompt in exchange.prompts]
         num_choices = exchange.request.num_choices
         events: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
 
@@ -321,16 +321,17 @@ class AgentSession(RecordingOwner):
         turn.is_aborted = False
         return Choice(index, turn, content, rest)
 
-    def _fitting(self, gconfig: GenerationHyperparameters, num_prompt: int) -> GenerationHyperparameters:
+    def _fitting(self, request: ModelRequest, num_prompt: int) -> GenerationHyperparameters:
         """Return the sampling parameters with fixed ones and the limit of tokens applied.
 
         Raises:
             ApiError: there is no room for an answer.
         """
+        gconfig = request.gconfig
         if self._is_sampling_fixed:
             fixed = ("greedy", "temperature", "top_p", "top_k")
             gconfig = gconfig.new(**{name: getattr(self._gconfig, name) for name in fixed})
-        if self._max_length is None:
+        if self._max_length is None or not request.is_generating:
             return gconfig
         room = self._max_length - num_prompt
         if room < 1:

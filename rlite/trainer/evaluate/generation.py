@@ -59,7 +59,9 @@ class Generation:
         """
         continuing(self.candidate.name, len(self._all) - len(self.missing), len(self._all), "samples")
         engine = build_engine(self.candidate.model, self._options, self._context)
-        limits = CollectorOptions(request_timeout=self._options.timeout, request_retries=self._options.retries)
+        limits = CollectorOptions(
+            request_timeout=self._options.timeout, request_retries=self._options.retries, keep_ended=True
+        )
         # twice as many as are decoded at once, so that rewards and environments do not leave the engine idle
         concurrent = 2 * self._options.max_num_seqs * len(engine.executors)
         runner = EpisodeRunner(engine, self._workflow, self._questions.items, limits, self._options.seed, concurrent)
@@ -92,9 +94,9 @@ class Generation:
         return RolloutError(f"the first {num_episodes} episodes failed, the last with {reason}; none of them counts")
 
     def _write_held(self) -> None:
-        for row in self._held:
-            self.candidate.journal.append(row)
-        self._held.clear()
+        while self._held:
+            self.candidate.journal.append(self._held[0])
+            self._held.pop(0)
 
     def _progress(self, begun: float) -> str:
         before, now = len(self._all) - len(self.missing), len(self.candidate.journal.lines)

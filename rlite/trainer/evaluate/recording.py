@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlite.errors import RliteError
@@ -20,7 +20,7 @@ COST = 0.05
 
 @contextmanager
 def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
-    """Keep the record of a model up to date until the end of the block, also if the block raises.
+    """Keep the record of a model up to date during the block, and write it once more if the block raises.
 
     Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill it lacks
     what has ended since its last version. The evaluation that continues writes it anew.
@@ -37,15 +37,19 @@ def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
     thread.start()
     try:
         yield
-    finally:
+    except BaseException:
         stopped.set()
         thread.join()
+        with suppress(RliteError):  # the block's own error counts
+            write_record(folder, candidate.name, rows_of(candidate))
+        raise
+    stopped.set()
+    thread.join()
 
 
 def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> None:
-    num_written, pause, is_last = 0, 0.0, False
-    while not is_last:
-        is_last = stopped.wait(pause)
+    num_written, pause = 0, 0.0
+    while not stopped.wait(pause):
         begun = time.monotonic()
         if len(candidate.lines) > num_written:
             num_written = len(candidate.lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def _passes(runs: Lines, k: int | None) -> Iterator[tuple[str, float]]:
     for sample in samples:
         tasks.setdefault(sample.item.rpartition("/")[0], []).append(sample)
     for task, own in tasks.items():
-        num_samples = 1 + max(sample.sample for sample in own)
+        num_samples = min(Counter(sample.item for sample in own).values())  # fewer where a score was no number
         if num_samples > 1 and all(sample.score in (0.0, 1.0, None) for sample in own):
             metrics = summary(own, min(num_samples, k or num_samples))
             yield from ((f"{task}/{name}", value) for name, value in metrics.items() if name.startswith("pass@"))

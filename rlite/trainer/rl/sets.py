@@ -42,7 +42,8 @@ def make_sets(
         raise ConfigError(
             f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
         )
-    if unknown := options.test_data.keys() - by_name.keys():
+    asked = {name for name, chosen in options.test_data.items() if name != UNNAMED or chosen.path is not None}
+    if unknown := asked - by_name.keys():
         key = key_of(sorted(unknown)[0])
         raise ConfigError(
             f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
+import pytest
 from tensordict import TensorDict
 
 from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
@@ -21,6 +23,21 @@ class AskTwice(RolloutWorkflow):
             response = await engine.agenerate(LLMRequest(input_ids=[1, 2]))
             self.has_second_turn.set()
         return trajectory(response, reward=1.0)
+
+
+def test_nothing_is_written_after_an_error() -> None:
+    calls = 0
+
+    def write(ended: EndedEpisode) -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.05)  # others have ended meanwhile
+        raise OSError("full")
+
+    runner = EpisodeRunner(ScriptedEngine([[7, 8]]), AskTwice(), [{"turns": 1}] * 4, CollectorOptions(), 0, 4)
+    with pytest.raises(OSError, match="full"):
+        runner.run([Place(item, 0) for item in range(4)], write)
+    assert calls == 1
 
 
 def test_episodes_go_on_while_one_that_has_ended_is_written() -> None:

@@ -100,6 +100,7 @@ def test_a_full_disk_is_told_once_and_loses_only_the_line_that_was_cut_off(tmp_p
     try:
         with pytest.raises(StorageError, match=r"a\.jsonl: could not be written: a file is larger"):
             full.append({"item": "c"})
+        assert path.read_bytes().endswith(b"\n"), "another line may follow"
         full.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

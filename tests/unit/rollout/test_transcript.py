@@ -46,6 +46,7 @@ def test_an_answer_that_broke_off_is_kept_and_asked_for_again_beside_it() -> Non
         raise TimeoutError
     with suppress(ValueError), transcript.turn([]):
         raise ValueError("the prompt is empty")
+    assert [ids for ids, _ in tokens(transcript)] == [[1, 2, 5]], "an empty sequence does not count"
     with transcript.turn([1, 2]) as again:
         again.write(chunk(6))
     assert [ids for ids, _ in tokens(transcript)] == [[1, 2, 5], [1, 2, 6]]

@@ -245,6 +245,9 @@ def test_samples_of_a_task_have_mean_metrics_clustered_errors_and_pass_at_k() ->
     }
     assert "gsm8k/pass@2" not in summary_of_tasks(lines, k=1)
     assert not any("pass@" in name for name in summary_of_tasks([line_of_task(n, [0.5, 0.2, 1.0]) for n in range(2)]))
+    fewer = [line_of_task(0, [1.0, 0.0, 0.0]), line_of_task(1, [1.0, 1.0])]
+    del fewer[1]["values"]["gsm8k/em"]  # of the third question it was no number
+    assert not any("pass@" in name for name in summary_of_tasks(fewer))
     assert shown_metrics([{f"gsm8k/pass@{k}": 0.5 for k in range(1, 7)}]) == [f"gsm8k/pass@{k}" for k in (1, 2, 4, 6)]
 
 

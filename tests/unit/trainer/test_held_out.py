@@ -82,6 +82,16 @@ def test_names_that_a_program_gives_are_checked_too(name: str) -> None:
         make_sets(ppo(), workflow, {name: [{"prompt": "x"}]}, None)
 
 
+def test_options_of_a_set_without_rows_are_refused_unless_the_set_is_switched_off() -> None:
+    reward = RewardFunction(lambda *given, **row: 0.0, in_process=True)
+    workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(), byte_tokenizer())
+    rows = {"maths": [{"prompt": "x"}]}
+    with pytest.raises(ConfigError, match=r"test_data\.math: there are rows of test_data\.maths; expected some of"):
+        make_sets(ppo("test_data.math.path=x"), workflow, rows, None)
+    for settings in (["test_data.path=null"], ["test_data.limit=3"], []):
+        assert make_sets(ppo(*settings), workflow, {}, None) == {}
+
+
 def test_a_named_set_needs_a_path_where_tables_are_read() -> None:
     with pytest.raises(ConfigError, match=r"required and not set: test_data\.a\.path"):
         held_out_sources(ppo("test_data.a.limit=3").test_data, {}, None)

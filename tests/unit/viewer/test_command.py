@@ -94,6 +94,8 @@ def test_steps_can_be_chosen_for_the_export(recorded: Path, tmp_path: Path) -> N
         (["{run}", "--export", "{run}"], "expected a file such as run.html, found a folder"),
         (["{run}", "--export"], "--export: expected a value after it"),
         (["{run}", "exprot=a"], "did you mean 'export'"),
+        (["{run}", "--prot", "1"], "did you mean '--port'"),
+        (["{run}", "--port", "70000"], "expected a number between 0 and 65535"),
     ],
 )
 def test_wrong_arguments_end_with_one_message(

@@ -22,6 +22,7 @@ from rlite.rollout import (
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
 from rlite.rollout.collector.status import status_of
+from rlite.rollout.episode import current_episode
 from rlite.rollout.rewards.errors import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
 from rlite.rollout.workflow import EngineAborted, RolloutError
 
@@ -108,6 +109,22 @@ def test_nothing_is_kept_unless_asked(collector: Make) -> None:
     rollouts = collector(keep_ended=False)
     rollouts.collect([{}, {"does": "refuse"}], Ask())
     assert rollouts.take_ended() == []
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_tokens_are_kept_only_for_a_record(collector: Make, keeps: bool) -> None:
+    episodes = []
+
+    class Seen(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict | None:
+            await super().arun_episode(engine, data)
+            episodes.append(current_episode())
+            return None
+
+    collector(keep_ended=keeps).collect([{}], Seen())
+    [episode] = episodes
+    assert episode is not None
+    assert [len(columns["ids"]) for columns in episode.transcript.arrays()] == ([4] if keeps else [])
 
 
 def test_refused_and_too_old_groups_keep_their_trajectories(collector: Make) -> None:
