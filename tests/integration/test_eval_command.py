@@ -197,9 +197,9 @@ def test_without_out_the_folder_has_the_names_of_the_models_and_the_same_command
 ) -> None:
     run(monkeypatch, folder / "before", *sources(folder), *SHORT, "reward.timeout=30")
     assert capsys.readouterr().out.endswith(
-        "runs/eval-before/results.json holds these results\nrlite view runs/eval-before shows the samples\n"
+        "runs/eval-before-test/results.json holds these results\nrlite view runs/eval-before-test shows the samples\n"
     )
-    assert len(table(Path("runs/eval-before"), "eval.before", "rows")) == 4
+    assert len(table(Path("runs/eval-before-test"), "eval.before", "rows")) == 4
     monkeypatch.setattr(rlite, "init", None)
     run(monkeypatch, folder / "before", *sources(folder), *SHORT, "--reward.timeout", "30")  # nothing is missing
     with pytest.raises(SystemExit, match=r"samples of other settings \(questions\.number.*choose another folder"):

@@ -6,6 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+MAX_NAME = 60
+"""characters of the name of the data in the name of a folder"""
+ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".py", ".arrow", ".gz")
+"""endings of files that a name leaves out"""
 _GENERAL = ("latest", "best", "")
 """names of folders that do not tell whose they are"""
 
@@ -26,6 +30,16 @@ def names_of(model: str, other: str | None) -> list[str]:
     longer = zip(_longer_names(model), _longer_names(other), strict=False)
     found = next(filter(_differ, [names, *longer]), None)
     return list(found or [names[0], f"{names[1]}-2"])
+
+
+def name_of_questions(source: str) -> str:
+    """Return a name for tasks, or for the path of data or of an environment, without the ending of a file.
+
+    Args:
+        source: the path, or the tasks.
+    """
+    stem = Path(source).stem if Path(source).suffix in ENDINGS else Path(source).name
+    return _as_file_name(stem)[:MAX_NAME]
 
 
 def _differ(names: Sequence[str]) -> bool:

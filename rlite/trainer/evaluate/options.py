@@ -17,7 +17,7 @@ from rlite.errors import ConfigError
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
-from rlite.trainer.evaluate.names import names_of
+from rlite.trainer.evaluate.names import name_of_questions, names_of
 from rlite.trainer.model_options import AnswerOptions
 from rlite.trainer.options import LaunchOptions, ServingOptions, SingleTableOptions
 from rlite.types import GenerationHyperparameters
@@ -26,6 +26,8 @@ SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
 """short names of options"""
 NAME = "{name}"
 """stands in `out` for the names of the models"""
+DATA = "{data}"
+"""stands in `out` for the name of what they answer"""
 
 
 def default_temperature(samples: int) -> float:
@@ -88,9 +90,10 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     """seed of sampling and of the bootstrap"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
-    out: str | None = f"runs/eval-{NAME}"
+    out: str | None = f"runs/eval-{NAME}-{DATA}"
     """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
-    holds. {name} stands for the model's name, or for BEFORE-vs-AFTER. null writes nothing"""
+    holds. {name} stands for the model's name, or for BEFORE-vs-AFTER, and {data} for the data, environment or
+    tasks. null writes nothing"""
     name: Annotated[str, AfterValidator(check_name)] | None = None
     """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False
@@ -152,8 +155,17 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
 
     @property
     def folder(self) -> Path | None:
-        """The folder `out`, with the names of the models; None to write nothing."""
-        return None if self.out is None else Path(self.out.replace(NAME, "-vs-".join(self.names))).expanduser()
+        """The folder `out`, with the names of the models and of what they answer; None to write nothing."""
+        if self.out is None:
+            return None
+        answered = name_of_questions(self.questions) if self.sources_of_scores else ""
+        out = self.out if answered else self.out.replace(f"-{DATA}", "")
+        return Path(out.replace(NAME, "-vs-".join(self.names)).replace(DATA, answered)).expanduser()
+
+    @property
+    def questions(self) -> str:
+        """The tasks, the data or the environment."""
+        return ",".join(self.tasks) or self.data.path or self.env_path or self.workflow or ""
 
     @property
     def sources_of_scores(self) -> list[str]:
@@ -170,6 +182,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"
-        what = ", ".join(self.tasks) or self.data.path or self.env_path or "rows of the program"
-        on = f" on {what}" if self.sources_of_scores else ""  # earlier evaluations have their own
+        on = (
+            f" on {self.questions or 'rows of the program'}" if self.sources_of_scores else ""
+        )  # earlier evaluations have their own
         return f"{models}{on}{f', into {self.folder}' if self.folder else ''}"

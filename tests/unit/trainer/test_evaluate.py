@@ -74,7 +74,11 @@ def test_keys_inside_of_groups_are_spelled_as_flags_too() -> None:
         (["runs/sft", "runs/grpo"], "runs/eval-sft-vs-grpo"),
         (["runs/grpo", "name=x"], "runs/eval-x"),
         (["runs/grpo", "--out", "evals/{name}-math"], "evals/grpo-math"),
-        (["runs/grpo", "out=x"], "x"),
+        (["runs/grpo", "out=x-"], "x-"),
+        (["runs/grpo", "data=my/test.v2.jsonl", "reward=my.py:f"], "runs/eval-grpo-test.v2"),
+        (["runs/grpo", "data=openai/gsm8k", "reward=my.py:f", "out={data}/{name}"], "gsm8k/grpo"),
+        (["runs/grpo", "tasks=arc_easy,gsm8k"], "runs/eval-grpo-arc_easy_gsm8k"),
+        (["runs/grpo", "env=my/game.py"], "runs/eval-grpo-game"),
     ],
 )
 def test_the_folder_has_the_names_of_the_models(arguments: list[str], folder: str) -> None:
@@ -342,7 +346,7 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
 
 def test_the_first_line_names_a_source_of_scores_only_if_one_is_given() -> None:
     assert options("runs/a", "runs/b", "out=x").headline() == "runs/a and runs/b, into x"
-    assert options("m", "data=t.jsonl", "reward=my.py:f").headline() == "m on t.jsonl, into runs/eval-m"
+    assert options("m", "data=t.jsonl", "reward=my.py:f").headline() == "m on t.jsonl, into runs/eval-m-t"
     assert options("m", "reward=__main__:f", "out=null").headline() == "m on rows of the program"
 
 
