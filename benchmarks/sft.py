@@ -30,7 +30,7 @@ import rlite
 from benchmarks.model import NUM_PRINTABLE, build_model
 from rlite.data.tokens import Tally, TokenRows
 from rlite.observability import stats_tracker
-from rlite.trainer.options import DataOptions, EpochOptions, ModelOptions
+from rlite.trainer.options import AnsweringOptions, DataOptions, ModelOptions
 from rlite.trainer.sft import SftConfig, SftTrainer
 
 SHORTEST, LONGEST, ROWS_PER_STEP = 16, 512, 64
@@ -59,7 +59,6 @@ def token_rows(rows: list[list[int]]) -> TokenRows:
             num_read=len(rows),
             num_kept=len(rows),
             num_truncated=0,
-            dropped={},
             longest=max(map(len, rows)),
             max_length=LONGEST,
         ),
@@ -79,7 +78,7 @@ def ours(model: Path, rows: list[list[int]], scratch: Path, args: argparse.Names
             max_length_per_device=args.max_length_per_device,
         ),
         data=DataOptions(path="", batch_size=ROWS_PER_STEP),
-        trainer=EpochOptions(save_dir=str(scratch), save_freq=10**6, test_freq=10**6),
+        trainer=AnsweringOptions(save_dir=str(scratch), save_freq=10**6, test_freq=10**6),
     )
     num_rows = (args.steps + 2) * ROWS_PER_STEP  # the first step warms up, the last one saves
     trainer = SftTrainer(options, token_rows(rows[:num_rows]))
