@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlite.viewer.answers import answer, sample_answer
 from rlite.viewer.page import single_page
 from rlite.viewer.query import Query
 from rlite.viewer.run import ViewedRun
+from rlite.wording import counted
 
 MEGABYTE = 1_000_000
 
@@ -25,8 +27,8 @@ MEGABYTE = 1_000_000
 def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb: int) -> dict[str, Any]:
     """Write the page to a file.
 
-    Metrics are always there. Rows and the ledger are there up to half of the limit, the newest steps first. Texts and
-    tokens take the rest.
+    Metrics are always there. Chosen steps come next, with their rows, texts and tokens. Rows and the ledger take up to
+    half of the limit, the newest steps first. Without chosen steps, texts and tokens take the rest.
 
     Args:
         runs: the runs.
@@ -38,13 +40,16 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
         The number of rollouts, of rollouts with text, and of bytes; and what is left out, in words.
 
     Raises:
-        ConfigError: the runs have no such steps.
+        ConfigError: the runs have no such steps, or these do not fit.
         StorageError: the file cannot be written.
     """
     answers = Answers(runs)
     answers.ask_overview()
-    size, left_out = answers.ask_rows(steps, limit_mb * MEGABYTE // 2)
-    num_texts = answers.ask_samples(steps, limit_mb * MEGABYTE - size)
+    limit = limit_mb * MEGABYTE
+    size, num_texts = answers.ask_steps(steps, limit) if steps else (0, 0)
+    own, left_out = answers.ask_rows(min(limit // 2, limit - size))
+    if not steps:
+        num_texts = answers.ask_samples(limit - own)
     for number, about in enumerate(answers.ask("runs")):  # once more: it names the files that could not be read
         about["problems"] += left_out.get(number, [])
     content = single_page(gzip.compress(json.dumps(answers.found, allow_nan=False).encode(), mtime=0)).encode()
@@ -89,11 +94,10 @@ class Answers:
             for source in run["sources"]:
                 self.ask("ledger", run=number, source=source)
 
-    def ask_rows(self, steps: Sequence[int], limit: int) -> tuple[int, dict[int, list[str]]]:
-        """Keep the rows of the steps, of the ledger and of the prompts, as far as they fit.
+    def ask_rows(self, limit: int) -> tuple[int, dict[int, list[str]]]:
+        """Keep the rows of the newest steps, of the ledger and of the prompts, as far as they fit.
 
         Args:
-            steps: steps whose rows come first; after them the newest.
             limit: limit in bytes.
 
         Returns:
@@ -101,14 +105,14 @@ class Answers:
         """
         size = 0
         left_out: dict[int, list[str]] = {}
-        parts = [("rows of {} steps", self._row_questions(steps), limit // 2)]
-        parts += [("lists of {} reasons", self._ledger_questions(), limit // 4)]
-        parts += [("answers to {} prompts", self._item_questions(), limit // 4)]
-        for what, questions, own_limit in parts:
+        parts = [("the rows of {}", "step", self._row_questions(), limit // 2)]
+        parts += [("{} of the ledger", "list", self._ledger_questions(), limit // 4)]
+        parts += [("the answers to {}", "prompt", self._item_questions(), limit // 4)]
+        for what, noun, questions, own_limit in parts:
             own, missing = self._ask_within(questions, own_limit)
             size += own
             for run, number in missing.items():
-                told = f"this file leaves out the {what.format(number)}; raise export_mb"
+                told = f"this file leaves out {what.format(counted(number, noun))}; raise export_mb"
                 left_out.setdefault(run, []).append(told)
         return size, left_out
 
@@ -134,9 +138,11 @@ class Answers:
             missing[parameters["run"]] += 1
         return size, missing
 
-    def _row_questions(self, steps: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
-        for run, source, step in sorted(self._steps(()), key=lambda place: place[2] not in steps):
-            yield "rows", {"run": run, "source": source, "step": step}
+    def _row_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for run, source, step in self._steps(()):
+            place = {"run": run, "source": source, "step": step}
+            if _question("rows", **place) not in self.found:
+                yield "rows", place
 
     def _ledger_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for run, viewed in enumerate(self._runs):
@@ -153,28 +159,50 @@ class Answers:
             for set_, item in zip(items.get("set", ()), items.get("item", ()), strict=True):
                 yield "item", {"run": run, "set": set_, "item": item}
 
-    def ask_samples(self, steps: Sequence[int], limit: int) -> int:
-        """Keep texts and tokens of some steps.
+    def ask_steps(self, steps: Sequence[int], limit: int) -> tuple[int, int]:
+        """Keep rows, texts and tokens of chosen steps.
 
         Args:
-            steps: the steps; empty: the newest.
+            steps: the steps.
             limit: limit in bytes.
 
         Returns:
-            The number of rollouts.
+            Their size in bytes, and the number of rollouts.
 
         Raises:
             ConfigError: there are no such steps, or they do not fit.
         """
         chosen = list(self._steps(steps))
-        if steps and not chosen:
+        if not chosen:
             raise ConfigError(f"export_steps={list(steps)}: the record has none of these steps")
         size = number = 0
         for run, source, step in chosen:
+            size += len(json.dumps(self.ask("rows", run=run, source=source, step=step)))
             for question, made in self._samples(run, source, step):
                 size += len(json.dumps(made))
-                if size > limit and steps:
-                    raise ConfigError(f"export_steps={list(steps)}: more than {limit // MEGABYTE} MB; raise export_mb")
+                number += 1
+                if size <= limit:  # else only the size is of interest
+                    self.found[question] = made
+        if size > limit:
+            raise ConfigError(
+                f"export_steps={list(steps)}: these steps take {math.ceil(size / MEGABYTE)} MB, more than "
+                f"export_mb={limit // MEGABYTE}; raise export_mb, or choose fewer steps"
+            )
+        return size, number
+
+    def ask_samples(self, limit: int) -> int:
+        """Keep texts and tokens of the newest steps, as far as they fit.
+
+        Args:
+            limit: limit in bytes.
+
+        Returns:
+            The number of rollouts.
+        """
+        size = number = 0
+        for run, source, step in self._steps(()):
+            for question, made in self._samples(run, source, step):
+                size += len(json.dumps(made))
                 if size > limit:
                     return number
                 self.found[question] = made

@@ -32,6 +32,15 @@ def answers_in(path: Path) -> dict[str, Any]:
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
+def wide_run(folder: Path) -> Path:
+    """Write a run with 30 steps of 100 failed rollouts."""
+    base = {"sample": 0, "status": "failed", "reason": "x" * 100}
+    for step in range(1, 31):
+        rows = [{**base, "step": step, "group": 100 * step + n, "item": f"{step} {n}"} for n in range(100)]
+        write_table(folder, "train", step, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    return folder
+
+
 def test_arguments_without_a_key_are_runs() -> None:
     given = ["runs/a", "export=a.html", "/tmp/x=1", "--config", "c.yaml", "--help"]
     assert split_positional(given) == (["runs/a", "/tmp/x=1"], ["export=a.html", "--config", "c.yaml", "--help"])
@@ -60,11 +69,7 @@ def test_the_newest_texts_are_exported_as_far_as_they_fit(recorded: Path, tmp_pa
 
 
 def test_rows_that_do_not_fit_are_left_out_and_named(tmp_path: Path) -> None:
-    base = {"sample": 0, "status": "failed", "reason": "x" * 100}
-    for step in range(1, 31):
-        rows = [{**base, "step": step, "group": 100 * step + n, "item": f"{step} {n}"} for n in range(100)]
-        write_table(tmp_path, "train", step, "rows", pa.Table.from_pylist(rows, schema=ROWS))
-    told = export(open_runs([str(tmp_path)]), tmp_path / "out.html", [3], 1)
+    told = export(open_runs([str(wide_run(tmp_path))]), tmp_path / "out.html", [3], 1)
     assert told["bytes"] < 1_000_000
     rows_text, prompts_text = (text.split(": ", 1)[1] for text in told["left_out"])
     [number] = map(int, re.findall(r"rows of (\d+) steps", rows_text))
@@ -83,6 +88,26 @@ def test_steps_can_be_chosen_for_the_export(recorded: Path, tmp_path: Path) -> N
     assert steps == {"2"}
     with pytest.raises(ConfigError, match=r"export_steps=\[99\]: the record has none"):
         export(runs, tmp_path / "out.html", [99], 30)
+
+
+def test_chosen_steps_come_before_the_rows_of_other_steps(tmp_path: Path) -> None:
+    steps = list(range(1, 10))
+    export(open_runs([str(wide_run(tmp_path))]), tmp_path / "out.html", steps, 1)
+    questions = [json.loads(key) for key in answers_in(tmp_path / "out.html")]
+    carried = [int(dict(parameters)["step"]) for name, parameters in questions if name == "sample"]
+    assert sorted(carried) == sorted(steps * 100)
+    rows = {int(dict(parameters)["step"]) for name, parameters in questions if name == "rows"}
+    assert set(steps) <= rows
+
+
+def test_chosen_steps_that_do_not_fit_name_the_size_that_they_need(tmp_path: Path) -> None:
+    runs = open_runs([str(wide_run(tmp_path))])
+    told = r"these steps take ([2-9]) MB, more than export_mb=1; raise export_mb, or choose fewer steps"
+    with pytest.raises(ConfigError, match=told) as raised:
+        export(runs, tmp_path / "out.html", list(range(1, 31)), 1)
+    needed = re.search(told, str(raised.value))
+    assert needed is not None
+    export(runs, tmp_path / "out.html", list(range(1, 31)), int(needed[1]))
 
 
 @pytest.mark.parametrize(
