@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,8 @@ MAX_PROMPT = 160
 """characters of a prompt in the list"""
 FIRST_STEPS, LAST_STEPS = 1, 8
 """steps of a source whose texts are read to find prompts"""
+MAX_SEARCHED = 256_000_000
+"""bytes of texts that a search reads, about: it keeps all other questions of the pages waiting"""
 SPECIAL = re.compile(r"<\|[^|>]{1,40}\|>")
 
 
@@ -29,14 +32,18 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     Args:
         run: the run.
         query: `text` that the item, or a recorded prompt of it, has.
+
+    Returns:
+        The prompts, their number, and whether the texts of older steps were not searched.
     """
     tables = [_of_source(run, source) for source in run.record.sources]
     if not tables:
-        return {"items": {}, "number": 0}
+        return {"items": {}, "number": 0, "is_cut": False}
     table = pa.concat_tables(tables)
     hits: dict[tuple[str, str], str] = {}
+    is_cut = False
     if text := query.text("text"):
-        hits = _hits(run, text)
+        hits, is_cut = _hits(run, text)
         is_hit = pc.is_in(_places(table), pa.array([_place(*place) for place in hits], pa.string()))
         table = table.filter(pc.or_(pc.match_substring(table["item"], text, ignore_case=True), is_hit))
     wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
@@ -48,7 +55,7 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     known = prompts(run)
     places = zip(kept["set"].to_pylist(), kept["item"].to_pylist(), strict=True)
     texts = [_shown(known.get(place), hits.get(place), text) for place in places]
-    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows}
+    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
 
 
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -95,27 +102,45 @@ def _common_lines(texts: list[str]) -> int:
     return first.rfind("\n", 0, length) + 1
 
 
-def _hits(run: ViewedRun, text: str) -> dict[tuple[str, str], str]:
-    """Return the place in each recorded prompt that has a text, by set and item."""
+def _hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:
+    """Find a text in recorded prompts, the newest files of each source first.
+
+    Returns:
+        The place in each prompt that has the text, by set and item; and whether older files were left out.
+    """
     found: dict[tuple[str, str], str] = {}
+    left = MAX_SEARCHED
     for source in run.record.sources:
-        rows = run.record.table(source)
-        groups = zip(*(rows[name].to_pylist() for name in ("step", "group", "item")), strict=True)
-        items_of = {(step, group): name for step, group, name in groups}
-        for table in run.record.segments(source):
-            segments = table["segments"].combine_chunks()
-            if not len(segments):
-                continue
-            parts, parents = segments.flatten(), pc.list_parent_indices(segments)
-            is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
-            chosen = pc.fill_null(pc.and_(is_hit, pc.equal(parts.field("role"), "prompt")), False)
-            for parent, prompt in zip(
-                parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True
-            ):
-                name = items_of.get((table["step"][parent].as_py(), table["group"][parent].as_py()))
+        items_of = _items_of_groups(run.record.table(source))
+        for table in run.record.segments(source, newest_first=True):
+            if left <= 0:
+                return found, True
+            left -= table.nbytes
+            for place, prompt in _matching(table, text):
+                name = items_of.get(place)
                 if name is not None and (run.set_of(source), name) not in found:
-                    found[run.set_of(source), name] = _around(prompt.as_py(), text)
-    return found
+                    found[run.set_of(source), name] = _around(prompt, text)
+    return found, False
+
+
+def _items_of_groups(rows: pa.Table) -> dict[tuple[int, int], str]:
+    """Return the item of each group by step and group."""
+    groups = rows.group_by(["step", "group"]).aggregate([("item", "min")])
+    columns_ = (groups[name].to_pylist() for name in ("step", "group", "item_min"))
+    return {(step, group): name for step, group, name in zip(*columns_, strict=True)}
+
+
+def _matching(table: pa.Table, text: str) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yield step and group, and the prompt, of each rollout whose prompt has a text."""
+    segments = table["segments"].combine_chunks()
+    if not len(segments):
+        return
+    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
+    is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
+    chosen = pc.fill_null(pc.and_(is_hit, pc.equal(parts.field("role"), "prompt")), False)
+    prompts_ = parts.field("text").filter(chosen)
+    for parent, prompt in zip(parents.filter(chosen).to_pylist(), prompts_, strict=True):
+        yield (table["step"][parent].as_py(), table["group"][parent].as_py()), prompt.as_py()
 
 
 def _around(prompt: str, text: str) -> str:

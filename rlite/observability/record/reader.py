@@ -90,15 +90,19 @@ class RecordReader:
             self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
         return self._tables[source]
 
-    def segments(self, source: str, steps: Sequence[int] | None = None) -> Iterable[pa.Table]:
+    def segments(
+        self, source: str, steps: Sequence[int] | None = None, newest_first: bool = False
+    ) -> Iterable[pa.Table]:
         """Yield tables of step, group, sample and segments, one for each file that has the steps.
 
         Args:
             source: `train`, or `eval.NAME`.
             steps: steps to read; None for all.
+            newest_first: True for the order of the files from the last step to the first.
         """
         chosen = None if steps is None else pc.field("step").isin(list(steps))
-        for file in self._holders(source, "rows", steps):
+        own = self._holders(source, "rows", steps)
+        for file in reversed(own) if newest_first else own:
             yield from self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:

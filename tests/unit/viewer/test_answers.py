@@ -154,6 +154,20 @@ def test_a_prompt_is_found_by_its_text_among_more_than_a_page_lists(tmp_path: Pa
     assert ask(runs, "items", text="M70")["items"]["item"] == ["m7000"]
 
 
+def test_a_search_reads_the_newest_texts_and_says_when_it_leaves_out_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 21):
+        segments = [{"role": "prompt", "text": f"Count to {step}."}]
+        rows_file(tmp_path, "train", step, [{"group": step, "item": f"m{step}", "segments": segments}])
+    runs = open_runs([str(tmp_path)])
+    found = ask(runs, "items", text="count to")
+    assert (found["number"], found["is_cut"]) == (20, False)
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
+    found = ask(runs, "items", text="count to")
+    assert (found["items"]["item"], found["is_cut"]) == (["m20"], True)
+
+
 def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:
     chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     texts = [chat.format(text) for text in ("What is 1+1?", "Count\nto 3.")]
