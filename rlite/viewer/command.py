@@ -72,5 +72,5 @@ def _tell_forwarding(url: str) -> None:
 
 def _tell_problems(runs: Sequence[ViewedRun]) -> None:
     for run in runs:
-        for problem in run.problems:
-            print(f"{run.name}: {problem}", flush=True)
+        for text in (*run.problems, *run.notes):
+            print(f"{run.name}: {text}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -13,8 +13,11 @@ from rlite.observability.record.reader import RecordReader, is_recorded
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile
 from rlite.viewer.trace import TRACE, TraceLog
+from rlite.wording import counted
 
 CONFIG = "config.yaml"
+Change = Literal["run", "trace"]
+"""kind of news: config, metrics, record or results; or the trace, which only one page shows"""
 UNFINISHED = (
     "an evaluation that has not ended: these are the samples so far; if it was interrupted, the `rlite eval` command "
     "that began it continues it"
@@ -42,32 +45,32 @@ class ViewedRun:
         self.changed_at = 0.0
         """Unix time of the newest change"""
 
-    def refresh(self) -> bool:
+    def refresh(self) -> set[Change]:
         """Read what is new. An unforeseen error becomes a problem of this run, so that other runs are still followed.
 
         Returns:
-            True if the record or the metrics have changed.
+            The kinds of files that have changed.
         """
         try:
             changed, self._refresh_problem = self._refresh(), ""
         except Exception as error:
-            changed, self._refresh_problem = False, f"cannot be followed: {type(error).__name__}: {error}"
+            changed, self._refresh_problem = set(), f"cannot be followed: {type(error).__name__}: {error}"
         return changed
 
-    def _refresh(self) -> bool:
+    def _refresh(self) -> set[Change]:
         changed = [
             self._refresh_config(),
             self.metrics.refresh(),
             self.record.refresh(),
             self.results.refresh(),
-            self.trace.look(),
         ]
         if changed[2]:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
         self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
-        return any(changed)
+        news: list[tuple[Change, bool]] = [("run", any(changed)), ("trace", self.trace.look())]
+        return {kind for kind, is_new in news if is_new}
 
     def _refresh_config(self) -> bool:
         stamp = files.stamp(self.folder / CONFIG)  # a resumed run writes the file again
@@ -100,10 +103,19 @@ class ViewedRun:
         """One message for each thing that cannot be shown."""
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         if self.metrics.num_torn:
-            found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
-        unfinished = UNFINISHED if _has_samples(self.folder) and not self.results.path.exists() else ""
-        own = (self._config_problem, self._refresh_problem, self.results.problem, unfinished)
+            found.append(f"{FILE}: {counted(self.metrics.num_torn, 'line')} without metrics")
+        own = (self._config_problem, self._refresh_problem, self.results.problem)
         return [text for text in (*own, *found, *self.trace.problems) if text]
+
+    @property
+    def is_unfinished_evaluation(self) -> bool:
+        """True for a folder of `rlite eval` without results."""
+        return _has_samples(self.folder) and not self.results.path.exists()
+
+    @property
+    def notes(self) -> list[str]:
+        """Information for the reader that is no problem."""
+        return [UNFINISHED] if self.is_unfinished_evaluation else []
 
 
 def open_runs(folders: list[str]) -> list[ViewedRun]:

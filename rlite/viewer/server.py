@@ -7,7 +7,7 @@ import hmac
 import json
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from rlite.errors import ConfigError, DataError
 from rlite.viewer.answers import answer
 from rlite.viewer.page import TYPES, assets, served_page
 from rlite.viewer.query import Query, UnknownPlace
-from rlite.viewer.run import ViewedRun
+from rlite.viewer.run import Change, ViewedRun
 
 try:
     from aiohttp import web
@@ -29,6 +29,8 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """names of this machine; another name in a request is of a page that rebound its own name to this address"""
 COOKIE = "rlite-view"
 LOOK_EVERY_S = 2.0
+TRACE_EVERY_S = 10.0
+"""least seconds between two messages about a trace, which grows all the time and is long"""
 KEEP_ALIVE_S = 15.0
 MAX_STREAMS = 32
 """pages that hear of changes"""
@@ -57,7 +59,7 @@ class PageServer:
         self._page, self._policy = served_page()
         self._assets = assets()
         self._reader = ThreadPoolExecutor(1, "reader")  # one thread, so runs need no locks
-        self._num_changes = 0
+        self._num_changes: dict[Change, int] = {"run": 0, "trace": 0}
         self._num_streams = 0
         self._changed = asyncio.Condition()
 
@@ -154,17 +156,19 @@ class PageServer:
         self._num_streams += 1
         try:
             await stream.prepare(request)
-            seen = -1  # what changed before a page has connected is news to it
+            seen = {**self._num_changes, "run": -1}  # what changed before a page has connected is news to it
             while True:
                 await self._wait_for_change(seen)
-                is_new, seen = self._num_changes != seen, self._num_changes
-                await stream.write(f"data: {seen}\n\n".encode() if is_new else b": nothing new\n\n")
+                now = dict(self._num_changes)
+                news = [f"data: {number}\nevent: {kind}\n\n" for kind, number in now.items() if number != seen[kind]]
+                await stream.write("".join(news or [": nothing new\n\n"]).encode())
+                seen = now
         except ConnectionResetError:
             return stream
         finally:
             self._num_streams -= 1
 
-    async def _wait_for_change(self, seen: int) -> None:
+    async def _wait_for_change(self, seen: Mapping[Change, int]) -> None:
         async with self._changed:
             change = self._changed.wait_for(lambda: self._num_changes != seen)
             try:
@@ -174,13 +178,27 @@ class PageServer:
 
     async def _look(self) -> None:
         """Look for what other processes have written to the runs' folders."""
+        news: set[Change] = set()
+        trace_due = 0.0
         while True:
-            changed = [await self._read(run.refresh) for run in self._runs]
-            if any(changed):
-                async with self._changed:
-                    self._num_changes += 1
-                    self._changed.notify_all()
+            for run in self._runs:
+                news |= await self._read(run.refresh)
+            now = asyncio.get_running_loop().time()
+            told = news if now >= trace_due else news - {"trace"}
+            if "trace" in told:
+                trace_due = now + TRACE_EVERY_S
+            await self._tell(told)
+            news = news - told
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _tell(self, news: set[Change]) -> None:
+        """Wake the streams of all pages if there is news."""
+        if not news:
+            return
+        async with self._changed:
+            for kind in news:
+                self._num_changes[kind] += 1
+            self._changed.notify_all()
 
     async def _read(self, act: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, act)

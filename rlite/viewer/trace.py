@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from rlite import files
 from rlite.viewer.lanes import Layout, layout
+from rlite.wording import counted
 
 TRACE = "trace.json"
 MAX_EVENTS = 300_000
@@ -77,7 +78,7 @@ class TraceLog:
     def problems(self) -> list[str]:
         """Reasons why a part of the trace is not shown."""
         num_torn = self._num_torn + (1 if _event(self._unfinished) is None else 0)
-        torn = f"{TRACE}: {num_torn} lines cannot be read" if num_torn else ""
+        torn = f"{TRACE}: {counted(num_torn, 'line')} cannot be read" if num_torn else ""
         return [text for text in (self._failure, torn) if text]
 
     @property

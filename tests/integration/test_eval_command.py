@@ -172,7 +172,7 @@ def test_a_killed_evaluation_continues_with_the_missing_samples(
     assert 0 < len(before) <= 5
     assert not (folder / "killed" / "results.json").exists()
     [killed_run] = open_runs([f"{folder}/killed"])
-    assert killed_run.problems == [UNFINISHED]
+    assert (killed_run.notes, killed_run.problems) == ([UNFINISHED], [])
     recorded = [row for source in killed_run.record.sources for row in killed_run.record.rollouts(source, 0)]
     assert {(row["item"], row["sample"]) for row in recorded} <= before.keys()
     journal.write_bytes(kept + b'{"step": 0, "group": 3, "sam')  # as if it had been killed while it wrote

@@ -2,6 +2,7 @@
 
 let carried = null;
 const RECENT = 64; // answers that are kept until a run changes
+const OF_TRACE = /^\/api\/(runs|timeline)\?/; // answers that a trace changes
 const recent = new Map();
 
 export const isExport = () => document.getElementById("answers") !== null;
@@ -51,27 +52,37 @@ function lookUp(name, texts) {
 
 // Why the server refuses to tell of changes.
 async function refusal() {
-  const reason = await fetched("/api/runs").then(() => "too many pages are open: close some", (error) => error.message);
-  return `This page no longer follows the run: ${reason}, then reload it.`;
+  const reason = await fetched("/api/runs").then(() => "too many pages are open. Close some, then reload this one.",
+    (error) => (error instanceof TypeError ? "its server does not answer. Start `rlite view` again, and open the address that it prints." : error.message));
+  return `This page no longer follows the run: ${reason}`;
 }
 
-// Calls `act` when the files of a run have changed, and when the page is seen again. A page that nobody sees holds no
+// Calls `act` when the files of a run have changed, and when the page is seen again; `actOnTrace` when only its trace
+// has. A page that nobody sees holds no
 // stream: a browser opens six connections to one server, for all its pages together.
 //
 // `tell` is called with the reason when the run is not followed, and with an empty text when it is.
-export function follow(act, tell) {
+export function follow({ act, actOnTrace, tell }) {
   if (carried) return;
   let events = null;
   const hear = () => {
     recent.clear();
     act();
   };
+  const hearTrace = () => {
+    for (const address of [...recent.keys()].filter((each) => OF_TRACE.test(each))) recent.delete(address);
+    actOnTrace();
+  };
   const connect = () => {
     events?.close();
     if (document.hidden) return;
-    events = new EventSource("/events"); // its first message comes at once
-    events.addEventListener("message", hear);
-    events.addEventListener("open", () => tell(""));
+    events = new EventSource("/events"); // its first message, on the run, comes at once
+    events.addEventListener("run", hear);
+    events.addEventListener("trace", hearTrace);
+    events.addEventListener("open", () => {
+      tell("");
+      hearTrace(); // what it has missed
+    });
     events.addEventListener("error", (event) => {
       if (event.target !== events) return;
       if (events.readyState === EventSource.CLOSED) refusal().then(tell); // the browser does not try again

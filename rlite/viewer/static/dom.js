@@ -31,6 +31,35 @@ export function fill(element, ...children) {
   return element;
 }
 
+// Makes the children of an element like others, which have no listeners. Elements stay at their places, so that the
+// focus does, and a status is announced only when its text changes.
+export function update(element, ...children) {
+  const next = [...h("div", {}, children.flat(Infinity).filter(Boolean)).childNodes]; // texts become nodes
+  const before = [...element.childNodes];
+  for (const gone of before.slice(next.length)) gone.remove();
+  next.forEach((child, index) => {
+    const own = before[index];
+    if (!own) element.append(child);
+    else if (own.nodeName !== child.nodeName) own.replaceWith(child);
+    else if (!own.isEqualNode(child)) become(own, child);
+  });
+  return element;
+}
+
+function become(own, other) {
+  if (own.nodeType === Node.TEXT_NODE) {
+    own.data = other.data;
+    return;
+  }
+  for (const name of own.getAttributeNames()) if (!other.hasAttribute(name)) own.removeAttribute(name);
+  for (const name of other.getAttributeNames()) {
+    if (own.getAttribute(name) === other.getAttribute(name)) continue;
+    if (name === "style") own.style.cssText = other.style.cssText; // the policy allows no other way
+    else own.setAttribute(name, other.getAttribute(name));
+  }
+  update(own, ...other.childNodes);
+}
+
 // Puts children into an element, in order. Those that are at their place already are not touched.
 export function arrange(element, children) {
   const next = new Set(children);

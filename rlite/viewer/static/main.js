@@ -2,7 +2,7 @@
 
 import * as api from "viewer/api";
 import { SERIES } from "viewer/colors";
-import { ago, discard, empty, fill, h } from "viewer/dom";
+import { ago, discard, empty, fill, h, update } from "viewer/dom";
 import * as compare from "viewer/compare";
 import * as ledger from "viewer/ledger";
 import * as overview from "viewer/overview";
@@ -44,7 +44,8 @@ const app = {
   },
   again: () => show(), // draws the page anew
 };
-let current = { page: "", keys: {}, renew: null };
+let current = { page: "", keys: {}, renew: null, hearTrace: null };
+let numTraces = 0; // news of traces
 let turn = 0;
 let stay = new AbortController(); // it ends when the reader goes to another place
 
@@ -60,6 +61,7 @@ async function show() {
   stay = new AbortController();
   const { page, parameters } = place();
   const { runs } = app;
+  const traces = numTraces;
   const main = document.getElementById("main");
   const isNew = page !== current.page;
   if (isNew) main.dataset.page = page;
@@ -73,13 +75,14 @@ async function show() {
       return;
     }
     fill(main, made.body);
-    current = { page, keys: made.keys ?? {}, renew: made.renew ?? null };
+    current = { page, keys: made.keys ?? {}, renew: made.renew ?? null, hearTrace: made.hearTrace ?? null };
     made.shown?.();
     if (runs !== app.runs) current.renew?.(); // there was news meanwhile
+    if (traces !== numTraces) current.hearTrace?.();
   } catch (error) {
     if (mine !== turn) return;
     fill(main, empty("This cannot be shown", error.message));
-    current = { page, keys: {}, renew: show };
+    current = { page, keys: {}, renew: show, hearTrace: null };
   }
   main.removeAttribute("aria-busy");
   main.dataset.shown = location.hash;
@@ -89,7 +92,7 @@ async function show() {
 function showFrame(page) {
   const links = Object.entries(TITLES).map(([name, title], index) =>
     h("a", { href: linkTo(name), title: `key ${index + 1}`, "aria-current": name === page ? "page" : null }, title));
-  fill(document.getElementById("nav"), links);
+  update(document.getElementById("nav"), links);
   showRuns();
 }
 
@@ -99,7 +102,7 @@ function showRuns() {
       h("i", { class: "dot", style: { background: SERIES[index % SERIES.length] } }),
       h("span", {}, run.name),
       h("small", { class: isLive(run) ? "live" : "" }, isLive(run) ? "live" : run.changed_at ? ago(run.changed_at) : "")));
-  fill(document.getElementById("runs"), chips);
+  update(document.getElementById("runs"), chips);
 }
 
 function isLive(run) {
@@ -169,9 +172,17 @@ async function hearNews() {
   await current.renew?.();
 }
 
+// Only the timeline shows traces.
+async function hearTrace() {
+  numTraces += 1;
+  if (!current.hearTrace) return;
+  app.runs = await api.ask("runs");
+  await current.hearTrace?.();
+}
+
 // Says why the page does not hear of changes; an empty text takes it back.
 function tellConnection(text) {
-  fill(document.getElementById("connection"), text);
+  update(document.getElementById("connection"), text);
 }
 
 async function begin() {
@@ -195,7 +206,7 @@ async function begin() {
   });
   await show();
   setInterval(showRuns, LOOK_EVERY_MS);
-  api.follow(() => hearNews().catch(() => {}), tellConnection);
+  api.follow({ act: () => hearNews().catch(() => {}), actOnTrace: () => hearTrace().catch(() => {}), tell: tellConnection });
 }
 
 begin();

@@ -32,37 +32,39 @@ export async function render(parameters, app) {
   const data = await ask("timeline", { run });
   if (!data || !data.last) {
     const renew = () => app.runs[run].has_trace && app.again();
-    return { renew, body: h("div", { class: "page" }, choose, empty("This run has no trace", "Start it with trainer.trace=true, or trainer.trace_steps=[10,12] for some steps. The overview shows the seconds of each phase without a trace.")) };
+    return { renew, hearTrace: renew, body: h("div", { class: "page" }, choose, empty("This run has no trace", "Start it with trainer.trace=true, or trainer.trace_steps=[10,12] for some steps. The overview shows the seconds of each phase without a trace.")) };
   }
   const view = new Timeline(run, data);
   const keys = {
     ArrowLeft: () => view.pan(-0.25), ArrowRight: () => view.pan(0.25),
     "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.show(view.data.first, view.data.last),
   };
-  return { body: h("div", { class: "page" }, choose, view.body), keys, shown: () => view.observe(), renew: () => view.load() };
+  return { body: h("div", { class: "page" }, choose, view.body), keys, shown: () => view.observe(), hearTrace: () => view.load() };
 }
 
 class Timeline {
   constructor(run, data) {
     this.run = run;
-    this.data = data;
     this.names = 0; // width of the column of names
     this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run" });
     this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
     this.times = h("div", { class: "scroll" });
     this.cut = h("p", { class: "note", role: "status" });
+    const part = isExport() ? "whole trace" : "window"; // a file has no server that counts in a window
     const button = (text, title, act) => h("button", { type: "button", title, "aria-label": title, on: { click: act } }, text);
     this.body = h("div", { class: "stack" },
       card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(this.data.first, this.data.last)),
-        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, "The percentage is the share of the window that is busy, without waiting. The number of a lower row is its most at a time."))), this.cut, this.canvas, this.told),
-      card("Where the time of this window went", h("p", { class: "note" }, "Spans nest. The own time of a span leaves out the spans inside of it."), this.times));
+        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, `The percentage is the share of the ${part} that is busy, without waiting. The number of a lower row is its most at a time${isExport() ? " in the whole trace" : ""}.`))), this.cut, this.canvas, this.told),
+      card(`Where the time of the ${part} went`, h("p", { class: "note" }, "Spans nest. The own time of a span leaves out the spans inside of it."), this.times));
     this.listen();
     this.take(data);
     this.drawTimes();
   }
 
+  // Takes an answer, whose window the reader may leave before the next one. Others may show the same answer.
   take(data) {
-    this.data = data;
+    this.data = { ...data };
+    this.answered = [data.start, data.end];
     fill(this.cut, data.num_left_out > 0 && `The trace is long: its newest part is shown, from ${seconds(data.first)} on. Perfetto (ui.perfetto.dev) opens all of trace.json.`);
   }
 
@@ -81,7 +83,7 @@ class Timeline {
     const length = Math.min(last - first, Math.max(0.001, end - start));
     const from = Math.max(first, Math.min(start, last - length));
     this.window = length < last - first ? [from, from + length] : null; // all of a trace that grows
-    Object.assign(this.data, { start: from, end: from + length });
+    this.data = { ...this.data, start: from, end: from + length };
     this.draw();
     clearTimeout(this.pause);
     this.asked?.abort();
@@ -199,12 +201,15 @@ class Timeline {
   drawFlight(context, row, x, width) {
     const { flight, top, bottom } = row;
     this.drawName(context, row, titleOf(row), `max ${number(flight.most)}`);
-    const size = (width - this.names) / flight.counts.length;
+    const [start, end] = this.answered;
+    const edge = (bin) => Math.max(this.names, Math.min(width, x(start + ((end - start) * bin) / flight.counts.length)));
     context.fillStyle = colorOf(flight.name);
     flight.counts.forEach((count, bin) => {
+      const [left, size] = [edge(bin), edge(bin + 1) - edge(bin)];
+      if (size <= 0) return; // out of sight
       const height = count && Math.max(1, ((bottom - top) * count) / flight.most);
-      context.fillRect(this.names + bin * size, bottom - height, size + 0.5, height);
-      this.boxes.push({ left: this.names + bin * size, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at a time, on average${MEANINGS[flight.name] ? `; ${MEANINGS[flight.name]}` : ""}` });
+      context.fillRect(left, bottom - height, Math.min(size + 0.5, width - left), height);
+      this.boxes.push({ left, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at a time, on average${MEANINGS[flight.name] ? `; ${MEANINGS[flight.name]}` : ""}` });
     });
   }
 
@@ -244,7 +249,7 @@ class Timeline {
 
   drawTimes() {
     const rows = this.data.times.map(({ process, name, seconds: total, own, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", { title: MEANINGS[name] }, name), h("td", { class: "number" }, `${number(own, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, number(count))));
-    const head = ["who", "what", "own time", "of the window", "with spans inside", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
+    const head = ["who", "what", "own time", isExport() ? "of the whole trace" : "of the window", "with spans inside", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
     fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
 }

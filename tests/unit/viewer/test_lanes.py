@@ -94,7 +94,7 @@ def test_a_torn_trace_shows_the_rest(tmp_path: Path) -> None:
     path.write_text("[\n" + json.dumps(span("a", 0, 1)) + ',\n{"ph": "X", "na')
     log = TraceLog(path)
     assert len(log.events()) == 1
-    assert log.problems == ["trace.json: 1 lines cannot be read"]
+    assert log.problems == ["trace.json: 1 line cannot be read"]
 
 
 HOSTILE = [
@@ -114,7 +114,7 @@ def test_an_event_that_cannot_be_drawn_hides_no_other(tmp_path: Path, event: dic
     log = TraceLog(path)
     [lane] = timeline(log.layout())["lanes"]
     assert [each[2] for each in lane["spans"]] == ["whole"]
-    assert log.problems == ["trace.json: 1 lines cannot be read"]
+    assert log.problems == ["trace.json: 1 line cannot be read"]
 
 
 def test_a_trace_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:

@@ -26,10 +26,12 @@ def test_an_evaluation_that_was_killed_before_its_first_record_is_opened(tmp_pat
     (tmp_path / "samples" / "grpo.jsonl").touch()
     [run] = open_runs([str(tmp_path)])
     assert run.record.sources == []
-    assert run.problems == [UNFINISHED]
+    assert (run.notes, run.problems) == ([UNFINISHED], [])
+    assert run.is_unfinished_evaluation
     (tmp_path / "results.json").write_text('{"models": {}}')
     run.refresh()
-    assert run.problems == []
+    assert (run.notes, run.problems) == ([], [])
+    assert not run.is_unfinished_evaluation
 
 
 def test_half_a_run_is_shown(tmp_path: Path) -> None:
@@ -78,3 +80,14 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = [str(tmp_path / parent / "run") for parent in ("a", "b")]
     assert [run.name for run in open_runs(paths)] == paths
     assert [run.name for run in open_runs(paths[:1])] == ["run"]
+
+
+def test_a_trace_that_grows_is_news_of_its_own_kind(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    [run] = open_runs([str(tmp_path)])
+    assert run.refresh() == set()
+    (tmp_path / "trace.json").write_text("[\n")
+    assert run.refresh() == {"trace"}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 1}\nx\n')
+    assert run.refresh() == {"run"}
+    assert run.problems == ["metrics.jsonl: 1 line without metrics"]

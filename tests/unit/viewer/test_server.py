@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -12,8 +13,8 @@ import pytest
 
 from rlite.errors import ConfigError
 from rlite.viewer.run import open_runs
-from rlite.viewer.server import MAX_STREAMS, serve
-from tests.recorded_run import Shape, write_run, write_step
+from rlite.viewer.server import MAX_STREAMS, TRACE_EVERY_S, serve
+from tests.recorded_run import Shape, write_run, write_step, write_trace
 from tests.view_server import serving
 
 Headers = dict[str, str]
@@ -116,6 +117,22 @@ def test_a_page_hears_of_new_steps(url: str, growing: Path) -> None:
     assert next(line for line in lines if line.startswith(b"data:"))
     steps = json.loads(get(url, "/api/runs", token(url))[1])[0]["sources"]["train"]["steps"]
     assert steps == [1, 2, 3]
+    connection.close()
+
+
+def test_a_trace_that_grows_is_told_apart_and_seldom(url: str, growing: Path) -> None:
+    connection = connect(url)
+    connection.request("GET", "/events", headers=token(url))
+    stream = connection.getresponse()
+    lines = iter(stream.readline, b"")
+    kinds = (line.split(b": ")[1].strip() for line in lines if line.startswith(b"event: "))
+    assert next(kinds) == b"run", "at once"
+    times = []
+    for steps in (4, 5):
+        write_trace(growing / "trace.json", steps)
+        assert next(kinds) == b"trace"
+        times.append(time.monotonic())
+    assert times[1] - times[0] > TRACE_EVERY_S / 2
     connection.close()
 
 
