@@ -93,8 +93,8 @@ class Chart {
       legend: { live: true },
     };
     this.box = h("div", { class: "chart" });
-    this.note = h("p", { class: "note" }, content.note);
-    this.section = h("section", { class: "card", data: { chart: title } }, h("h2", {}, title), content.note && this.note, this.box);
+    this.note = h("p", { class: "note", hidden: !content.note }, content.note);
+    this.section = h("section", { class: "card", data: { chart: title } }, h("h2", {}, title), this.note, this.box);
     charts.set(this.section, this);
     // a plot needs its width, which is known once its box is in the document
     const observer = new ResizeObserver(([{ contentRect: { width } }]) => width && this.draw(width));
@@ -114,18 +114,20 @@ class Chart {
     if (this.zoom) this.plot.setScale("x", this.zoom);
   }
 
-  // The chosen range of steps; null if the chart shows all.
+  // The chosen range of steps; null if the chart shows all. A range that was chosen in another chart may be wider than the
+  // steps of this one.
   get chosen() {
     if (!this.plot) return this.zoom;
     const { min, max } = this.plot.scales.x;
-    const [from, to] = [min + this.padding, max - this.padding];
-    return from > this.content.data[0][0] || to < this.content.data[0].at(-1) ? { min: from, max: to } : null;
+    const [low, high] = this.options.scales.x.range(this.plot, this.content.data[0][0], this.content.data[0].at(-1));
+    return min !== low || max !== high ? { min: min + this.padding, max: max - this.padding } : null;
   }
 
   renew(content) {
     const zoom = this.chosen;
     Object.assign(this.content, content);
     this.note.textContent = content.note;
+    this.note.hidden = !content.note;
     this.plot?.setData(content.data);
     if (zoom) this.plot?.setScale("x", zoom);
   }
@@ -160,19 +162,18 @@ function drawErrors(plot, { data, errors, lines }) {
   const context = plot.ctx;
   lines.forEach((line, index) => {
     if (!errors[index] || !plot.series[index + 1].show) return;
-    const points = data[0]
-      .map((step, at) => [step, data[index + 1][at], errors[index][at]])
-      .filter(([, value, error]) => value !== null && error !== null)
-      .map(([step, value, error]) => ({
-        x: plot.valToPos(step, "x", true),
-        low: plot.valToPos(value - error, "y", true),
-        high: plot.valToPos(value + error, "y", true),
-      }));
+    const parts = [[]]; // a step without an error ends a part
+    data[0].forEach((step, at) => {
+      const [value, error] = [data[index + 1][at], errors[index][at]];
+      if (value === null) return;
+      if (error === null) parts.push([]);
+      else parts.at(-1).push({ x: plot.valToPos(step, "x", true), low: plot.valToPos(value - error, "y", true), high: plot.valToPos(value + error, "y", true) });
+    });
     context.save();
     context.beginPath();
     context.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
     context.clip();
-    (line.bars ? drawBars : drawBand)(context, points, line.color ?? SERIES[index % SERIES.length]);
+    for (const points of parts) (line.bars ? drawBars : drawBand)(context, points, line.color ?? SERIES[index % SERIES.length]);
     context.restore();
   });
 }

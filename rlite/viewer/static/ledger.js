@@ -22,7 +22,7 @@ export async function render(parameters, app) {
   if (missing) return missing;
   const news = new News("ledger", { app, run, source, about });
   const reasons = new Reasons({ run, source, app });
-  const [count, shares, curves] = [h("strong"), h("div", { class: "part" }), h("div", { class: "part" })];
+  const [count, shares, curves] = [h("strong"), h("div", { class: "contents" }), h("div", { class: "contents" })];
   const go = (changes) => app.go("ledger", { run, source, ...changes }, { replace: true });
   const choices = h("div", { class: "toolbar" },
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "" })),
@@ -69,23 +69,22 @@ class Reasons {
     this.note = h("p", { class: "note" });
     this.list = h("div", { class: "reasons" });
     this.whole = card("Reasons", this.note, this.list);
-    this.box = h("div", { class: "part" });
-    this.rows = new Map(); // by status and reason
+    this.box = h("div", { class: "contents" });
+    this.rows = new Map(); // by status and kind
   }
 
   draw({ kinds, num_kinds: all }) {
     this.note.textContent = all > kinds.length ? `the ${kinds.length} most frequent of ${number(all)} kinds` : "A click lists the rollouts of a reason.";
-    arrange(this.list, kinds.map((row) => this.row(row, kinds[0].count_all)));
+    const rows = new Map(kinds.map((row) => [JSON.stringify([row.status, row.kind]), kindRow(row, kinds[0].count_all, this.place)]));
+    for (const [name, made] of rows) {
+      const old = this.rows.get(name);
+      if (!old) continue;
+      renewRow(old, made);
+      rows.set(name, old);
+    }
+    this.rows = rows;
+    arrange(this.list, [...rows.values()]);
     arrange(this.box, [kinds.length ? this.whole : card("Reasons", empty("No reasons", "Every rollout was used."))]);
-  }
-
-  row(row, most) {
-    const name = JSON.stringify([row.status, row.kind, row.reason_count_distinct === 1 && row.reason_min]);
-    const made = kindRow(row, most, this.place);
-    const old = this.rows.get(name);
-    if (old) renewRow(old, made);
-    else this.rows.set(name, made);
-    return old ?? made;
   }
 }
 
@@ -100,6 +99,8 @@ function reasonRow(row, most, place) {
   return opening(row, most, row.reason || MEANINGS[row.status] || "", "places", (list) => showPlaces(list, row, place, 0));
 }
 
+const lists = new WeakMap(); // by the element of a reason: the class of its list, and what shows it
+
 function opening(row, most, why, kind, show) {
   const details = h("details", { data: { count: row.count_all } },
     h("summary", {},
@@ -107,12 +108,15 @@ function opening(row, most, why, kind, show) {
       spark(row.steps), h("small", {}, row.step_min === row.step_max ? `step ${row.step_min}` : `steps ${row.step_min} – ${row.step_max}`),
       h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", {}, number(row.count_all))),
     h("div"));
+  lists.set(details, { kind, show });
   details.addEventListener("toggle", () => {
+    details.querySelector(":scope > .again")?.remove();
     if (!details.open) return;
-    const list = h("div", { class: kind }); // a new one: what an earlier list still waits for is not shown
+    const newest = lists.get(details);
+    const list = h("div", { class: newest.kind }); // a new one: what an earlier list still waits for is not shown
     details.dataset.listed = details.dataset.count;
     details.lastElementChild.replaceWith(list);
-    show(list);
+    newest.show(list);
   });
   return details;
 }
@@ -121,10 +125,11 @@ function opening(row, most, why, kind, show) {
 function renewRow(details, made) {
   fill(details.querySelector("summary"), [...made.querySelector("summary").childNodes]);
   details.dataset.count = made.dataset.count;
+  lists.set(details, lists.get(made));
   const added = details.dataset.count - details.dataset.listed;
   details.querySelector(":scope > .again")?.remove();
   if (!details.open || !(added > 0)) return;
-  details.lastElementChild.before(h("button", { type: "button", class: "more again", on: { click: (event) => { event.target.remove(); details.dispatchEvent(new Event("toggle")); } } }, `${number(added)} more were recorded: list them`));
+  details.lastElementChild.before(h("button", { type: "button", class: "more again", on: { click: () => details.dispatchEvent(new Event("toggle")) } }, `${number(added)} more were recorded: list them`));
 }
 
 // How often in each step, as small bars. Beyond 80 steps a bar counts several.

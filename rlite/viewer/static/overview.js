@@ -4,7 +4,7 @@ import { ask, series } from "viewer/api";
 import { lineChart, renewCharts, stackChart } from "viewer/charts";
 import { evaluationCards } from "viewer/evaluation";
 import { SERIES, STATUS } from "viewer/colors";
-import { ago, arrange, card, empty, fill, groupedBy, h, newest, number, seconds, words } from "viewer/dom";
+import { ago, arrange, card, empty, fill, groupedBy, h, newest, number, seconds, update, words } from "viewer/dom";
 
 // title, metrics, note; the charts that have no data are left out
 const CHARTS = [
@@ -26,7 +26,7 @@ const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0
 
 export async function render(parameters, app) {
   const more = (parameters.more ?? "").split(",").filter(Boolean);
-  const part = () => h("div", { class: "part" });
+  const part = () => h("div", { class: "contents" });
   const parts = { problems: part(), results: part(), advice: part(), tiles: part(), curves: h("div", { class: "charts" }), empty: part(), metrics: part() };
   const metrics = metricsCard(app, more);
   const draw = async () => drawParts({ parts, metrics, all: await found(app, more), app, more });
@@ -39,6 +39,7 @@ async function found(app, more) {
   const names = (run) => [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), ...more, "reward", "seconds", ...picked(run)])];
   return Promise.all(app.runs.map(async (run, index) => ({
     run,
+    index,
     color: SERIES[index % SERIES.length],
     series: await series(index, names(run).filter((name) => run.metrics.includes(name))),
     ...(await ask("overview", { run: index })),
@@ -48,16 +49,23 @@ async function found(app, more) {
 // Draws what is new. Charts and the list of metrics stay, with what the reader chose in them.
 function drawParts({ parts, metrics, all, app, more }) {
   const [evaluated, trained] = [all.filter((each) => each.results), all.filter((each) => !each.results)];
-  fill(parts.problems, all.map((each) => problems(each.run)));
+  update(parts.problems, all.map((each) => problems(each.run)));
   const results = JSON.stringify(evaluated.map(({ run, results, statuses }) => [run.name, results, statuses]));
   if (results !== parts.known) fill(parts.results, evaluated.map((each) => evaluationCards(each, app)));
   parts.known = results;
-  fill(parts.advice, trained.length > 0 && h("div", { class: "advices" }, advice(trained, app)));
-  fill(parts.tiles, trained.map((each) => tiles(each, trained.length > 1, app)));
-  const curves = trained.length ? chartsOf(trained, more) : [];
+  update(parts.advice, trained.length > 0 && h("div", { class: "advices" }, advice(trained, app)));
+  update(parts.tiles, trained.map((each) => tiles(each, trained.length > 1, app)));
+  const steps = trained.filter((each) => !each.run.is_unfinished_evaluation); // runs that have them
+  const curves = steps.length ? chartsOf(steps, more) : [];
   renewCharts(parts.curves, curves);
-  fill(parts.empty, trained.length > 0 && !curves.length && empty("No metrics yet", "The first step of a run writes metrics.jsonl. This page follows the run."));
-  arrange(parts.metrics, trained.length > 0 && metrics.renew() ? [metrics.card] : []);
+  update(parts.empty, withoutCurves(trained, steps, curves));
+  arrange(parts.metrics, steps.length > 0 && metrics.renew() ? [metrics.card] : []);
+}
+
+function withoutCurves(trained, steps, curves) {
+  if (!trained.length || curves.length) return null;
+  return steps.length ? empty("No metrics yet", "The first step of a run writes metrics.jsonl. This page follows the run.")
+    : empty("No results yet", "rlite eval writes results.json when every model has answered. This page follows it.");
 }
 
 // The curves of runs that train.
@@ -81,13 +89,15 @@ function picked(run) {
 }
 
 function problems(run) {
-  if (!run.problems.length) return null;
   const list = run.problems.map((problem) => h("li", {}, problem));
-  return h("section", { class: "advice alarm" }, h("strong", {}, `${run.name}: not everything can be shown`), h("ul", {}, list));
+  return [
+    list.length > 0 && h("section", { class: "advice alarm" }, h("strong", {}, `${run.name}: not everything can be shown`), h("ul", {}, list)),
+    run.notes.map((note) => h("section", { class: "advice information" }, h("strong", {}, run.name), h("span", {}, note))),
+  ];
 }
 
 function advice(found, app) {
-  const all = found.flatMap((each) => each.advisories.map((advisory) => ({ ...advisory, name: each.run.name, run: app.runs.indexOf(each.run) })));
+  const all = found.flatMap((each) => each.advisories.map((advisory) => ({ ...advisory, name: each.run.name, run: each.index })));
   const titles = [...groupedBy(all, ({ title }) => title)].sort(([, [a]], [, [b]]) => (b.level === "alarm") - (a.level === "alarm"));
   const told = ({ reason, metric, name, run }) => [
     found.length > 1 && h("small", {}, `${name}: `), reason, metric ? null : [" ", h("a", { href: app.link("ledger", { run }) }, "Open the ledger")]];
@@ -95,31 +105,31 @@ function advice(found, app) {
     h("section", { class: `advice ${own[0].level}`, role: "status" }, h("strong", {}, title), own.map((advisory) => h(found.length > 1 ? "div" : "span", {}, told(advisory)))));
 }
 
-function tiles({ run, color, series: metrics, sources, statuses }, several, app) {
+function tiles({ run, index, color, series: metrics, sources, statuses }, several, app) {
   const last = (name) => metrics[name]?.values.findLast((value) => value !== null);
   const total = Object.values(statuses).reduce((a, b) => a + b, 0);
   const lost = total - (statuses.trained ?? 0) - (statuses.evaluated ?? 0);
   const evaluated = evaluations({ run, sources, series: metrics }).map(([name, { steps, values, errors }]) =>
-    tile(`held out: ${name}`, number(values.at(-1), 3), `${errors?.at(-1) ? `± ${number(errors.at(-1), 2)}, ` : ""}step ${steps.at(-1)}`));
+    tile(`held out: ${name}`, number(values.at(-1), 3), `${errors?.at(-1) ? `± ${number(errors.at(-1), 2)}, ` : ""}${run.is_unfinished_evaluation ? "so far" : `step ${steps.at(-1)}`}`));
   const losses = heldOutLosses(metrics).map(([name, { steps, values }]) => tile(name ? `held-out loss: ${name}` : "held-out loss", number(values.at(-1), 3), `step ${steps.at(-1)}`));
   const facts = [
     tile("step", number(run.last_step || null), run.changed_at ? `changed ${ago(run.changed_at)}` : ""),
-    tile("reward", number(rewardOf(sources.train, run) ?? last("reward"), 3), "last step"),
+    tile("reward", number(rewardOf(filled(sources.train, metrics.reward), run) ?? last("reward"), 3), "last step"),
     !sources.train && tile("loss", number(last("loss"), 3), "last step"),
     ...evaluated,
     ...losses,
     tile("tokens/s", number(last("tokens_per_second"), 3), "last step"),
     tile("step time", seconds(last("seconds")), "last step"),
     tile("rollouts", number(total || null), "recorded"),
-    tile("not trained on", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: app.runs.indexOf(run) })),
+    tile(sources.train ? "not trained on" : "not counted", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: index })),
   ];
   const title = several && h("h2", {}, h("i", { class: "dot", style: { background: color } }), run.name);
   return h("div", {}, title, h("div", { class: "tiles" }, facts.filter(Boolean)));
 }
 
 // Mean reward of the newest step.
-function rewardOf(recorded, run) {
-  return recorded?.values[recorded.steps.indexOf(newest(recorded.steps, run))];
+function rewardOf(points, run) {
+  return points?.values[points.steps.indexOf(newest(points.steps, run))];
 }
 
 // A figure; none if it is not known.
