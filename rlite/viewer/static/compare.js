@@ -7,22 +7,24 @@ import { card, empty, fill, groupedBy, h, longText, mean, number, rowsOf } from 
 import { sourceName, statusChip, withoutRecord } from "viewer/place";
 
 const MAX_LISTED = 300;
+const PAUSE_MS = 300; // of the reader, after which the server searches
 const natural = new Intl.Collator("en", { numeric: true });
+let latest = { key: "", found: null }; // the last search of the server
 
-export async function render(parameters, app) {
+export async function render(parameters, app, signal) {
   const runs = app.runs;
-  const items = await itemsOf(app);
+  const { items } = await itemsOf(app);
   const known = items.filter((each) => each.item === parameters.item && (!parameters.set || each.set === parameters.set));
   const chosen = parameters.item === undefined ? items[0] : known[0] ?? { set: parameters.set ?? "", item: parameters.item };
   const body = h("div", { class: "page" });
   const news = h("p", { class: "news", role: "status" });
   if (!chosen) fill(body, card("Answers to one prompt", empty("No rollouts are recorded", ...withoutRecord(app.runs))), await configs(app));
-  else fill(body, news, await promptCards({ items, chosen, parameters, app }), await configs(app));
+  else fill(body, news, await promptCards({ items, chosen, parameters, app, signal }), await configs(app));
   const before = document.querySelector(".items")?.scrollTop ?? 0;
   const renew = () => {
     if (amounts(runs) === amounts(app.runs)) return;
     if (!chosen) app.again();
-    else fill(news, h("button", { type: "button", class: "more", on: { click: () => app.go("compare", { ...parameters, find: body.querySelector("input[type=search]").value }, { replace: true }) } }, "More rollouts are recorded: show them"));
+    else if (!news.firstChild) fill(news, h("button", { type: "button", class: "more", on: { click: () => app.go("compare", { ...parameters, find: body.querySelector("input[type=search]").value }, { replace: true }) } }, "More rollouts are recorded: show them"));
   };
   return { body, renew, shown: () => reveal(body.querySelector(".items"), before) };
 }
@@ -32,29 +34,72 @@ function amounts(runs) {
   return JSON.stringify(runs.map(({ sources }) => Object.entries(sources).map(([name, { rollouts }]) => [name, rollouts])));
 }
 
-async function promptCards({ items, chosen, parameters, app }) {
-  const list = h("div", { class: "items" });
-  let shown = [];
-  let turn = 0;
-  const find = async (text) => {
-    const mine = ++turn;
-    const found = text ? await itemsOf(app, text).catch(() => []) : items;
-    if (mine !== turn) return; // the reader has typed on
-    shown = found;
-    fill(list, shown.length ? shown.slice(0, MAX_LISTED).map((each) => itemLink(each, chosen, text, app)) : empty("No such prompt", "No recorded prompt has this id or this text."));
-  };
+async function promptCards({ items, chosen, parameters, app, signal }) {
+  const finder = new Finder({ items, chosen, app, signal });
   const open = async (event) => {
     if (event.key !== "Enter") return;
     const text = event.target.value;
-    await find(text);
-    if (shown.length && text === event.target.value) app.go("compare", { set: shown[0].set, item: shown[0].item, find: text }, { replace: true });
+    await finder.find(text, 0);
+    const [first] = finder.shown;
+    if (first && text === event.target.value) app.go("compare", { set: first.set, item: first.item, find: text }, { replace: true });
   };
-  const search = h("input", { type: "search", placeholder: "Find by id or text", "aria-label": "Find a prompt by id or text", title: "Enter opens the first one", value: parameters.find, on: { input: (event) => find(event.target.value), keydown: open } });
-  await find(parameters.find ?? "");
+  const search = h("input", { type: "search", placeholder: "Find by id or text", "aria-label": "Find a prompt by id or text", title: "Enter opens the first one", value: parameters.find, on: { input: (event) => finder.find(event.target.value, PAUSE_MS), keydown: open } });
+  finder.find(parameters.find ?? "", 0);
   const attempts = await attemptsOf(app, chosen);
   return h("div", { class: "columns compare" },
-    card("Prompts", h("p", { class: "note" }, "Prompts tried in most steps come first."), search, list),
+    card("Prompts", h("p", { class: "note" }, "Prompts tried in most steps come first."), search, finder.told, finder.list),
     h("div", { class: "wide" }, answersCard(chosen, attempts, parameters, app)));
+}
+
+// Prompts that have a text: those of the loaded list at once, those of the whole record when the reader pauses.
+class Finder {
+  constructor(place) {
+    Object.assign(this, place);
+    this.list = h("div", { class: "items" });
+    this.told = h("p", { class: "note", role: "status" });
+    this.shown = [];
+    this.signal.addEventListener("abort", () => this.end());
+  }
+
+  // Resolves when the server has answered, or has not to be asked.
+  async find(text, pause) {
+    this.end();
+    this.draw(this.items.filter((each) => isLike(each, text)), text);
+    if (!text || isExport()) return;
+    const { signal } = (this.asked = new AbortController());
+    this.told.textContent = "Searching the recorded prompts";
+    const found = await delay(pause, signal).then(() => this.search(text, signal)).catch((error) => ({ error }));
+    if (signal.aborted) return; // the reader has typed on
+    if (found.error) this.told.textContent = `The recorded prompts cannot be searched: ${found.error.message}`;
+    else this.draw(found.items, text, found.isCut);
+  }
+
+  // The last search is kept: a page that opens one of its prompts shows it again.
+  async search(text, signal) {
+    const key = JSON.stringify([text, amounts(this.app.runs)]);
+    if (latest.key !== key) latest = { key, found: await itemsOf(this.app, text, signal) };
+    return latest.found;
+  }
+
+  draw(found, text, isCut = false) {
+    this.shown = found;
+    this.told.textContent = isCut ? "The record is long: only the texts of its newest part were searched." : "";
+    fill(this.list, found.length ? found.slice(0, MAX_LISTED).map((each) => itemLink(each, this.chosen, text, this.app)) : empty("No such prompt", "No recorded prompt has this id or this text."));
+  }
+
+  end() {
+    this.asked?.abort();
+  }
+}
+
+function delay(pause, signal) {
+  return new Promise((done, fail) => {
+    const clock = setTimeout(done, pause);
+    signal.addEventListener("abort", () => {
+      clearTimeout(clock);
+      fail(signal.reason);
+    });
+  });
 }
 
 // Keeps the place of the list, with the chosen prompt in sight.
@@ -66,20 +111,22 @@ function reveal(list, before) {
   list.scrollTop = isSeen ? before : top - list.clientHeight / 3;
 }
 
-// Prompts of all runs; one that several runs have tried counts for all of them. An exported file has one list of each
-// run, and looks in it by itself.
-async function itemsOf(app, text = "") {
+// Prompts of all runs; one that several runs have tried counts for all of them. With a text the server looks
+// for it; an exported file has one list of each run, without one.
+async function itemsOf(app, text = "", signal = null) {
   const found = new Map();
+  let isCut = false;
   for (const [run] of app.runs.entries()) {
-    const rows = rowsOf((await ask("items", { run, text: isExport() ? "" : text })).items);
-    for (const { set, item, prompt, step_count_distinct: steps, step_count: count } of rows.filter((row) => !isExport() || isLike(row, text))) {
+    const answer = await ask("items", { run, text }, signal);
+    isCut ||= answer.is_cut;
+    for (const { set, item, prompt, step_count_distinct: steps, step_count: count } of rowsOf(answer.items)) {
       const key = JSON.stringify([set, item]);
       const before = found.get(key) ?? { set, item, prompt, steps: 0, runs: 0, number: 0 };
       found.set(key, { ...before, prompt: before.prompt ?? prompt, steps: before.steps + steps, runs: before.runs + 1, number: before.number + count });
     }
   }
   const order = (a, b) => b.runs - a.runs || b.steps - a.steps || b.number - a.number || natural.compare(a.set, b.set) || natural.compare(a.item, b.item);
-  return [...found.values()].sort(order);
+  return { items: [...found.values()].sort(order), isCut };
 }
 
 function isLike({ item, prompt }, text) {
@@ -103,17 +150,20 @@ function stepName({ run, step }, app) {
 }
 
 async function attemptsOf(app, { set, item }) {
-  const found = [];
+  const [found, missing] = [[], []];
   for (const [run] of app.runs.entries()) {
-    const answer = await ask("item", { run, set, item }).catch(() => []);
+    const answer = await ask("item", { run, set, item }).catch((error) => {
+      missing.push(h("p", { class: "note" }, app.runs.length > 1 && `${app.runs[run].name}: `, error.message));
+      return [];
+    });
     for (const { source, columns } of answer) for (const row of rowsOf(columns)) found.push({ run, source, ...row });
   }
-  return found.map((attempt, index) => ({ ...attempt, index })).sort((a, b) => a.run - b.run || a.step - b.step);
+  return { missing, attempts: found.map((attempt, index) => ({ ...attempt, index })).sort((a, b) => a.run - b.run || a.step - b.step) };
 }
 
-function answersCard(chosen, attempts, parameters, app) {
+function answersCard(chosen, { attempts, missing }, parameters, app) {
   const name = [setName(chosen.set), chosen.item].filter(Boolean).join(" · ");
-  if (!attempts.length) return card(`Answers to ${name}`, empty("No such prompt", "No recorded rollout has this id."));
+  if (!attempts.length) return card(`Answers to ${name}`, missing.length ? missing : empty("No such prompt", "No recorded rollout has this id."));
   const key = ({ run, source, step, group, sample }) => [run, source, step, group, sample].join("/");
   const find = (text, other) => attempts.find((attempt) => key(attempt) === text) ?? other;
   const first = find(parameters.a, attempts[0]);
@@ -130,6 +180,7 @@ function answersCard(chosen, attempts, parameters, app) {
   drawDifference(texts, [first, second], app);
   return card(`Answers to ${name}`,
     h("p", { class: "note" }, "A click chooses the left answer, Shift and click the right one. Each row is a step, with its mean reward."),
+    missing,
     h("div", { class: "scroll" }, h("table", { class: "narrow" }, h("tbody", {}, lines))), prompt, texts);
 }
 
@@ -158,27 +209,31 @@ async function promptOf({ run, source, step, group, sample }) {
 }
 
 async function drawDifference(box, chosen, app) {
-  const texts = await Promise.all(chosen.map(answerText));
+  const found = await Promise.all(chosen.map(answerText));
+  const [texts, missing] = [found.map(({ text }) => text), found.map(({ why }) => why)];
   const heads = chosen.map(({ run, source, step, group, sample, reward, status }, index) => h("h3", {}, h("b", {}, "AB"[index]), " ",
     h("a", { href: app.link("sample", { run, source, step, group, sample }) }, `${app.runs.length > 1 ? `${app.runs[run].name}, ` : ""}${[sourceName(source), stepName({ run, step }, app)].filter(Boolean).join(", ")}, sample ${sample}`),
     h("small", {}, `reward ${number(reward)}`), statusChip(status)));
   const isKnown = texts.every((text) => text !== null);
   const parts = isKnown ? difference(texts[0], texts[1]) : [];
-  const bodies = texts.map((text, index) => h("div", { class: "text", dir: "auto" }, text === null ? h("p", { class: "note" }, "The text of this rollout is not recorded.") : isKnown ? side(parts, index ? "new" : "gone") : text));
+  const bodies = texts.map((text, index) => h("div", { class: "text", dir: "auto" }, text === null ? h("p", { class: "note" }, missing[index]) : isKnown ? side(parts, index ? "new" : "gone") : text));
   fill(box, h("section", {}, heads[0], bodies[0]), h("section", {}, heads[1], bodies[1]));
   box.removeAttribute("aria-busy");
 }
 
 async function answerText({ run, source, step, group, sample }) {
-  const found = await ask("sample", { run, source, step, group, sample }).catch(() => null);
-  const segments = found?.row.segments;
-  return segments ? segments.filter((segment) => segment.role !== "prompt").map((segment) => segment.text).join("").slice(0, 200000) : null;
+  const found = await ask("sample", { run, source, step, group, sample }).catch((error) => ({ error }));
+  if (found.error) return { text: null, why: found.error.message };
+  const { segments } = found.row;
+  if (!segments) return { text: null, why: "The text of this rollout is not recorded." };
+  const text = segments.filter((segment) => segment.role !== "prompt").map((segment) => segment.text).join("").slice(0, 200000);
+  return { text, why: "" };
 }
 
 async function configs(app) {
   const all = await Promise.all(app.runs.map((_, run) => ask("config", { run })));
   const names = [...new Set(all.flatMap((config) => Object.keys(config)))].sort();
-  if (!names.length && app.runs.every((run) => run.is_evaluation)) return null;
+  if (!names.length && app.runs.every((run) => run.is_evaluation || run.is_unfinished_evaluation)) return null;
   if (!names.length) return card("Options", empty("No options", "A trainer writes config.yaml into the folder of its run."));
   const told = (value) => (value === undefined ? "–" : value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const differs = (name) => new Set(all.map((config) => told(config[name]))).size > 1;
