@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pytest
 
+from rlite.observability.record.files import write_table
+from rlite.observability.record.schema import ROWS
 from rlite.viewer.trace import TRACE
 from tests.recorded_run import Shape, metrics_of, write_evaluation, write_run, write_step, write_trace
 from tests.view_server import serving
@@ -92,7 +95,7 @@ def test_a_page_without_rollouts_shows_them_when_they_come(chromium: Browser, tm
         write_evaluation(tmp_path, 0, SHAPE)
         page.wait_for_selector("a.cell")
         write_step(tmp_path, 1, SHAPE)
-        page.locator("main a", has_text="training is there").click()
+        page.locator("main a", has_text="Rollouts of training have been recorded").click()
         page.wait_for_function("() => document.querySelectorAll('a.cell').length === 8")
         assert "source=train" in page.evaluate("location.hash")
 
@@ -128,7 +131,7 @@ def test_a_sample_and_a_comparison_of_a_live_run_say_that_there_is_more(chromium
     folder = write_run(tmp_path / "run", Shape(steps=6, groups=4, samples=2))
     with opened(chromium, folder, "#/sample?step=2") as page:
         add_step(folder, 7)
-        page.locator("main a", has_text="step 7 is there").wait_for()
+        page.locator("main a", has_text="Step 7 has been recorded").wait_for()
         page.evaluate("location.hash = '#/compare'")
         chromium.wait_until_shown(page, "#/compare")
         add_step(folder, 8)
@@ -216,3 +219,122 @@ def test_steps_whose_record_is_gone_are_drawn_from_the_metrics(chromium: Browser
         steps, values = page.evaluate(f"{plot.replace('NAME', 'Held out')}.data")
         assert steps == [4, 8]
         assert values[0] == pytest.approx(metrics_of(4, SHAPE)["accuracy"])
+
+
+def test_more_rollouts_of_a_step_are_offered_and_shown(chromium: Browser, tmp_path: Path) -> None:
+    write_evaluation(tmp_path, 0, Shape(steps=1, groups=2, samples=2))
+    with opened(chromium, tmp_path, "#/rollouts") as page:
+        assert page.locator("a.cell").count() == 4
+        write_evaluation(tmp_path, 0, Shape(steps=1, groups=3, samples=2))
+        page.get_by_text("More rollouts are recorded: show them").click()
+        page.wait_for_function("() => document.querySelectorAll('a.cell').length === 6")
+        assert page.locator(".news").inner_text() == ""
+
+
+def test_news_links_keep_the_filters_and_the_tab(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=2, groups=4, samples=2))
+    with opened(chromium, folder, "#/rollouts") as page:
+        add_step(folder, 3)
+        link = page.locator(".news a", has_text="Step 3 has been recorded")
+        link.wait_for()
+        page.get_by_label("status", exact=True).select_option("filtered")
+        assert "status=filtered" in (link.get_attribute("href") or "")
+        page.evaluate("location.hash = '#/sample?tab=tokens&step=2'")
+        chromium.wait_until_shown(page, "#/sample?tab=tokens&step=2")
+        add_step(folder, 4)
+        link = page.locator(".news a", has_text="Step 4 has been recorded")
+        assert "tab=tokens" in (link.get_attribute("href") or "")
+
+
+def test_news_leaves_the_focus_where_it_is(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=4, groups=4, samples=2))
+    with opened(chromium, folder) as page:
+        wait_for_step(page, 4)
+        for step, place in ((5, "nav a:nth-child(3)"), (6, "a.tile")):
+            page.locator(place).focus()
+            add_step(folder, step)
+            wait_for_step(page, step)
+            assert page.evaluate("place => document.activeElement === document.querySelector(place)", place)
+
+
+def test_a_list_that_is_opened_later_has_bars_of_the_newest_numbers(chromium: Browser, tmp_path: Path) -> None:
+    base = {"step": 1, "sample": 0, "item": "", "status": "failed"}
+
+    def write(number: int) -> None:
+        rows = [{**base, "group": group, "reason": f"ValueError: line {group % 2}"} for group in range(number)]
+        write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+
+    write(2)
+    with opened(chromium, tmp_path, "#/ledger") as page:
+        write(40)
+        page.locator("summary b", has_text="40").wait_for()
+        page.locator("summary").click()
+        page.locator(".kind summary").first.wait_for()
+        widths = page.locator(".kind i.bar").evaluate_all("bars => bars.map((bar) => bar.style.width)")
+        assert widths == ["50%", "50%"]
+        page.locator("summary").first.click()
+        write(41)
+        page.locator("summary b", has_text="41").wait_for()
+        assert page.locator(".again").count() == 0
+
+
+def test_an_unfinished_evaluation_is_no_training(chromium: Browser, tmp_path: Path) -> None:
+    write_evaluation(tmp_path, 0, SHAPE)
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "countdown.jsonl").touch()
+    with opened(chromium, tmp_path) as page:
+        told = page.locator(".advice.information").inner_text()
+        assert "an evaluation that has not ended" in told
+        shown = page.locator("main").inner_text()
+        for text in ("not everything can be shown", "not trained on", "metrics.jsonl"):
+            assert text not in shown
+        assert "not counted" in page.locator(".tiles").inner_text()
+        assert "No results yet" in page.locator(".empty").inner_text()
+        page.evaluate("location.hash = '#/compare'")
+        chromium.wait_until_shown(page, "#/compare")
+        assert "config.yaml" not in page.locator("main").inner_text()
+
+
+def test_the_reward_tile_is_that_of_the_last_step_with_or_without_a_record(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=6, groups=4, samples=2))
+    for step in (5, 6):
+        for path in (folder / "record").glob(f"train-{step:08}.*"):
+            path.unlink()
+    with opened(chromium, folder) as page:
+        shown = page.locator(".tile", has=page.get_by_text("reward", exact=True)).locator("strong").inner_text()
+        assert float(shown) == pytest.approx(metrics_of(6, Shape(steps=6, groups=4, samples=2))["reward"], abs=1e-3)
+
+
+def test_a_zoom_that_is_wider_than_a_sparse_chart_stays(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=12, groups=2, samples=2))
+    with opened(chromium, folder) as page:
+        wait_for_step(page, 12)
+        page.wait_for_selector('[data-chart="Held out"] canvas')
+        plot = f"{PLOTS}.find((each) => each.root.closest('section').dataset.chart === 'Held out')"
+        page.evaluate(f"{plot}.setScale('x', {{ min: 2, max: 12.5 }})")
+        add_step(folder, 13)
+        wait_for_step(page, 13)
+        assert page.evaluate(f"[{plot}.scales.x.min, {plot}.scales.x.max]") == [2, 12.5]
+
+
+def test_a_note_that_a_chart_gets_later_is_shown(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=1, groups=2, samples=2))
+    with opened(chromium, folder) as page:
+        script = """async () => {
+            const [{ lineChart, renewCharts }, { h }] = [await import("viewer/charts"), await import("viewer/dom")];
+            const grid = document.body.appendChild(h("div", { id: "own" }));
+            const line = { label: "a", steps: [1], values: [1] };
+            const draw = (note) => renewCharts(grid, [lineChart("Own", [line], { note })]);
+            draw("");
+            draw("means of 2 steps each");
+        }"""
+        page.evaluate(script)
+        assert page.locator("#own .note").inner_text() == "means of 2 steps each"
+
+
+def test_a_step_without_rollouts_shows_them_when_they_come(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Shape(steps=2, groups=2, samples=2))
+    with opened(chromium, folder, "#/sample?step=3") as page:
+        assert "Step 3 has no rollouts" in page.locator(".empty").inner_text()
+        add_step(folder, 3)
+        page.locator(".crumbs", has_text="training · step 3").wait_for()

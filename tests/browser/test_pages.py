@@ -451,7 +451,7 @@ def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
         chromium.wait_until_shown(page, "#/rollouts")
         assert page.locator("#runs .live").inner_text() == "live"
         write_step(folder, 3, Shape(steps=3, groups=2, samples=2))
-        page.locator("main a", has_text="step 3 is there").click()
+        page.locator("main a", has_text="Step 3 has been recorded").click()
         at(page, "step=3")
         page.keyboard.press("1")
         at(page, "#/overview")

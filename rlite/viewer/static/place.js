@@ -1,14 +1,14 @@
 // What pages of one source share: the choice of run, source and step, and what they say without rollouts.
 
 import { STATUS } from "viewer/colors";
-import { empty, fill, h, select, words } from "viewer/dom";
+import { empty, h, select, update, words } from "viewer/dom";
 
 // The run and the source that an address names, or a page that says why there is none. Such a page is drawn again when
 // the run records more.
 export function placeOf(parameters, app, page) {
   const run = Number(parameters.run ?? 0);
   const about = app.runs[run];
-  if (!about) return { missing: { body: empty("No such run", `There are ${app.runs.length} runs.`) } };
+  if (!about) return { missing: { body: empty("No such run", app.runs.length === 1 ? "There is 1 run." : `There are ${app.runs.length} runs.`) } };
   const sources = Object.keys(about.sources);
   const source = parameters.source || sources[0];
   if (sources.includes(source)) return { run, about, source, sources };
@@ -22,27 +22,43 @@ function noSource(source, { run, sources, page, app, about }) {
   return empty("No such source", `${about.name} has no rollouts of ${source}. It has: `, links);
 }
 
-// What was recorded since a page was drawn, with links to it: a later step of its source, and other sources.
+// What was recorded since a page was drawn, with links to it: a later step of its source, more rollouts of its steps, and
+// other sources.
 export class News {
   constructor(page, { app, run, source, about, parameters = {} }) {
     Object.assign(this, { page, app, run, source, parameters, before: about.sources });
-    this.box = h("span", { class: "news", role: "status" });
+    // a link to the place that is shown draws it again
+    const again = (event) => {
+      if (!event.target.closest("[data-again]")) return;
+      event.preventDefault();
+      app.again();
+    };
+    this.box = h("span", { class: "news", role: "status", on: { click: again } });
   }
 
   tell() {
     const now = this.app.runs[this.run].sources;
-    const link = (changes, text) => h("a", { href: this.app.link(this.page, { ...this.parameters, run: this.run, ...changes }) }, text);
-    const newest = now[this.source]?.steps.at(-1);
-    const isLater = this.page !== "ledger" && newest !== undefined && newest !== this.before[this.source].steps.at(-1);
-    const others = Object.keys(now).filter((name) => !this.before[name]);
-    const links = [isLater && link({ source: this.source, step: newest }, `step ${newest} is there`), ...others.map((name) => link({ source: name, step: "" }, `${sourceName(name)} is there`))].filter(Boolean);
-    fill(this.box, links.flatMap((each, index) => [index > 0 && " · ", each]));
+    const others = Object.keys(now).filter((name) => !this.before[name]).map((name) => this.link({ source: name, step: "" }, `Rollouts of ${sourceName(name)} have been recorded`));
+    const links = [this.page !== "ledger" && now[this.source] && this.ofSource(now[this.source], this.before[this.source]), ...others].filter(Boolean);
+    update(this.box, links.flatMap((each, index) => (index ? [" · ", each] : [each])));
+  }
+
+  // The ledger shows all steps, and draws them again by itself.
+  ofSource({ steps, rollouts }, before) {
+    const newest = steps.at(-1);
+    if (newest !== before.steps.at(-1)) return this.link({ source: this.source, step: newest }, `Step ${newest} has been recorded`);
+    return rollouts !== before.rollouts && h("a", { href: location.hash, "data-again": true }, "More rollouts are recorded: show them");
+  }
+
+  link(changes, text) {
+    return h("a", { href: this.app.link(this.page, { ...this.parameters, run: this.run, ...changes }) }, text);
   }
 }
 
 // Why some runs have no record.
 export function withoutRecord(runs) {
   const names = runs.map((run) => run.name).join(", ");
+  if (runs.every((run) => run.is_unfinished_evaluation)) return [`${names}: rlite eval records answers when it has judged the first ones.`];
   return runs.some((run) => run.records)
     ? [`${names}: there are no files in record/. A run records rollouts, and sft the answers to its test sets with a reward, with trainer.record=sample (texts of some) or all. The first step or evaluation writes the first file.`]
     : [`${names}: only reinforcement learning, rlite eval, and sft with test sets that have a reward record samples. The overview shows the metrics of this run.`];

@@ -67,6 +67,7 @@ class View {
     Object.assign(this.parameters, changes);
     history.replaceState(null, "", this.app.link("rollouts", this.parameters));
     this.address = location.hash;
+    this.news.tell(); // its links keep the filters
     this.drawChosen();
   }
 

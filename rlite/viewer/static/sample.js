@@ -25,13 +25,16 @@ export async function render(parameters, app) {
   const { group, sample } = parameters;
   if (group !== undefined && sample !== undefined) ask("sample", { run, source, step, group, sample }).catch(() => {}); // at once with the rows
   const rows = rowsOf((await ask("rows", { run, source, step, ...(isExport() ? {} : { columns: COLUMNS }) })).columns);
-  if (!rows.length) return { body: empty(`Step ${step} has no rollouts`, `${source} has the steps ${steps[0]} to ${steps.at(-1)}.`) };
+  if (!rows.length) {
+    const renew = () => app.runs[run].sources[source]?.rollouts !== about.sources[source].rollouts && app.again();
+    return { body: empty(`Step ${step} has no rollouts`, `${source} has the steps ${steps[0]} to ${steps.at(-1)}.`), renew };
+  }
   const isChosen = (row) => row.group === Number(group) && row.sample === Number(sample);
   const row = rows.find(isChosen) ?? rows.find((each) => each.status === "trained" || each.status === "evaluated") ?? rows[0];
   const place = { run, source, step, group: row.group, sample: row.sample };
   const found = await ask("sample", place);
   const tab = parameters.tab in TABS ? parameters.tab : "conversation";
-  const news = new News("sample", { app, run, source, about });
+  const news = new News("sample", { app, run, source, about, parameters: { tab: parameters.tab, by: parameters.by } });
   const state = { app, about, news, place, rows, row: found.row, sequences: found.sequences, steps, tab, by: parameters.by };
   const content = await { conversation, tokens, siblings }[tab](state);
   const body = h("div", { class: "page" }, head(state), h("div", { class: "columns sample" }, h("div", { class: "wide" }, tabs(state), content), h("div", { class: "side" }, facts(state), dataRow(state), family(state), parts(state), episode(state))));
