@@ -141,7 +141,10 @@ def test_a_sample_and_a_comparison_of_a_live_run_say_that_there_is_more(chromium
         )
 
 
-def test_the_timeline_of_a_live_run_grows_and_a_chosen_part_stays(chromium: Browser, tmp_path: Path) -> None:
+def test_the_timeline_of_a_live_run_grows_and_a_chosen_part_stays(
+    chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlite.viewer.server.TRACE_EVERY_S", 0.0)
     folder = write_run(tmp_path / "run", Shape(steps=2, groups=2, samples=2))
     (folder / TRACE).unlink()
     with opened(chromium, folder, "#/timeline") as page:

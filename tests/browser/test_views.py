@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pytest
 
 from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS, TOKENS
@@ -53,6 +54,20 @@ def test_typing_asks_the_server_once_and_filters_the_list_at_once(chromium: Brow
             assert page.locator(".items a").count() < SHAPE.steps * SHAPE.groups
             assert not asked
         assert len(asked) == 1
+        page.context.close()
+
+
+def test_a_page_says_when_older_texts_were_not_searched(
+    chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
+    folder = write_run(tmp_path / "run", SHAPE)
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/compare")
+        page.get_by_label("Find a prompt by id or text").fill("no prompt has this")
+        page.get_by_text("only the texts of its newest part were searched").wait_for()
+        assert "No such prompt" in page.locator(".items").inner_text()
         page.context.close()
 
 

@@ -64,27 +64,30 @@ class Finder {
   // Resolves when the server has answered, or has not to be asked.
   async find(text, pause) {
     this.end();
-    this.draw(this.items.filter((each) => isLike(each, text)), text);
-    if (!text || isExport()) return;
+    const isWhole = !text || isExport(); // nothing is left to ask
+    this.draw(this.items.filter((each) => isLike(each, text)), { text, isWhole });
+    if (isWhole) return;
     const { signal } = (this.asked = new AbortController());
-    this.told.textContent = "Searching the recorded prompts";
     const found = await delay(pause, signal).then(() => this.search(text, signal)).catch((error) => ({ error }));
     if (signal.aborted) return; // the reader has typed on
     if (found.error) this.told.textContent = `The recorded prompts cannot be searched: ${found.error.message}`;
-    else this.draw(found.items, text, found.isCut);
+    else this.draw(found.items, { text, isWhole: true, isCut: found.isCut });
   }
 
   // The last search is kept: a page that opens one of its prompts shows it again.
   async search(text, signal) {
     const key = JSON.stringify([text, amounts(this.app.runs)]);
-    if (latest.key !== key) latest = { key, found: await itemsOf(this.app, text, signal) };
-    return latest.found;
+    if (latest.key === key) return latest.found;
+    this.told.textContent = "Searching the recorded prompts";
+    const found = await itemsOf(this.app, text, signal);
+    latest = { key, found };
+    return found;
   }
 
-  draw(found, text, isCut = false) {
+  draw(found, { text, isWhole, isCut = false }) {
     this.shown = found;
     this.told.textContent = isCut ? "The record is long: only the texts of its newest part were searched." : "";
-    fill(this.list, found.length ? found.slice(0, MAX_LISTED).map((each) => itemLink(each, this.chosen, text, this.app)) : empty("No such prompt", "No recorded prompt has this id or this text."));
+    fill(this.list, found.length ? found.slice(0, MAX_LISTED).map((each) => itemLink(each, this.chosen, text, this.app)) : isWhole && empty("No such prompt", "No recorded prompt has this id or this text."));
   }
 
   end() {

@@ -13,7 +13,7 @@ import pytest
 
 from rlite.errors import ConfigError
 from rlite.viewer.run import open_runs
-from rlite.viewer.server import MAX_STREAMS, TRACE_EVERY_S, serve
+from rlite.viewer.server import LOOK_EVERY_S, MAX_STREAMS, serve
 from tests.recorded_run import Shape, write_run, write_step, write_trace
 from tests.view_server import serving
 
@@ -120,7 +120,8 @@ def test_a_page_hears_of_new_steps(url: str, growing: Path) -> None:
     connection.close()
 
 
-def test_a_trace_that_grows_is_told_apart_and_seldom(url: str, growing: Path) -> None:
+def test_a_trace_that_grows_is_told_apart_and_seldom(url: str, growing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlite.viewer.server.TRACE_EVERY_S", 2.5 * LOOK_EVERY_S)
     connection = connect(url)
     connection.request("GET", "/events", headers=token(url))
     stream = connection.getresponse()
@@ -132,7 +133,7 @@ def test_a_trace_that_grows_is_told_apart_and_seldom(url: str, growing: Path) ->
         write_trace(growing / "trace.json", steps)
         assert next(kinds) == b"trace"
         times.append(time.monotonic())
-    assert times[1] - times[0] > TRACE_EVERY_S / 2
+    assert times[1] - times[0] > 1.5 * LOOK_EVERY_S
     connection.close()
 
 
