@@ -88,6 +88,7 @@ def test_every_page_has_content(show: Any, place: str) -> None:
 
 def test_the_overview_begins_with_advice_and_draws_both_runs(show: Any) -> None:
     page = show("overview")
+    assert page.evaluate("[...document.querySelector('.page').childNodes].every((part) => part.nodeType === 1)")
     assert "A phase stalled: sync" in page.locator(".advices").inner_text()
     titles = page.locator(".charts h2").all_inner_texts()
     assert titles[:3] == ["Training reward", "Parts of the reward", "Held out"]
@@ -342,6 +343,7 @@ def test_an_evaluation_shows_its_results_and_no_steps(chromium: Browser, tmp_pat
         page.goto(url)
         chromium.wait_until_shown(page, "")
         assert page.locator("main h2").all_inner_texts() == ["Accuracy", "pass@k", "Metrics"]
+        assert '"models"' not in page.locator("main").inner_text(), "no page shows an answer as it came"
         assert "0.5 ± 0.1" in page.locator(".bars").inner_text()
         page.goto(f"{url}#/rollouts")
         chromium.wait_until_shown(page, "#/rollouts")

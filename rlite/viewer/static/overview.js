@@ -30,8 +30,8 @@ export async function render(parameters, app) {
   const parts = { problems: part(), results: part(), advice: part(), tiles: part(), curves: h("div", { class: "charts" }), empty: part(), metrics: part() };
   const metrics = metricsCard(app, more);
   const draw = async () => drawParts({ parts, metrics, all: await found(app, more), app, more });
-  await draw();
   const body = h("div", { class: "page" }, Object.values(parts));
+  await draw();
   return { body, renew: () => draw().catch(() => {}) };
 }
 
