@@ -184,7 +184,10 @@ def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypat
                 assert time.monotonic() < deadline, found
         [run] = open_runs([str(tmp_path)])
         assert run.record.table("eval.a")["item"].to_pylist() == ["0", "1"]
-        assert [problem.partition(":")[0] for problem in run.problems] == ["an evaluation that has not ended"]
+        assert (run.problems, [note.partition(":")[0] for note in run.notes]) == (
+            [],
+            ["an evaluation that has not ended"],
+        )
     candidate.journal.close()
 
 
