@@ -249,6 +249,15 @@ def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int
         raise DataError("pad_trajectories: the list is empty; expected at least one trajectory")
     for index, trajectory in enumerate(trajectories):
         check_trajectory(trajectory, f"trajectory {index}")
+    return pad_checked(trajectories, group_ids)
+
+
+def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
+    """Return what `pad_trajectories` returns, of trajectories that `check_trajectory` has passed.
+
+    Raises:
+        DataError: They do not fit together.
+    """
     trajectories = _with_ragged(trajectories)
     batch = {
         key: _join(key, [row[key] for row in trajectories], is_per_token)

@@ -14,7 +14,7 @@ from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.lost_groups import CANCELLED, TOO_OLD
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner
-from rlite.rollout.trajectories import layout, pad_trajectories
+from rlite.rollout.trajectories import layout, pad_checked
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference
 
@@ -195,7 +195,7 @@ def join(groups: Sequence[Group], ids: Mapping[int, int] | None = None) -> Tenso
     """
     rows = [row for group in groups for row in group.trajectories or ()]
     numbers = [group.id if ids is None else ids[group.id] for group in groups for _ in group.trajectories or ()]
-    return pad_trajectories(rows, numbers)
+    return pad_checked(rows, numbers)
 
 
 def _raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:

@@ -22,7 +22,7 @@ from rlite.rollout.collector.lost_groups import LostGroups, in_full, reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.status import status_of
 from rlite.rollout.loop import LoopThread
-from rlite.rollout.trajectories import pad_trajectories
+from rlite.rollout.trajectories import pad_checked
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference
 
@@ -208,7 +208,7 @@ class GroupRunner:
         try:
             trajectories = await Episodes(group, self._engine, self._options, queue.failed_attempts).run()
             is_accepted = group.should_accept is None or (
-                trajectories is not None and group.should_accept(pad_trajectories(trajectories))
+                trajectories is not None and group.should_accept(pad_checked(trajectories))
             )
         except asyncio.CancelledError:  # by the workflow: a group that the collector cancels was dropped before
             self._fail(queue, group, lost_groups.CANCELLED)
