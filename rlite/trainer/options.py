@@ -17,6 +17,7 @@ from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
 from rlite.imports import import_own_code
 from rlite.nn.options import LoraOptions, check_liger_installed
+from rlite.observability.sinks.base import sink_problems
 from rlite.parallel.dims import ParallelDims
 from rlite.trainer.callbacks import CALLBACKS
 from rlite.trainer.held_out import HeldOutOptions, key_of, named_sets
@@ -421,8 +422,9 @@ class RunOptions(Options):
     """first and last step of the trace; by default all"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for an unknown callback, and for steps to trace that are no range."""
+        """Yield a message for an unknown callback or sink, and for steps to trace that are no range."""
         yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
+        yield from sink_problems(self.all_sinks)
         steps = self.trace_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"
@@ -454,7 +456,7 @@ class TrainerOptions(RecordOptions, RunOptions):
     evaluate: Literal["in_turns", "beside", "snapshot"] = "in_turns"
     """in_turns: training waits for an evaluation. beside: an evaluation has an inference engine and devices of its own,
     with the weights of its step, while training goes on; lag_steps says how many steps later its metrics are logged.
-    snapshot: as beside, on the devices of the rollouts, which need memory for a copy of the weights"""
+    snapshot: as beside, on the devices of the rollouts, where it keeps half of rollout.gpu_memory_utilization"""
     evaluation_devices: Count | None = None
     """devices that only evaluate, with trainer.evaluate=beside; default: rollout.tp_size"""
     max_recoveries: Natural = 0

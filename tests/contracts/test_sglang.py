@@ -218,6 +218,18 @@ def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
     server.wait(20)
 
 
+@pytest.mark.slow
+def test_scoring_ends_with_a_server_that_hangs(engine: RliteInferenceEngine, path: Path) -> None:
+    other = RliteInferenceEngine(path, executor="sglang")
+    other.build(max_model_len=256, colocate_with=engine)
+    (server,) = [process for process in psutil.process_iter() if is_server_of(other, process)]
+    server.send_signal(signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"the SGLang server at http://127\.0\.0\.1:\d+ is lost"):
+        other.prompt_logprobs(PROMPTS)
+    other.release()
+    server.wait(60)
+
+
 def is_server_of(engine: RliteInferenceEngine, process: psutil.Process) -> bool:
     port = int(engine._replicas[0]._endpoint.url.rpartition(":")[2])  # type: ignore[attr-defined]
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

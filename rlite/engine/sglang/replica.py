@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from rlite.engine.sglang.requests import (
     scored_prompt,
     scoring_body,
 )
-from rlite.engine.sglang.server import CALL_S, Endpoint, message_of
+from rlite.engine.sglang.server import CALL_S, CallRefused, Endpoint, message_of
 from rlite.engine.workers import Executor, T
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
 from rlite.types import PromptLogprobs, TokenChunk
@@ -42,6 +43,8 @@ ANSWER_S = 6.0
 """seconds in which the server must answer a look; then it counts as lost"""
 LINE_BYTES = 2**24
 """half of the longest event of a stream"""
+MAX_SCORED = 64
+"""prompts that the server scores at a time, each over a connection of its own"""
 STOPPED_S = 3.0
 """seconds for a worker to tell why its server ended"""
 
@@ -79,6 +82,7 @@ class SglangReplica(WorkerReplica):
         self._version = 0
         # of the event loop's thread alone
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._scoring: set[asyncio.Future[list[PromptLogprobs]]] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._is_paused = False
         self._waiting: list[InFlightRequest] = []
@@ -167,8 +171,22 @@ class SglangReplica(WorkerReplica):
 
         Returns:
             One entry per prompt.
+
+        Raises:
+            WorkerError: the server refused a prompt, or was lost meanwhile.
+            RliteError: the engine was released meanwhile.
         """
-        return self._within(self._score_all(prompts, num_top), self._options.start_timeout_s)
+        scoring = asyncio.run_coroutine_threadsafe(self._score_all(prompts, num_top), self._loop)
+        try:
+            while self._thread.is_alive():
+                if scoring in wait([scoring], LOOK_S).done:  # `_watch` ends what takes too long
+                    return scoring.result()
+        except Exception:
+            self.check()
+            raise
+        finally:
+            scoring.cancel()
+        raise RliteError("the inference engine was released while prompts were scored")
 
     def close(self) -> None:
         """Stop listening, end requests in flight with an error, and end a server of rlite's own. Safe to call again."""
@@ -218,6 +236,11 @@ class SglangReplica(WorkerReplica):
         )
         self._watcher = self._loop.create_task(self._watch())
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the server owes tokens or scores."""
+        return bool(self._tasks or self._scoring)
+
     def _start(self, requests: Sequence[InFlightRequest]) -> None:
         for request in requests:
             number = request.request.request_id
@@ -226,7 +249,7 @@ class SglangReplica(WorkerReplica):
             elif self._is_paused:
                 self._waiting.append(request)
             elif self.failure is None:
-                self._heard = self._heard if self._tasks else time.monotonic()
+                self._heard = self._heard if self._is_busy else time.monotonic()
                 self._tasks[number] = self._loop.create_task(self._stream(request))
 
     async def _stream(self, request: InFlightRequest) -> None:
@@ -313,13 +336,28 @@ class SglangReplica(WorkerReplica):
         self._start(waiting)
 
     async def _score_all(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
-        return list(await asyncio.gather(*(self._score(prompt, num_top) for prompt in prompts)))
+        self._heard = self._heard if self._is_busy else time.monotonic()
+        places = asyncio.Semaphore(MAX_SCORED)
+        scoring = asyncio.gather(*(self._score(prompt, num_top, places) for prompt in prompts))
+        self._scoring.add(scoring)
+        try:
+            return list(await scoring)
+        finally:
+            self._scoring.discard(scoring)
 
-    async def _score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
+    async def _score(self, prompt: list[int], num_top: int, places: asyncio.Semaphore) -> PromptLogprobs:
         if len(prompt) < 2:
             return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
-        body = scoring_body(prompt, num_top)
-        answer = await asyncio.to_thread(self._endpoint.call, "/generate", body, self._options.start_timeout_s)
+        place, path = self._endpoint.url, "/generate"
+        try:
+            async with places, self._session.post(place + path, json=scoring_body(prompt, num_top)) as response:
+                if response.status != 200:
+                    raise CallRefused(place, path, response.status, await response.text())
+                answer = await response.json()
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            await self._lose(error)
+            raise
+        self._heard = time.monotonic()
         return scored_prompt(answer["meta_info"], num_top)
 
     # -- health --------------------------------------------------------------------------------------------------
@@ -335,8 +373,8 @@ class SglangReplica(WorkerReplica):
             except (aiohttp.ClientError, OSError) as error:
                 await self._lose(error)
             silent = time.monotonic() - self._heard
-            if self._tasks and not self._is_paused and silent > self._options.stall_timeout_s:
-                await self._lose(WorkerError(f"no token of {len(self._tasks)} requests for {silent:.0f} s"))
+            if self._is_busy and not self._is_paused and silent > self._options.stall_timeout_s:
+                await self._lose(WorkerError(f"no token, and no scores of a prompt, for {silent:.0f} s"))
 
     async def _lose(self, error: Exception) -> None:
         """Give the server up. The engine decides about the requests in flight."""
@@ -359,10 +397,12 @@ class SglangReplica(WorkerReplica):
         if self.failure is None:
             requests = self._in_flight.fail(error)
             self._forget(list(self._tasks))
+            for scoring in self._scoring:
+                scoring.cancel()
             self._on_failure(self, requests, error)
 
     async def _shut(self, error: Exception) -> None:
-        ending = [self._watcher, *self._tasks.values(), *self._background]
+        ending: list[asyncio.Future[Any]] = [self._watcher, *self._tasks.values(), *self._scoring, *self._background]
         self._fail(error)
         self._watcher.cancel()
         await asyncio.gather(*ending, return_exceptions=True)

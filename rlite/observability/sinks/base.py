@@ -7,8 +7,8 @@ not use it never loads it.
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,17 @@ class MetricSinks:
 
 _CLASSES = {"jsonl": "JsonlSink", "tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
 """name of a sink, of its module and of the package that it needs -> its class, which takes the run"""
+_BUILTIN = {"jsonl"}
+"""sinks that need no package"""
+
+
+def sink_problems(names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each sink that is unknown, or whose package is missing."""
+    for name in names:
+        if name not in _CLASSES:
+            yield f"unknown metric sink {name!r}; {did_you_mean(name, _CLASSES)}"
+        elif name not in _BUILTIN and importlib.util.find_spec(name) is None:
+            yield _missing(name)
 
 
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
@@ -91,4 +102,8 @@ def _class_of(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != name:
             raise
-        raise ConfigError(f"metric sink {name!r} needs the package {name}: pip install 'rlite[{name}]'") from error
+        raise ConfigError(_missing(name)) from error
+
+
+def _missing(name: str) -> str:
+    return f"metric sink {name!r} needs the package {name}: pip install 'rlite[{name}]'"

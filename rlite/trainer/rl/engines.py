@@ -66,6 +66,8 @@ class Engines:
                 models.append((engine, others.as_model(actor), others.offload_model))
         build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
         self._build_inference(self.rollout, num_generating)
+        if self.evaluation is not None and not num_evaluating:
+            self._build_beside_rollouts(self.evaluation, num_generating)
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         self._is_apart = rollout.max_head_offpolicyness > 0
         self._takes_turns = {self.rollout: default and not self._is_apart}
@@ -77,8 +79,6 @@ class Engines:
             self._takes_turns[engine] = default if offload is None else offload
         if self.evaluation is not None and num_evaluating:
             self._build_inference(self.evaluation, num_evaluating)
-        elif self.evaluation is not None:
-            self._build_inference(self.evaluation, num_generating, self.rollout)
 
     def _inference_engine(self) -> RliteInferenceEngine:
         rollout = self._options.rollout
@@ -94,6 +94,15 @@ class Engines:
             own["gpu_memory_utilization"] /= 2  # two engines on the same devices
         engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
         engine.rollout_options = options.collector_options()
+
+    def _build_beside_rollouts(self, engine: RliteInferenceEngine, num_devices: int) -> None:
+        """Build an engine on the devices of the rollouts. It sizes its KV cache by the memory that it finds free."""
+        has_residency = self.rollout.capabilities.has_residency
+        if has_residency:
+            self.rollout.cpu()
+        self._build_inference(engine, num_devices, self.rollout)
+        if has_residency:
+            self.rollout.cuda()
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:

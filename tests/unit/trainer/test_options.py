@@ -1,4 +1,5 @@
 import re
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -85,6 +86,15 @@ def test_kernels_whose_package_is_absent_are_refused_with_the_remedy():
         load(SftConfig, [*SFT, "actor.use_liger_kernel=true"])
     with pytest.raises(ConfigError, match=r"pip install 'rlite\[liger\]'"):
         load(PpoConfig, ["actor.model_name=a", "ref_actor.use_liger_kernel=true"])
+
+
+@pytest.mark.parametrize("sink", ["tensorboard", "wandb", "trackio"])
+def test_sinks_whose_package_is_absent_are_refused_before_an_earlier_run_is_deleted(sink, monkeypatch):
+    monkeypatch.setitem(sys.modules, sink, None)
+    with pytest.raises(ConfigError, match=rf"metric sink '{sink}' needs the package {sink}: pip install 'rlite\["):
+        load(SftConfig, [*SFT, f"trainer.sinks=[jsonl,{sink}]"])
+    with pytest.raises(ConfigError, match=r"unknown metric sink 'tensorbord'; did you mean 'tensorboard'"):
+        load(SftConfig, [*SFT, "trainer.sinks=[tensorbord]"])
 
 
 PPO = ["actor.model_name=a"]
