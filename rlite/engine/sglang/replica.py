@@ -238,7 +238,7 @@ class SglangReplica(WorkerReplica):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether the server owes tokens or scores."""
+        """True if the server owes tokens or scores."""
         return bool(self._tasks or self._scoring)
 
     def _start(self, requests: Sequence[InFlightRequest]) -> None:
