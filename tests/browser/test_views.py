@@ -86,7 +86,8 @@ def test_a_search_that_fails_says_so(chromium: Browser, tmp_path: Path) -> None:
 
 
 def told_at(page: Page, x: float, y: float) -> str:
-    """What the timeline tells of a point."""
+    """Return what the timeline tells of a point."""
+    page.wait_for_function("() => document.querySelector('canvas.timeline').style.height !== ''")  # it is drawn
     box = page.locator("canvas.timeline").bounding_box()
     assert box
     page.mouse.move(box["x"] + x, box["y"] + y)
