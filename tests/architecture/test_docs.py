@@ -36,7 +36,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_programs_import_from_here_exists(path: Path) -> None:
+def test_imports_of_documented_programs_exist(path: Path) -> None:
     for program in programs(path):
         for node in ast.walk(program):
             if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("rlite"):

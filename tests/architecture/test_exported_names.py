@@ -83,7 +83,7 @@ def test_every_exported_name_exists():
     [rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards, rlite.viewer],
     ids=lambda p: p.__name__,
 )
-def test_what_is_loaded_lazily_is_what_type_checkers_see(package: ModuleType):
+def test_lazy_names_equal_those_of_type_checkers(package: ModuleType):
     [block] = [
         node
         for node in ast.parse(inspect.getsource(package)).body

@@ -462,7 +462,7 @@ def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
         page.context.close()
 
 
-def test_a_page_that_nobody_sees_holds_no_connection(chromium: Browser, url: str) -> None:
+def test_hidden_page_holds_no_connection(chromium: Browser, url: str) -> None:
     page = chromium.page()
     page.add_init_script(
         "window.streams = [];"

@@ -146,7 +146,7 @@ def test_sampled_tokens_have_both_kinds_of_logprobs(engine: RliteInferenceEngine
     assert made.sampling_logprobs == pytest.approx((chosen - kept).tolist(), abs=5e-5)
 
 
-def test_a_seed_repeats_the_samples_whoever_else_is_served(engine: RliteInferenceEngine) -> None:
+def test_seed_repeats_samples_beside_other_requests(engine: RliteInferenceEngine) -> None:
     sampling = {"n": 3, "max_tokens": 8, "seed": 3, "ignore_eos": True}
     alone = engine.generate([PROMPTS[0]], sampling)[0].outputs
     among_others = engine.generate(PROMPTS, sampling)[0].outputs

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_what_is_written_is_what_the_second_gpu_held(tmp_path: Path, is_copied: bool) -> None:
+def test_snapshot_of_the_second_gpu_is_written_exactly(tmp_path: Path, is_copied: bool) -> None:
     join_alone("cuda")
     torch.cuda.set_device(1)
     try:

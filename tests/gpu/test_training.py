@@ -124,7 +124,7 @@ def test_residency_moves_memory(build: Build) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["inprocess", "ray"])
-def test_what_is_served_is_what_was_trained(build: Build, path: Path, launcher: str) -> None:
+def test_served_weights_equal_trained_weights(build: Build, path: Path, launcher: str) -> None:
     """Under Ray the engines are two processes on one GPU, and weights go from one to the other by CUDA IPC."""
     transport = {"inprocess": "shared", "ray": "gathered"}[launcher]
     if launcher == "ray":

@@ -136,7 +136,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_named_by_its_roles(
         model.apply_chat_template(CHAT)
 
 
-def test_what_cannot_be_evaluated_is_refused_with_a_remedy(engine: RliteInferenceEngine, model: RliteLM) -> None:
+def test_invalid_requests_are_refused_with_a_remedy(engine: RliteInferenceEngine, model: RliteLM) -> None:
     with pytest.raises(ConfigError, match=r"max_length=127.*1 to 126, which max_model_len=128 allows"):
         RliteLM(engine, max_length=127)
     with pytest.raises(ConfigError, match="batch_size=0"):

@@ -20,8 +20,8 @@ SERVE = runpy.run_path(str(ROOT / "examples" / "serve.py"))
 PYTHON = shlex.quote(sys.executable)
 
 
-def test_its_programs_import_what_exists() -> None:
-    test_docs.test_what_programs_import_from_here_exists(PAGE)
+def test_imports_of_the_page_exist() -> None:
+    test_docs.test_imports_of_documented_programs_exist(PAGE)
 
 
 def test_inspect_s_command_runs_the_task_of_the_page(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

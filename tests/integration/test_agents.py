@@ -389,7 +389,7 @@ def test_an_agent_exports_the_engines_tokens(
     torch.testing.assert_close(batch["logprobs"][:, 1:][mask], expected[mask], atol=1e-3, rtol=0)
 
 
-def test_what_an_agent_did_is_trained_on(engine: RliteInferenceEngine) -> None:
+def test_recorded_agents_are_trained_on(engine: RliteInferenceEngine) -> None:
     with init_empty_weights():
         actor = RliteTrainEngine(Policy.from_pretrained(engine.path))
     actor.build(colocate_with=engine)

@@ -64,7 +64,7 @@ def rollouts() -> TensorDict:
 
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
-def test_metrics_are_means_over_tokens_whatever_the_split_and_the_average(engines: Any, kind: str) -> None:
+def test_metrics_are_token_means_for_any_split_and_average(engines: Any, kind: str) -> None:
     batch = rollouts()
     mask = batch["loss_mask"].bool()
     losses: list[Any] = [
@@ -121,7 +121,7 @@ def test_losses_that_choose_tokens_choose_among_the_whole_batch(
             torch.testing.assert_close(weights[key], tensor, atol=1e-8, rtol=0)
 
 
-def test_values_of_tokens_are_those_of_a_forward_pass_whatever_the_split(engines: Any) -> None:
+def test_token_values_equal_a_forward_pass_for_any_split(engines: Any) -> None:
     batch, loss = rollouts(), PolicyLoss(returns_tokens=True)
     mask, entropies = batch["loss_mask"].bool(), []
     for engine in engines(policy_module):

@@ -151,7 +151,7 @@ def test_a_run_goes_on_in_another_layout(build: Build, tmp_path: Path, index: in
     assert same(learn(again, range(2, 4)), expected), f"bit-identical in the layout {here}"
 
 
-def test_what_was_saved_is_the_state_of_that_step_whatever_training_did_meanwhile(build: Build, tmp_path: Path) -> None:
+def test_asynchronous_save_holds_the_state_of_its_step(build: Build, tmp_path: Path) -> None:
     engine = build(size=2)
     learn(engine, range(1))
     engine.save_state(tmp_path / "waited")

@@ -245,7 +245,7 @@ def test_a_constructor_that_raises_ends_the_job_with_its_error(tmp_path: Path) -
     assert Fleet("refused").names() == []
 
 
-def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_impossible_jobs_are_refused_before_anything_starts(tmp_path: Path) -> None:
     job = RLJobBuilder().device_per_node(64).device_type("CPU").trainer(Trainer).actor(Actor).total(64).per_node(64)
     with pytest.raises(PlacementError, match="needs 64 devices"):
         job.end().build().submit(job_name="large")

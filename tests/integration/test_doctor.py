@@ -62,7 +62,7 @@ def test_an_exception_in_a_check_is_a_failed_check() -> None:
     assert str(finding) == "FAILED  devices             OSError: libcudart.so.13: cannot open shared object file"
 
 
-def test_what_an_extra_needs_is_read_from_the_metadata() -> None:
+def test_requirements_of_an_extra_are_read_from_the_metadata() -> None:
     assert [each.name for each in needed(REQUIREMENTS)] == ["numpy"]
     assert [each.name for each in needed(REQUIREMENTS, "lora")] == ["peft"]
     assert [each.name for each in needed(REQUIREMENTS, "dev")] == ["peft", "pytest"]

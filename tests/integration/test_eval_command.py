@@ -247,7 +247,7 @@ def test_a_changed_setting_is_refused_and_named(folder: Path, monkeypatch: pytes
     assert len(samples(folder / "settings", "model")) == 4
 
 
-def test_failed_samples_are_wrong_and_told_of(
+def test_failed_samples_count_as_wrong_and_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(folder / "failing.jsonl", [*ROWS_OF_DATA[:2], {"id": "bad", "prompt": "?", "answer": "raise"}])

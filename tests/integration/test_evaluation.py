@@ -144,7 +144,7 @@ def recorded(folder: Path, name: str) -> dict[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "num_devices"), [("beside", 2), ("snapshot", 1), ("snapshot", 0)])
-def test_evaluation_beside_training_leaves_the_bits_and_measures_what_it_measures_in_turns(
+def test_evaluation_beside_training_changes_no_weights(
     where: str, num_devices: int, model: str, tmp_path: Path
 ) -> None:
     with session():

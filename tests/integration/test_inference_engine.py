@@ -45,7 +45,7 @@ async def begun(engine, request):
     return task
 
 
-def test_results_come_in_the_order_of_the_prompts_whatever_form_they_have(engine, path):
+def test_results_keep_the_order_of_prompts_of_any_form(engine, path):
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = ["a", "Hello, world!", "你好"]
     as_ids = [tokenizer(text)["input_ids"] for text in texts]

@@ -99,7 +99,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("extra", [[], ["actor.lora.rank=4"]], ids=["weights", "adapters"])
-def test_steps_do_not_see_how_the_work_is_divided(models: dict[str, Path], tmp_path: Path, extra: list[str]) -> None:
+def test_steps_are_independent_of_the_layout(models: dict[str, Path], tmp_path: Path, extra: list[str]) -> None:
     runs = []
     for number, layout in enumerate(LAYOUTS[: 5 - 3 * bool(extra)]):
         settings = ["data.batch_size=5", "trainer.n_epochs=2", "trainer.test_freq=4", *extra, *layout]

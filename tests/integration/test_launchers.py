@@ -71,7 +71,7 @@ class Odd(LlamaPolicy):
         return threading.Lock()
 
 
-def test_what_cannot_travel_is_an_error_of_that_call_alone_under_torchrun(models: dict[str, Path]) -> None:
+def test_unpicklable_values_fail_only_their_call_under_torchrun(models: dict[str, Path]) -> None:
     with world(2):
         engine = RliteTrainEngine(on_meta(Odd, models["llama"]))
         engine.build(tensor_parallel_size=2)

@@ -118,7 +118,7 @@ class ScaledInPlace(WatchedQwen2):
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("module", [WatchedQwen2, WatchedLlama, Scaled, ScaledInPlace])
-def test_a_loss_on_log_probabilities_trains_as_on_logits_which_nobody_makes(
+def test_loss_on_log_probabilities_equals_loss_on_logits_without_making_logits(
     build: Build, models: dict[str, Path], module: type, size: int, is_recomputed: bool
 ) -> None:
     path = models["llama" if issubclass(module, LlamaPolicy) else "qwen2"]

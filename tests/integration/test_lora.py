@@ -124,7 +124,7 @@ def test_training_changes_adapted_weights_by_their_adapters_and_nothing_else(
         ("qwen2", 2, "auto", {"tp_size": 2, "gradient_checkpointing": True}),
     ],
 )
-def test_what_is_served_and_what_others_open_is_the_trained_model(
+def test_served_and_exported_adapters_equal_the_trained_model(
     engines: list[Any],
     models: dict[str, Path],
     tmp_path: Path,

@@ -113,7 +113,7 @@ def test_all_answers_are_whole_and_as_without_the_kill(
         serve.resume()
 
 
-def test_generate_and_what_follows_it_are_served_by_who_is_left(serve: RliteInferenceEngine) -> None:
+def test_remaining_replicas_serve_requests(serve: RliteInferenceEngine) -> None:
     sampling = {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True}
     prompts = [request.input_ids for request in requests()]
     expected = [output.outputs[0].token_ids for output in serve.generate(prompts, sampling)]
@@ -167,9 +167,7 @@ def test_a_rollout_batch_is_whole_and_each_row_is_there_once(serve: RliteInferen
     assert serve.collector.lost.total() == 0
 
 
-def test_what_needs_every_replica_says_who_is_missing_and_the_others_still_serve(
-    serve: RliteInferenceEngine, models: dict[str, Path]
-) -> None:
+def test_calls_on_all_replicas_name_missing_ones(serve: RliteInferenceEngine, models: dict[str, Path]) -> None:
     train = RliteTrainEngine(on_meta(LlamaPolicy, models["llama"]))
     train.build(tensor_parallel_size=2, colocate_with=serve)
     name, pid = serve.group.describe(1), process_of(serve, 1)

@@ -58,7 +58,7 @@ def steps(out: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKED)} for row in rows]
 
 
-def test_a_run_that_was_killed_in_an_epoch_of_a_mixture_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_killed_run_on_a_mixture_resumes_bit_identically(tmp_path: Path) -> None:
     build_model_dir(tmp_path / "model", hidden=64)
     write(tmp_path / "few.jsonl", [{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(6)])
     write(tmp_path / "many.jsonl", [{side: talk(n, side) for side in ("chosen", "rejected")} for n in range(18)])

@@ -105,7 +105,7 @@ def test_a_run_stands_for_its_newest_model_and_each_line_is_a_prompt(
         (["{tmp}/scorer", "hi"], "Qwen2ForSequenceClassification scores text and writes none"),
     ],
 )
-def test_what_cannot_answer_is_said(
+def test_generate_refuses_invalid_arguments(
     arguments: list[str], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, file in (("new", "config.yaml"), ("adapter", "adapter_config.json"), ("empty", "note.txt")):
@@ -204,7 +204,7 @@ def test_the_head_of_a_scorer_is_merged_and_the_dtype_stays(tmp_path: Path, monk
         (["{tmp}/broken", "{tmp}/out"], "adapter_config.json: not a config of PEFT"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_and_nothing_is_written(
+def test_merge_refuses_invalid_arguments_and_writes_nothing(
     arguments: list[str], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -48,7 +48,7 @@ def test_a_reader_in_the_same_process_gets_the_tensors_themselves(engines: tuple
     assert pickle.loads(pickle.dumps(handles)) == handles, "a launcher may pickle what travels inside one process"
 
 
-def test_what_nobody_reads_is_not_shared(engines: tuple[RliteTrainEngine, Any]) -> None:
+def test_tensors_without_a_reader_are_not_shared(engines: tuple[RliteTrainEngine, Any]) -> None:
     assert on_worker(engines[0], share, None, True, []) == {}
     assert on_worker(engines[0], lambda worker: worker.staged) is None
 

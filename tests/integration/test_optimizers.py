@@ -132,7 +132,7 @@ def trained(engine: RliteTrainEngine, seeds: range = range(2)) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["weights", "adapters"])
-def test_training_with_muon_does_not_see_how_the_work_is_divided(model: Path, lora: LoraOptions | None) -> None:
+def test_training_with_muon_is_independent_of_the_layout(model: Path, lora: LoraOptions | None) -> None:
     options = {"param_dtype": "float64", "max_grad_norm": 0.05}
     groups = {} if lora else NORMS
 

@@ -163,7 +163,7 @@ def fit(kind: str, model: str, out: Path, *callbacks: Callback) -> int:
 
 
 @pytest.mark.parametrize("kind", list(TRAINERS))
-def test_a_run_that_a_callback_broke_resumes_as_if_nothing_had_happened(kind: str, model: str, tmp_path: Path) -> None:
+def test_run_ended_by_a_callback_error_resumes_with_the_same_results(kind: str, model: str, tmp_path: Path) -> None:
     assert fit(kind, model, tmp_path / "whole", Stops()) == STOP
     with pytest.raises(CallbackError, match=r"'Broken' raised ValueError in on_step at step 2"):
         fit(kind, model, tmp_path / "broken", Broken(), Stops())

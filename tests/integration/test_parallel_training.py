@@ -163,7 +163,7 @@ class Recorder(POLICIES["qwen2"]):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("implementation", "selection"), [("sdpa", True), ("sdpa", [1, -1]), ("eager", True)])
-def test_what_a_users_method_asks_to_record_is_whole(models: Any, implementation: str, selection: Any) -> None:
+def test_recorded_outputs_of_a_users_method_are_whole(models: Any, implementation: str, selection: Any) -> None:
     rows = [[11, 12, 13, 14, 200], [7, 91, 4, 77, 8]]  # five tokens, which two ranks do not share evenly
     found, weights = [], []
     for tp_size in (1, 2):
@@ -290,7 +290,7 @@ def stepped(engine: RliteTrainEngine, batches: list[dict[str, Tensor]], losses: 
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_value_reward_and_dpo_losses_do_not_see_how_the_work_is_divided(models: dict[str, Path], kind: str) -> None:
+def test_value_reward_and_dpo_losses_are_independent_of_the_layout(models: dict[str, Path], kind: str) -> None:
     rm, dpo = RewardModelLoss(), DpoLoss(beta=0.5)
     batches = [make_batch(LENGTHS), pairs_batch(1), pairs_batch(2)]
     score_losses = [(squared_error, num_counted), (rm, rm.weight), (rm, rm.weight)]

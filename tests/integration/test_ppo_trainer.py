@@ -193,7 +193,7 @@ class LastHalfMasked(PpoTrainer):
         return super().update(with_keys(batch, loss_mask=mask))
 
 
-def test_an_update_without_trained_tokens_leaves_the_record_of_the_others(model, tmp_path, session):
+def test_update_without_trained_tokens_keeps_the_record_of_others(model, tmp_path, session):
     actor = {"update_per_rollout": 2}
     trainer(model, tmp_path, total_steps=1, kind=LastHalfMasked, actor=actor, record="all").fit()
     sequences = recorded(tmp_path, kind="tokens")

@@ -84,7 +84,7 @@ def program(name: str, out: Path, steps: int = 2, config: dict[str, Any] | None 
 # -- a light program -----------------------------------------------------------------------------------------------
 
 
-def test_dead_stopped_and_hung_programs_are_told_apart_and_restarted(
+def test_dead_stopped_and_hung_programs_are_distinguished_and_restarted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health = {"stopped_after": 1.0, "hung_after": 2.0, "late_step": 2.0}

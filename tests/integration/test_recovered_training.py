@@ -51,7 +51,7 @@ def check_same(weights: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_it_goes_on_bit_by_bit_from_memory_and_syncs_as_before(
+def test_recovery_from_a_snapshot_is_bit_identical(
     train: RliteTrainEngine, models: dict[str, Path], tmp_path: Path
 ) -> None:
     serve = RliteInferenceEngine(models["llama"])
@@ -113,7 +113,7 @@ def test_a_worker_that_dies_in_the_optimizer_step_leaves_no_trace(models: dict[s
     train.release()
 
 
-def test_without_a_snapshot_it_goes_on_from_disk(train: RliteTrainEngine, tmp_path: Path) -> None:
+def test_recovery_without_a_snapshot_reads_a_checkpoint(train: RliteTrainEngine, tmp_path: Path) -> None:
     step(train, 0)
     train.save_state(tmp_path / "state", step=1)
     metrics = step(train, 1)

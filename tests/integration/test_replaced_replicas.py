@@ -61,9 +61,7 @@ def check_same(asked: list[LLMRequest], made: list[LLMResponse], expected: list[
         assert response.output_versions == [version] * response.output_len
 
 
-def test_it_comes_back_with_the_synced_weights_while_the_other_serves(
-    serve: RliteInferenceEngine, train: RliteTrainEngine
-) -> None:
+def test_replaced_replica_has_the_synced_weights(serve: RliteInferenceEngine, train: RliteTrainEngine) -> None:
     asked = requests(seed=3, temperature=0.8)
     unsynced = answers(serve, asked, silent)
     train.p2p_weight_sync(serve)
@@ -127,7 +125,7 @@ def wait_until_lost(engine: RliteInferenceEngine, num: int) -> None:
         time.sleep(0.01)
 
 
-def test_it_comes_back_to_the_engine_s_residency(serve: RliteInferenceEngine, train: RliteTrainEngine) -> None:
+def test_replaced_replica_has_the_residency_of_the_engine(serve: RliteInferenceEngine, train: RliteTrainEngine) -> None:
     train.p2p_weight_sync(serve)
     expected = answers(serve, asked := requests(greedy=True)[:8], silent)
     serve.meta()

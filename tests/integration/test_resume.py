@@ -174,7 +174,7 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("trainer", ["sft", "ppo"])
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
+def test_killed_run_ends_with_same_results(
     options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, ranks: int
 ) -> None:
     seed = random.randrange(10**6)

@@ -115,7 +115,9 @@ def test_tensor_parallel_engines_of_two_ranks_have_the_same_logprobs(models: dic
     serve.release()
 
 
-def test_what_cannot_be_equal_is_refused_before_any_process_starts(models: dict[str, Path], tmp_path: Path) -> None:
+def test_unsupported_deterministic_models_are_refused_before_any_process_starts(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     model = models["qwen2"]
     gelu = build_model_dir(tmp_path / "gelu", "llama", hidden=64, hidden_act="gelu")
     dropout = build_model_dir(tmp_path / "dropout", "qwen2", hidden=64, attention_dropout=0.1)

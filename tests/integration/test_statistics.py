@@ -66,7 +66,7 @@ def loss_that_records(logits: Tensor, data: dict[str, Any]) -> Tensor:
     [(1, 1, {}), (3, 1, {}), (2, 2, {}), (2, 1, {"tp_size": 2}), (4, 1, {"sp_size": 2})],
     ids=["alone", "3 shards", "2 copies of 2", "tp 2", "sp 2 of 4"],
 )
-def test_every_element_counts_once_whatever_the_ranks(
+def test_every_element_counts_once_for_any_number_of_ranks(
     models: dict[str, Path], size: int, copies: int, options: dict[str, Any]
 ) -> None:
     engine = RliteTrainEngine(on_meta(Recorder, models["qwen2"]))

@@ -70,7 +70,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_run_resumes_bit_identically(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_model_dir(tmp_path / "model", hidden=32)
     write(tmp_path / "rows.jsonl", demonstrations(WINDOW + 40))
     settings = ("data.batch_size=8", f"data.shuffle_buffer={WINDOW + 2}", "trainer.save_freq=2")

@@ -151,7 +151,7 @@ def test_the_plan_says_what_is_minimised(kind: str, told: str, model: str, tmp_p
     assert trainer(kind, model, tmp_path).describe_loss() == told.format(model=model)
 
 
-def test_a_reward_model_tells_unseen_pairs_apart_and_scores_the_same_in_transformers(
+def test_reward_model_ranks_unseen_pairs_and_scores_the_same_in_transformers(
     model: str, tmp_path: Path, session: Session
 ) -> None:
     learner = trainer("rm", model, tmp_path, "trainer.n_epochs=4")
@@ -217,7 +217,7 @@ def test_options_of_preference_losses_reach_the_loss(model: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "kto"])
-def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(
+def test_stopped_run_ends_with_the_results_of_an_uninterrupted_run(
     kind: str, model: str, tmp_path: Path, session: Session
 ) -> None:
     settings = ("trainer.n_epochs=2", "trainer.save_freq=5", "trainer.test_freq=6")

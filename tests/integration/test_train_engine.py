@@ -236,7 +236,7 @@ def reference_weights(path: Path, batches: list[dict[str, Tensor]]) -> dict[str,
 
 
 @pytest.mark.parametrize("module", [Qwen2Policy, LlamaPolicy])
-def test_train_batch_gives_the_weights_of_plain_torch_whatever_the_ranks_copies_and_microbatches(
+def test_train_batch_equals_plain_torch_for_any_ranks_copies_and_microbatches(
     build: Build, models: dict[str, Path], module: type
 ) -> None:
     batches = [make_batch(LENGTHS, seed) for seed in range(2)]
@@ -436,7 +436,7 @@ class Scored(Qwen2Policy):
         return {name: parameter.grad.clone() for name, parameter in self.named_parameters()}
 
 
-def test_recomputed_activations_are_those_of_the_pack_wherever_backward_is_called(build: Build) -> None:
+def test_recomputed_activations_equal_those_of_the_pack(build: Build) -> None:
     data = pack(make_batch([9, 5, 7]), [0, 1, 2], torch.device("cpu"))
     expected, recomputed = (
         build(Scored, param_dtype="float64", gradient_checkpointing=is_on).gradients_of(data)[0]
@@ -654,7 +654,7 @@ def test_a_released_engine_gives_its_devices_back_and_can_be_built_again(build: 
     assert engine.counter(by=1) == 1
 
 
-def test_what_is_saved_after_an_evaluation_is_what_was_saved_before_it(build: Build, tmp_path: Path) -> None:
+def test_evaluation_does_not_change_a_saved_state(build: Build, tmp_path: Path) -> None:
     """After a forward pass alone FSDP keeps its outermost parameters gathered, as others than the optimizer's."""
     batch = make_batch(LENGTHS)
     weights = []

@@ -76,7 +76,7 @@ OUTCOME: dict[str, tuple[str, dict, Callable[[Batch], Tensor]]] = {
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", OUTCOME)
-def test_an_outcome_advantage_is_verls(peer: Peer, name: str, seed: int) -> None:
+def test_outcome_advantages_equal_verl(peer: Peer, name: str, seed: int) -> None:
     function, options, ours = OUTCOME[name]
     batch = random_batch(seed)
     theirs, _ = getattr(peer(VERL), function)(batch.rewards.clone(), batch.mask, index=batch.index, **options)
@@ -85,7 +85,7 @@ def test_an_outcome_advantage_is_verls(peer: Peer, name: str, seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95)])
-def test_gae_is_verls(peer: Peer, gamma: float, lam: float, seed: int) -> None:
+def test_gae_equals_verl(peer: Peer, gamma: float, lam: float, seed: int) -> None:
     batch = random_batch(seed)
     white, returns = peer(VERL).compute_gae_advantage_return(batch.rewards, batch.values, batch.mask, gamma, lam)
     ours, our_returns = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
@@ -94,7 +94,7 @@ def test_gae_is_verls(peer: Peer, gamma: float, lam: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_returns_whitened_over_tokens_are_verls_reinforce_plus_plus(peer: Peer, seed: int) -> None:
+def test_returns_whitened_over_tokens_equal_verls_reinforce_plus_plus(peer: Peer, seed: int) -> None:
     batch = random_batch(seed)
     theirs, returns = peer(VERL).compute_reinforce_plus_plus_outcome_advantage(
         batch.rewards, batch.mask, config=SimpleNamespace(gamma=0.97)
@@ -104,7 +104,7 @@ def test_returns_whitened_over_tokens_are_verls_reinforce_plus_plus(peer: Peer, 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_remax_is_verls(peer: Peer, seed: int) -> None:
+def test_remax_equals_verl(peer: Peer, seed: int) -> None:
     batch, greedy = random_batch(seed), random_batch(seed + 100).scores
     theirs, _ = peer(VERL).compute_remax_outcome_advantage(batch.rewards, greedy, batch.mask)
     # the reward is on the first token, which is an action: an outcome's advantage stands there
@@ -112,7 +112,7 @@ def test_remax_is_verls(peer: Peer, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_gdpo_is_verls(peer: Peer, seed: int) -> None:
+def test_gdpo_equals_verl(peer: Peer, seed: int) -> None:
     batch, second = random_batch(seed, has_holes=False), random_batch(seed + 100).scores
     prompts = torch.zeros(len(second), 2)
     theirs, _ = peer(VERL).compute_gdpo_outcome_advantage(
@@ -132,7 +132,7 @@ def test_gdpo_is_verls(peer: Peer, seed: int) -> None:
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("zero_tail", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_optimal_token_baseline_is_verls_of_several_turns(
+def test_optimal_token_baseline_equals_verl_with_several_turns(
     peer: Peer, seed: int, zero_tail: bool, has_weights: bool
 ) -> None:
     batch = random_batch(seed)
@@ -163,7 +163,7 @@ def test_the_optimal_token_baseline_is_verls_of_several_turns(
 @pytest.mark.parametrize("std", ["group", "batch", None])
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("leave_one_out", [False, True])
-def test_every_normalisation_is_areals(
+def test_every_normalisation_equals_areal(
     peer: Peer, mean: str | None, std: str | None, unbiased: bool, leave_one_out: bool
 ) -> None:
     data, options = peer("areal.utils.data"), peer("areal.api.cli_args")
@@ -185,7 +185,7 @@ def test_every_normalisation_is_areals(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
-def test_advantages_are_openrlhfs_where_there_are_no_holes(peer: Peer, estimator: str, seed: int) -> None:
+def test_advantages_equal_openrlhf_without_holes(peer: Peer, estimator: str, seed: int) -> None:
     batch = random_batch(seed, has_holes=False)
     mask, scores, groups = batch.mask, batch.scores, batch.group_ids
     gamma, lam = (0.98, 0.9) if estimator in ("gae", "reinforce") else (1.0, 1.0)

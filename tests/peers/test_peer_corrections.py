@@ -38,7 +38,7 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], logprobs: Tensor) -
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
-def test_kl_estimates_and_their_gradients_are_verls(
+def test_kl_estimates_and_their_gradients_equal_verl(
     peer: Peer, estimator: str, straight_through: bool, seed: int
 ) -> None:
     verl, batch = peer("verl.trainer.ppo.core_algos"), random_batch(seed, spread=4.0)
@@ -53,7 +53,7 @@ def test_kl_estimates_and_their_gradients_are_verls(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_importance_weighted_kl_gradient_is_openrlhfs(peer: Peer, estimator: str, seed: int) -> None:
+def test_importance_weighted_kl_gradient_equals_openrlhf(peer: Peer, estimator: str, seed: int) -> None:
     openrlhf, batch = peer("openrlhf.models.utils"), random_batch(seed)
     theirs = value_and_gradient(
         lambda x: openrlhf.compute_approx_kl(x, batch.ref_logprobs, batch.old_logprobs, estimator, True),
@@ -69,14 +69,14 @@ def test_the_importance_weighted_kl_gradient_is_openrlhfs(peer: Peer, estimator:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimates_are_areals(peer: Peer, estimator: str, seed: int) -> None:
+def test_kl_estimates_equal_areal(peer: Peer, estimator: str, seed: int) -> None:
     areal, batch = peer("areal.utils.data"), random_batch(seed)
     theirs = areal.KLEstimator(estimator, apply_clamp=False)(batch.logprobs, batch.ref_logprobs)
     torch.testing.assert_close(kl_penalty(batch.logprobs, batch.ref_logprobs, estimator).float(), theirs, **FLOAT32)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shaped_rewards_are_verls_and_openrlhfs(peer: Peer, seed: int) -> None:
+def test_shaped_rewards_equal_verl_and_openrlhf(peer: Peer, seed: int) -> None:
     verl, openrlhf = peer("verl.trainer.ppo.core_algos"), peer("openrlhf.models.utils")
     batch = random_batch(seed)
     policies = (batch.logprobs, batch.ref_logprobs)
@@ -89,7 +89,7 @@ def test_shaped_rewards_are_verls_and_openrlhfs(peer: Peer, seed: int) -> None:
 
 
 @pytest.mark.parametrize("peer_module", ["verl.trainer.ppo.core_algos", "openrlhf.trainer.ppo_utils.kl_controller"])
-def test_the_adaptive_coefficient_is_theirs(peer: Peer, peer_module: str) -> None:
+def test_adaptive_coefficient_equals_peers(peer: Peer, peer_module: str) -> None:
     controller = peer(peer_module).AdaptiveKLController(0.1, 4.0, 1000)
     coef, generator = 0.1, torch.Generator().manual_seed(0)
     for kl in (8 * torch.rand(20, generator=generator, dtype=torch.float64)).tolist():
@@ -102,7 +102,7 @@ def test_the_adaptive_coefficient_is_theirs(peer: Peer, peer_module: str) -> Non
 @pytest.mark.parametrize("batch_normalize", [False, True])
 @pytest.mark.parametrize("bounds", [(None, 1.2), (0.8, 1.2)])
 @pytest.mark.parametrize("scope", ["token", "sequence"])
-def test_importance_weights_are_verls(
+def test_importance_weights_equal_verl(
     peer: Peer, scope: str, bounds: tuple[float | None, float], batch_normalize: bool, seed: int
 ) -> None:
     lower, upper = bounds
@@ -134,7 +134,7 @@ CRITERIA = [
 
 
 @pytest.mark.parametrize(("scope", "over", "estimator"), CRITERIA)
-def test_rejection_masks_are_verls(peer: Peer, scope: str, over: str | None, estimator: str) -> None:
+def test_rejection_masks_equal_verl(peer: Peer, scope: str, over: str | None, estimator: str) -> None:
     verl = peer(VERL)
     mode = f"token_{estimator}" if over is None else f"seq_{over}_{estimator}"
     lower, upper = (math.log(0.8), math.log(1.1)) if estimator == "k1" else (None, 0.02)
@@ -165,7 +165,7 @@ BOUNDED = [("ratio", "clamp"), *((metric, "mask") for metric in ("ratio", "kl_k1
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("metric", "action"), BOUNDED)
 @pytest.mark.parametrize(("level", "agg"), SEQUENCE_OR_TOKEN)
-def test_bounded_behaviour_weights_are_areals(
+def test_bounded_behaviour_weights_equal_areal(
     peer: Peer, action: str, level: str, agg: str, metric: str, seed: int
 ) -> None:
     functional, options = peer("areal.utils.functional.functional"), peer("areal.api.cli_args")
@@ -193,7 +193,7 @@ def test_bounded_behaviour_weights_are_areals(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_off_policy_metrics_are_verls(peer: Peer, seed: int) -> None:
+def test_off_policy_metrics_equal_verl(peer: Peer, seed: int) -> None:
     batch = random_batch(seed)
     theirs = peer(VERL).compute_offpolicy_metrics(*batch.policies, batch.mask)
     ours = off_policy_metrics(*batch.policies, batch.mask)
@@ -215,7 +215,7 @@ def test_off_policy_metrics_are_verls(peer: Peer, seed: int) -> None:
 
 
 @pytest.mark.parametrize("min_factor", [0.0, 0.1])
-def test_the_cosine_schedule_is_verls_whose_warm_up_starts_with_an_idle_step(peer: Peer, min_factor: float) -> None:
+def test_cosine_schedule_equals_verl_after_its_idle_step(peer: Peer, min_factor: float) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = peer("verl.utils.torch_functional").get_cosine_schedule_with_warmup(optimizer, 5, 30, min_factor)
     theirs = [schedule.lr_lambdas[0](step) for step in range(31)]

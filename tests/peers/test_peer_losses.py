@@ -110,7 +110,7 @@ def verls_loss(peer: Peer, name: str, average: str, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize("average", sorted(AVERAGES))
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", [*sorted(VERLS), "dppo_tv", "dppo_kl"])
-def test_policy_losses_are_verls(peer: Peer, name: str, weighted: bool, average: str, seed: int) -> None:
+def test_policy_losses_equal_verl(peer: Peer, name: str, weighted: bool, average: str, seed: int) -> None:
     if name.startswith("dppo"):
         options = {"divergence": name[-2:], "clip_low": 0.03, "clip_high": 0.02, "ratio_cap": 1.5}
         ours_name, theirs_name, only = "dppo", name, None
@@ -150,7 +150,7 @@ def test_policy_losses_are_verls(peer: Peer, name: str, weighted: bool, average:
         ("seq", "mask", "tv", (0.0, 0.05)),
     ],
 )
-def test_gated_ppo_is_openrlhfs(
+def test_gated_ppo_equals_openrlhf(
     peer: Peer, level: str, mode: str, gate: str, bounds: tuple[float, float], seed: int
 ) -> None:
     module = peer("openrlhf.models.loss")
@@ -189,7 +189,7 @@ def test_gated_ppo_is_openrlhfs(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_is_openrlhfs_and_areals(peer: Peer, seed: int) -> None:
+def test_gspo_equals_openrlhf_and_areal(peer: Peer, seed: int) -> None:
     openrlhf, areal = peer("openrlhf.models.loss"), peer("areal.utils.functional")
     batch = random_batch(seed)
     advantages = advantages_of(batch, seed, per_token=False)
@@ -233,7 +233,7 @@ def test_gspo_is_openrlhfs_and_areals(peer: Peer, seed: int) -> None:
         ("k3", (None, 0.03), "mask"),
     ],
 )
-def test_decoupled_ppo_is_areals_packed(
+def test_packed_decoupled_ppo_equals_areal(
     peer: Peer, metric: str, bounds: tuple[float | None, float], action: str, level: str, seed: int
 ) -> None:
     areal = peer("areal.utils.functional")
@@ -274,7 +274,7 @@ def test_decoupled_ppo_is_areals_packed(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sapo_the_proximal_interpolation_and_the_second_moment_mask_are_areals(peer: Peer, seed: int) -> None:
+def test_sapo_proximal_interpolation_and_second_moment_mask_equal_areal(peer: Peer, seed: int) -> None:
     areal, actor = peer("areal.utils.functional"), peer("areal.trainer.ppo.actor")
     batch, mask = random_batch(seed), random_batch(seed).mask.bool()
     advantages = advantages_of(batch, seed)
@@ -408,7 +408,7 @@ GRPO_VARIANTS = {
 @pytest.mark.parametrize("kl", ["none", "k3", "corrected"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("variant", sorted(GRPO_VARIANTS))
-def test_grpo_and_its_variants_are_trls(peer: Peer, variant: str, weighted: bool, kl: str, seed: int) -> None:
+def test_grpo_and_its_variants_equal_trl(peer: Peer, variant: str, weighted: bool, kl: str, seed: int) -> None:
     settings, name, options, average = GRPO_VARIANTS[variant]
     batch = random_batch(seed)
     advantages = torch.randn(len(batch.mask), 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -438,7 +438,7 @@ def test_grpo_and_its_variants_are_trls(peer: Peer, variant: str, weighted: bool
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_off_policy_sequence_mask_is_trls(peer: Peer, seed: int) -> None:
+def test_off_policy_sequence_mask_equals_trl(peer: Peer, seed: int) -> None:
     batch = random_batch(seed, spread=0.2)
     advantages = torch.randn(len(batch.mask), 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     advantages = advantages.expand(batch.mask.shape)
@@ -457,7 +457,7 @@ def test_the_off_policy_sequence_mask_is_trls(peer: Peer, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("clip", [0.2, 0.6])
-def test_value_losses_are_verls_openrlhfs_and_areals(peer: Peer, clip: float, seed: int) -> None:
+def test_value_losses_equal_verl_openrlhf_and_areal(peer: Peer, clip: float, seed: int) -> None:
     verl, openrlhf = peer("verl.trainer.ppo.core_algos"), peer("openrlhf.models.loss")
     areal = peer("areal.utils.functional")
     batch = random_batch(seed)
@@ -535,7 +535,7 @@ def halves(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", sorted(PREFERENCES))
-def test_preference_losses_are_trls(peer: Peer, name: str, seed: int) -> None:
+def test_preference_losses_equal_trl(peer: Peer, name: str, seed: int) -> None:
     batch = random_batch(seed, has_holes=False)
     ours_name, options = PREFERENCES[name]
     chosen_lengths, rejected_lengths = halves(batch.mask.sum(-1))
@@ -560,7 +560,7 @@ def test_preference_losses_are_trls(peer: Peer, name: str, seed: int) -> None:
     ],
     ids=str,
 )
-def test_divergences_mixtures_and_length_desensitisation_are_trls(
+def test_divergences_mixtures_and_length_desensitisation_equal_trl(
     peer: Peer, changes: dict[str, Any], seed: int
 ) -> None:
     batch = random_batch(seed, has_holes=False)
@@ -584,7 +584,7 @@ def test_divergences_mixtures_and_length_desensitisation_are_trls(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
-def test_aot_is_trls(peer: Peer, name: str, seed: int) -> None:
+def test_aot_equals_trl(peer: Peer, name: str, seed: int) -> None:
     batch = random_batch(seed, has_holes=False)
 
     def ours(logprobs: Tensor) -> Tensor:
@@ -595,7 +595,7 @@ def test_aot_is_trls(peer: Peer, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_dpo_with_label_smoothing_and_ipo_are_openrlhfs(peer: Peer, seed: int) -> None:
+def test_dpo_with_label_smoothing_and_ipo_equal_openrlhf(peer: Peer, seed: int) -> None:
     module, batch = peer("openrlhf.models.loss"), random_batch(seed)
     sums = halves((batch.logprobs * batch.mask).sum(-1), (batch.ref_logprobs * batch.mask).sum(-1))
     for name, settings, options in (
@@ -630,7 +630,7 @@ PRESETS = {
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_losses_without_a_reference_are_trls(peer: Peer, name: str, seed: int) -> None:
+def test_losses_without_a_reference_equal_trl(peer: Peer, name: str, seed: int) -> None:
     module, trainers, settings, ours_name, options, is_of_means, nll_weight = PRESETS[name]
     cls = getattr(peer(f"trl.experimental.{module}"), trainers)
     batch = random_batch(seed, has_holes=False)
@@ -671,7 +671,7 @@ def test_losses_without_a_reference_are_trls(peer: Peer, name: str, seed: int) -
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-def test_kto_is_trls(peer: Peer, loss_type: str, seed: int) -> None:
+def test_kto_equals_trl(peer: Peer, loss_type: str, seed: int) -> None:
     cls = peer("trl.trainer.kto_trainer").KTOTrainer
     batch = random_batch(seed, has_holes=False)
     mask, labels = batch.mask, torch.arange(len(batch.mask)) % 3 == 0
@@ -709,7 +709,7 @@ def test_kto_is_trls(peer: Peer, loss_type: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_reward_model_losses_are_openrlhfs_and_trls(peer: Peer, seed: int) -> None:
+def test_reward_model_losses_equal_openrlhf_and_trl(peer: Peer, seed: int) -> None:
     openrlhf = peer("openrlhf.models.loss").PairWiseLoss()
     cls = peer("trl.trainer.reward_trainer").RewardTrainer
     scores = random_batch(seed).values
@@ -738,7 +738,7 @@ def test_reward_model_losses_are_openrlhfs_and_trls(peer: Peer, seed: int) -> No
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("average", ["token", "sequence"])
-def test_the_supervised_loss_is_openrlhfs(peer: Peer, average: str, seed: int) -> None:
+def test_supervised_loss_equals_openrlhf(peer: Peer, average: str, seed: int) -> None:
     theirs, batch = peer("openrlhf.models.loss").SFTLoss(token_level_loss=average == "token"), random_batch(seed)
     same(
         lambda x: theirs(x, batch.mask),

@@ -36,7 +36,7 @@ def rows(**columns: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_sum_of_trls_functions_is_its_trainers(peer: Peer) -> None:
+def test_sum_of_trl_functions_equals_its_trainer(peer: Peer) -> None:
     theirs = peer("trl.rewards")
     trainer = peer("trl.trainer.grpo_trainer").GRPOTrainer
 
@@ -76,7 +76,7 @@ def test_the_sum_of_trls_functions_is_its_trainers(peer: Peer) -> None:
     assert torch.allclose(torch.tensor(asyncio.run(reward.batch(mine))), torch.tensor(expected))
 
 
-def test_verls_scores_are_what_its_own_function_says(peer: Peer) -> None:
+def test_scores_equal_those_of_verls_own_function(peer: Peer) -> None:
     compute_score = peer("verl.utils.reward_score").default_compute_score
     reward = RewardFunction(from_verl(compute_score), in_process=True)
     for source, truth in (("openai/gsm8k", "4"), ("math_dapo", "4")):

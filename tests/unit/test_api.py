@@ -64,7 +64,7 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
         ("grpo", {"reward": right, "data": 5}, DataError, "train_data=5: expected a path, or rows"),
     ],
 )
-def test_what_cannot_work_is_refused_as_on_the_command_line(
+def test_invalid_arguments_are_refused_as_on_the_command_line(
     algorithm: str, keywords: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
@@ -138,7 +138,7 @@ def test_an_error_about_a_sets_reward_names_its_option() -> None:
         own_rewards(own, "test_data.code", NOTHING)
 
 
-def test_a_run_says_where_it_is_and_what_came_of_it(tmp_path: Path) -> None:
+def test_run_shows_its_folder_and_metrics(tmp_path: Path) -> None:
     run = api.TrainedRun(tmp_path, {"reward": 0.5, "actor/loss": 1e-5, "lr": 1.0})
     assert repr(run) == f"TrainedRun({tmp_path}, reward 0.5000, actor/loss 1.0e-05)"
     lines = [{"step": 1, "test_loss": 2.0}, {"step": 2, "loss": 0.25}]

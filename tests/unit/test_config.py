@@ -105,7 +105,7 @@ def test_a_group_can_be_left_out_and_switched_off(tmp_path: Path) -> None:
     assert load(Run, ["data.path=x", "sampling={max_new_tokens: 7}"]).sampling == Sampling(max_new_tokens=7)
 
 
-def test_what_the_environment_says_is_saved_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_saved_unresolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "hunter2")
     recipe = """
 data: {path: "https://me:${oc.env:KEY}@host/rows"}
@@ -199,7 +199,7 @@ def test_required_keys_that_are_missing_are_listed_together(tmp_path: Path) -> N
         load(Run, ["--config", recipe])
 
 
-def test_what_a_file_leaves_open_is_required_though_it_has_a_default(tmp_path: Path) -> None:
+def test_question_marks_make_a_key_with_a_default_required(tmp_path: Path) -> None:
     recipe = write(tmp_path, "data:\n  path: a\n  batch_size: ???\nsampling: {max_new_tokens: 3}\n")
     with pytest.raises(ConfigError, match=r"not set: data\.batch_size \("):
         load(Run, ["--config", recipe])

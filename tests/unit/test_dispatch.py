@@ -106,7 +106,7 @@ def test_shares_of_consecutive_rows_are_views_of_a_tensor() -> None:
     assert same_rows.data_ptr() == rows.data_ptr()
 
 
-def test_what_is_not_marked_is_the_same_object_on_every_rank() -> None:
+def test_unmarked_arguments_are_the_same_object_on_every_rank() -> None:
     model, options = object(), {"a": [1, 2]}
     calls = scatter((NeedParallel([1, 2]), model), {"options": options}, 2)
     assert all(args[1] is model and kwargs["options"] is options for args, kwargs in calls)
@@ -196,7 +196,7 @@ def test_fewer_rows_than_ranks_are_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     "value", [3, "text", None, torch.tensor(1), np.float32(1), TensorDict({}, []), {"a": {"b": 1}}]
 )
-def test_what_has_no_rows_is_refused_by_name(value: Any) -> None:
+def test_values_without_rows_are_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match="argument 'x'"):
         scatter((), {"x": NeedParallel(value)}, 1)
 
@@ -260,7 +260,7 @@ def test_sequences_that_cannot_be_cut_together_are_refused() -> None:
 # Role groups
 
 
-def test_lists_with_one_item_per_target_are_dealt_out() -> None:
+def test_lists_with_one_item_per_target_are_split() -> None:
     assert deal(([10, 11], "x"), {"y": [1, 2]}, 2, auto_shard=True) == [((10, "x"), {"y": 1}), ((11, "x"), {"y": 2})]
 
 
@@ -278,7 +278,7 @@ def test_marked_arguments_are_always_split_over_targets(auto_shard: bool) -> Non
     assert calls == [((["a", "b"], 0.7), {}), ((["c"], 0.7), {}), ((["d"], 0.7), {}), ((["e"], 0.7), {})]
 
 
-def test_a_share_that_happens_to_have_one_item_per_target_is_not_dealt_again() -> None:
+def test_share_with_one_item_per_target_is_not_split_again() -> None:
     calls = deal((NeedParallel([1, 2, 3, 4]), ["x", "y"]), {}, 2, auto_shard=True)
     assert calls == [(([1, 2], "x"), {}), (([3, 4], "y"), {})]
 

@@ -85,7 +85,7 @@ def test_a_file_that_fails_shows_its_own_traceback_alone(folder: Path, source: s
     assert "rlite/" not in str(failure.value).replace(str(folder), "")
 
 
-def test_what_is_not_there_is_named(folder: Path) -> None:
+def test_missing_files_and_modules_are_named(folder: Path) -> None:
     with pytest.raises(ImportFailed, match=r"--import nowhere\.py: no such file in "):
         load(SftConfig, [*NEEDED, "--import", "nowhere.py"])
     with pytest.raises(ImportFailed, match=r"--import nowhere\.own: no module 'nowhere'; expected a file such as"):

@@ -28,7 +28,7 @@ def test_names_of_other_libraries_lead_to_the_usual_key(command: str, key: str, 
         load(COMMANDS[command].find_options(), [f"{key}=1"])
 
 
-def test_names_of_other_libraries_mean_something_and_are_none_of_ours() -> None:
+def test_foreign_option_names_map_to_ours() -> None:
     told = "".join(describe(COMMANDS[command].find_options()) for command in ("ppo", "sft"))
     ours = {key.rpartition(".")[2] for key in re.findall(r"^([\w.]+)=", told, re.MULTILINE)}
     assert set(itertools.chain.from_iterable(ELSEWHERE.values())) <= ours

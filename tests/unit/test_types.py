@@ -67,7 +67,7 @@ def test_a_request_takes_what_a_chat_template_returns() -> None:
         ({"input_ids": [0, 1], "attention_mask": [0, 1]}, "is padded"),
     ],
 )
-def test_what_is_no_token_id_is_refused_by_its_value(value: Any, message: str) -> None:
+def test_invalid_token_ids_are_refused_by_value(value: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         LLMRequest(input_ids=value)
     workflow = SingleTurnWorkflow(lambda **_: 0.0, GenerationHyperparameters(), byte_tokenizer())

@@ -78,7 +78,7 @@ def test_no_gradient_reaches_the_reference() -> None:
     assert [x.grad is None for x in tensors] == [False, False, True, True]
 
 
-def test_what_cannot_work_is_named() -> None:
+def test_invalid_losses_and_options_are_named() -> None:
     with pytest.raises(ConfigError, match="did you mean 'sigmoid'"):
         PREFERENCE_LOSSES.check("sigmod", {})
     with pytest.raises(UnknownOptionError, match=r"no option 'label_smooth'.*'label_smoothing'"):

@@ -77,7 +77,7 @@ def test_a_process_that_fails_crashes_or_hangs_ends_with_a_reason(
     assert "begun" in (tmp_path / "log").read_text() or status in ("ok", "failed")
 
 
-def test_what_a_hanging_step_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_hung_step_end_with_it(tmp_path: Path) -> None:
     program = "import os, time; print(os.fork(), flush=True); time.sleep(60)"
     status, reason = watch([sys.executable, "-c", program], 2, tmp_path / "log")
     assert status == "timed out"

@@ -38,7 +38,7 @@ def test_a_write_that_was_cut_short_leaves_the_one_before_and_is_cleared_by_the_
     assert not (path / "half").exists()
 
 
-def test_what_is_damaged_missing_or_unfinished_is_named(tmp_path: Path) -> None:
+def test_damaged_missing_and_unfinished_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     with pytest.raises(CheckpointError, match="no such folder"):
         verify(path)

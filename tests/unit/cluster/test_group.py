@@ -117,7 +117,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "PEER_GRACE_S", 0.2)
 
 
-def test_results_come_in_rank_order_whoever_is_first(group: WorkerGroup) -> None:
+def test_results_come_in_rank_order(group: WorkerGroup) -> None:
     assert broadcast(group, "sleep", [0.1, 0.05, 0.0]) == [0, 1, 2]
     assert group.call("add", [((5,), {}), ((), {"number": 7})], ranks=[2, 0]) == [(2, 5), (0, 7)]
 

@@ -24,7 +24,7 @@ time.sleep(600)
 """
 
 
-def test_a_killed_program_takes_what_is_marked_with_it() -> None:
+def test_killed_program_ends_marked_processes() -> None:
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     inside, outside = (psutil.Process(int(pid)) for pid in program.stdout.readline().split())
@@ -54,7 +54,7 @@ def test_a_process_whose_title_is_written_over_its_first_variables_is_found() ->
     assert not psutil.pid_exists(titled.pid)
 
 
-def test_close_ends_what_does_not_end_by_itself() -> None:
+def test_close_ends_running_processes() -> None:
     guard = Guard()
     with guard.marking():
         inside = subprocess.Popen(SLEEP)

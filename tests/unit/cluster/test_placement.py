@@ -127,7 +127,7 @@ def test_all_relations_hold_together() -> None:
     assert shown(place(ledger, "x", 1, colocate_with=("a",), acceptable_node_ips=ips), "x") == ["b0", "b1"]
 
 
-def test_who_asked_not_to_share_with_an_owner_is_spared_when_it_comes_back() -> None:
+def test_not_colocate_with_holds_when_the_other_owner_returns() -> None:
     ledger = place(cluster(4), "a", 1, 2)
     ledger = place(ledger, "b", 1, 2, not_colocate_with=("a",))
     with pytest.raises(PlacementError, match="was placed with not_colocate_with 'a'"):
@@ -175,7 +175,7 @@ HELD = place(place(cluster(2, 2), "one", 2, 1), "alone", 1, 1, exclusive=True)
         ({"executor_size": 5}, "start with more devices"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(options: dict[str, Any], message: str) -> None:
+def test_impossible_requests_are_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         HELD.place(PlacementRequest(**{"owner": "x", "executor_size": 1, **options}))
 
@@ -265,9 +265,7 @@ def test_every_placement_keeps_the_rules_and_release_restores(sizes: list[int], 
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
-def test_as_many_executors_as_fit_is_all_that_the_free_devices_of_each_node_hold(
-    sizes: list[int], data: st.DataObject
-) -> None:
+def test_default_number_of_executors_fills_the_free_devices_of_each_node(sizes: list[int], data: st.DataObject) -> None:
     ledger = cluster(*sizes)
     busy = data.draw(st.lists(st.sampled_from([f"{d.node}{d.index}" for d in ledger.devices]), unique=True))
     size = data.draw(st.integers(1, max(sizes)))

@@ -57,7 +57,7 @@ def test_a_session_is_one_at_a_time_and_ends_twice_without_harm() -> None:
     init(device="cpu", num_devices=1)
 
 
-def test_what_an_owner_took_is_given_back_once_and_it_is_told_before() -> None:
+def test_release_returns_devices_once_and_notifies_the_owner_first() -> None:
     session = init(device="cpu", num_devices=1)
     told = []
     name = session.new_name("train")

@@ -42,7 +42,7 @@ def role_group(group: WorkerGroup, late: list[Any] | None = None) -> RoleGroup:
     return RoleGroup(RLRoleType.ACTOR, Actor, group, lambda *report: noted.append(report))
 
 
-def test_lists_with_an_item_for_each_workload_are_dealt_out_and_the_rest_is_copied(group: WorkerGroup) -> None:
+def test_lists_with_an_item_per_workload_are_split_and_other_arguments_copied(group: WorkerGroup) -> None:
     actors = role_group(group)
     assert actors.update([1, 2, 3]) == [1, 2, 3]
     assert actors.update([1, 2]) == [[1, 2]] * 3
@@ -133,7 +133,7 @@ def test_role_groups_are_not_there_in_the_constructor_of_a_trainer(group: Worker
         trainer.get_workload_resource("acter")
 
 
-def test_a_held_port_is_given_to_nobody_and_can_still_be_served() -> None:
+def test_held_port_is_reserved_and_can_be_served() -> None:
     import socket
 
     port = hold_port("127.0.0.1")

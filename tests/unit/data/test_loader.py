@@ -30,7 +30,7 @@ def dealt(loader: BatchLoader) -> list[list[int]]:
 
 
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(1, 4), st.integers(0, 99))
-def test_an_epoch_deals_every_row_once_in_batches_of_the_asked_size(
+def test_epoch_yields_every_row_once_in_batches_of_the_requested_size(
     count: int, batch_size: int, n_epochs: int, seed: int
 ) -> None:
     loader = BatchLoader(numbered_rows(count), batch_size, seed, n_epochs)
@@ -45,7 +45,7 @@ def test_an_epoch_deals_every_row_once_in_batches_of_the_asked_size(
 
 
 @given(st.integers(1, 20), st.integers(1, 7), st.data())
-def test_a_restored_loader_deals_what_is_left(count: int, batch_size: int, data: st.DataObject) -> None:
+def test_restored_loader_yields_the_remaining_batches(count: int, batch_size: int, data: st.DataObject) -> None:
     rows = numbered_rows(count)
     whole = dealt(BatchLoader(rows, batch_size, seed=1, n_epochs=3))
     loader = BatchLoader(rows, batch_size, seed=1, n_epochs=3)

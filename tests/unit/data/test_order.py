@@ -71,7 +71,7 @@ def test_without_weights_every_item_occurs_once_in_an_epoch_and_seeds_differ() -
     assert str(made) == "a 62.5%, b 37.5%"
 
 
-def test_a_weight_that_deals_nothing_is_refused() -> None:
+def test_weight_without_an_item_per_epoch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mixture\.b\.weight=0\.001 of 1\.001 gives no item in an epoch of 10 items"):
         MixedOrder(Mixture({"a": 5, "b": 5}, {"a": 1, "b": 0.001}), seed=0)
 

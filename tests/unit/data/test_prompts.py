@@ -38,7 +38,7 @@ def test_a_row_without_a_prompt_is_named(row: Any, message: str) -> None:
         check_prompts([{"prompt": "a"}, row], "train_data.path=x.json")
 
 
-def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position() -> None:
+def test_stream_yields_every_row_once_per_epoch_and_resumes_from_a_position() -> None:
     rows = [{"prompt": str(number)} for number in range(5)]
     stream = PromptStream(rows, 3, seed=1)
     dealt = [row["prompt"] for _ in range(5) for row in stream.next()]

@@ -101,7 +101,7 @@ def test_a_split_and_parts_of_it_are_chosen_by_name(tmp_path: Path) -> None:
         read_rows(f"tset@{tmp_path}/both")
 
 
-def test_the_folder_that_one_is_in_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
     monkeypatch.chdir(tmp_path / "saved")
     assert read_rows(".") == [{"prompt": "a"}]
@@ -200,7 +200,7 @@ def test_a_path_with_an_at_sign_is_a_path(tmp_path: Path) -> None:
         ("rows.arrow", "no", DataError, "not an Arrow file"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_the_option(
+def test_unreadable_tables_are_named_with_the_option(
     source: str, text: str | None, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

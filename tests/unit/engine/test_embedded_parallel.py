@@ -129,7 +129,7 @@ def test_key_heads_that_do_not_divide_are_refused_by_every_rank(served: dict) ->
         assert "num_key_value_heads=3" in rank["refusal"]
 
 
-def test_what_is_not_finite_on_one_rank_ends_the_same_on_all(served: dict) -> None:
+def test_nonfinite_values_on_one_rank_end_requests_on_all(served: dict) -> None:
     for rank in served["ranks"]:
         assert "not finite, though the weights are" in rank["ends"][0]
         assert rank["ends"][1] in ("stop", "length")

@@ -191,7 +191,7 @@ def test_chunked_prefill_equals_whole_prefill(model_dir) -> None:
         assert chunked[i].logprobs == pytest.approx(chunk.logprobs, abs=5e-5)
 
 
-def test_running_requests_continue_unchanged_when_the_cache_is_computed_anew(model_dir) -> None:
+def test_running_requests_continue_unchanged_after_the_cache_is_recomputed(model_dir) -> None:
     path = model_dir("qwen3")
     requests = requests_of(prompts_of(6, 6, 25) * 2, max_new_tokens=40)
     undisturbed = tokens_of(run(worker_of(path, max_num_seqs=4), requests))
@@ -492,7 +492,7 @@ def test_a_completion_goes_on_in_another_worker_as_if_it_had_made_all_of_it(mode
         assert rest[i].finish_reason == "length"
 
 
-def test_what_another_worker_has_made_counts_for_limits_and_stop_strings(model_dir) -> None:
+def test_tokens_of_a_lost_worker_count_for_limits_and_stop_strings(model_dir) -> None:
     path = model_dir("llama", False)
     (request,) = requests_of(prompts_of(5), temperature=0, ignore_eos=True)
     made = run(worker_of(path), [request])[0].token_ids

@@ -97,7 +97,7 @@ def test_build_options_of_an_inference_engine(
     assert not serve.is_built
 
 
-def test_executors_that_nobody_registered(path: Path, train: RliteTrainEngine) -> None:
+def test_unregistered_executors_are_refused(path: Path, train: RliteTrainEngine) -> None:
     with pytest.raises(ConfigError, match="unknown inference executor 'torhc'; did you mean 'torch'"):
         RliteInferenceEngine(path, executor="torhc")
     with pytest.raises(ConfigError, match="unknown train executor 'fsdp'; did you mean 'fsdp2'"):

@@ -91,7 +91,7 @@ def test_a_tied_source_serves_a_target_that_is_tied_or_calls_it_by_the_other_nam
         (Layout({"a": place((1,), (0,), (2,))}, "host"), layout(a=(2,)), "cover 1 of the 2 elements"),
     ],
 )
-def test_what_does_not_fit_is_named(source: Layout, target: Layout, words: str) -> None:
+def test_mismatched_layouts_are_named(source: Layout, target: Layout, words: str) -> None:
     with pytest.raises(WeightSyncError, match=words):
         make_plan([source], target, "target")
 

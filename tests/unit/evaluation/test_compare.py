@@ -37,7 +37,7 @@ def test_the_difference_is_that_of_the_accuracies_also_with_failed_samples() -> 
     assert found.low <= found.difference <= found.high
 
 
-def test_failures_of_both_models_are_equal_whatever_their_lowest_scores() -> None:
+def test_failures_of_both_models_have_the_same_score() -> None:
     first = of({"a": [None], "b": [-1], "c": [1]})
     second = of({"a": [None], "b": [0.5], "c": [1]})
     assert paired_differences(first, second).tolist() == [0, 1.5, 0]

@@ -101,7 +101,7 @@ def test_a_failed_sample_costs_no_sibling_and_keeps_its_place(graded: Graders) -
     assert found.metrics["pass@1"] == pytest.approx((1 / 3 + 1) / 2)
 
 
-def test_an_episode_of_several_sequences_is_one_sample_whatever_the_id_of_its_row(collector: RolloutCollector) -> None:
+def test_episode_of_several_sequences_is_one_sample(collector: RolloutCollector) -> None:
     found = evaluate(collector, EvaluationSet("math", [{"id": "a"}, {"id": "a"}], TwoSequences()))
     length = found.samples[0].length
     assert length > 0

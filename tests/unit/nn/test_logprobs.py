@@ -30,7 +30,7 @@ def inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(("block_size", "num_kept"), [(1, 0), (5, 30), (5, 10**6), (13, 0), (100, 0), (None, None)])
-def test_gradients_are_right_whatever_the_blocks_and_however_many_are_kept(
+def test_gradients_are_right_for_any_number_of_blocks_and_kept_blocks(
     block_size: int | None, num_kept: int | None
 ) -> None:
     hidden, weight, bias, labels = inputs(4)

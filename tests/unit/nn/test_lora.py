@@ -99,7 +99,7 @@ def test_options_that_mean_nothing_are_refused(changes, named):
     ("target", "reason"),
     [("q_prj", "q_proj"), ("embed_tokens", "no linear layer"), ("self_attn", "no linear layer"), ("lm_head", "shares")],
 )
-def test_what_is_no_linear_layer_of_its_own_gets_no_adapter(path, target, reason):
+def test_adapters_need_untied_linear_layers(path, target, reason):
     with pytest.raises(ConfigError, match=reason):
         policy_module(path, lora=LoraOptions(target_modules=["k_proj", target]))
 

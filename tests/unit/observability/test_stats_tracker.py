@@ -190,7 +190,7 @@ def test_any_split_of_the_elements_over_ranks_and_calls_exports_the_same(
     assert gathered.export() == {}
 
 
-def test_what_is_recorded_apart_in_a_task_stays_apart_from_other_tasks() -> None:
+def test_separate_recordings_of_a_task_exclude_other_tasks() -> None:
     tracker = StatsTracker()
 
     async def inside() -> int:

@@ -66,7 +66,7 @@ def test_spans_nest_in_the_row_of_their_thread_and_timings_are_spans(tmp_path: P
     assert step["dur"] == pytest.approx(stats_tracker.export()["timeperf/step"] * 1e6, abs=1.0)
 
 
-def test_tasks_of_one_thread_overlap_and_things_pass_through_stages(tmp_path: Path) -> None:
+def test_tasks_of_one_thread_overlap_and_items_pass_through_stages(tmp_path: Path) -> None:
     trace.start(tmp_path / "trace.json")
 
     async def episode(number: int) -> None:
@@ -132,7 +132,7 @@ def test_a_trace_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None:
     assert len(events) < 100 + 60 + 20
 
 
-def test_what_began_before_a_trace_is_no_part_of_it(tmp_path: Path) -> None:
+def test_trace_excludes_events_that_began_before_it(tmp_path: Path) -> None:
     trace.start(tmp_path / "first.json")
     stats_tracker.export()
     before = time.perf_counter()
@@ -159,7 +159,7 @@ def test_memory_is_bounded_because_events_are_written_in_pieces(tmp_path: Path) 
     assert len(read_trace(tracer.path)) == 3 * trace.HELD_EVENTS + 3
 
 
-def test_what_a_killed_process_leaves_lacks_only_its_end(tmp_path: Path) -> None:
+def test_trace_of_a_killed_process_lacks_only_its_end(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     program = (
         "import os, signal, sys\n"

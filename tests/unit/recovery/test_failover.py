@@ -248,7 +248,7 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_what_a_running_job_does(case: str) -> None:
+def test_decisions_of_a_running_job(case: str) -> None:
     events, expected, stage = TABLE[case]
     state, actions = play([*BEGIN, *events])
     assert actions[len(BEGIN) :] == expected

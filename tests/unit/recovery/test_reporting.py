@@ -26,7 +26,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.
     assert reporting.read(file) is None
 
 
-def test_a_program_that_nobody_watches_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_a_watcher_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(reporting.FILE, raising=False)
     monkeypatch.delenv(reporting.BEGUN, raising=False)
     reporting.report_step(1, 2)

@@ -25,7 +25,7 @@ def test_a_script_is_gone_through_again_and_again_and_cut_at_the_limit() -> None
     assert responses[1].output_logprobs == [-0.5, -0.5]
 
 
-def test_what_the_answer_raises_agenerate_raises() -> None:
+def test_agenerate_raises_the_error_of_the_script() -> None:
     def answer(request: LLMRequest) -> list[int]:
         raise ConnectionError("the server is gone")
 

@@ -73,7 +73,7 @@ def test_rewards_may_be_of_tokens() -> None:
         ({"input_ids": torch.zeros(1, 2)}, "trajectory 1 is dict: expected a TensorDict"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_key_and_item(second: Any, message: str) -> None:
+def test_mismatched_trajectories_are_named_with_key_and_index(second: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         pad_trajectories([row(3), second])
 

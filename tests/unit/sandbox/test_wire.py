@@ -55,7 +55,7 @@ def test_numbers_arrive_as_pythons_own() -> None:
     assert math.isnan(infinite[2])
 
 
-def test_what_has_no_form_or_is_too_long_is_refused_by_the_sender() -> None:
+def test_sender_refuses_unsupported_and_long_values() -> None:
     deep: list[Any] = []
     for _ in range(100):
         deep = [deep]
@@ -105,7 +105,7 @@ def made(text: str | bytes, raw: bytes = b"") -> bytes:
         b"\xff" * 8,
     ],
 )
-def test_what_is_no_frame_is_one_error(data: bytes) -> None:
+def test_invalid_frames_raise_wire_error(data: bytes) -> None:
     with pytest.raises(WireError):
         list(Reader(1000).read(data))
 
@@ -124,14 +124,14 @@ def test_random_garbage_is_a_wire_error_or_waits_for_more() -> None:
             pass
 
 
-def test_frames_are_read_whatever_the_pieces_that_they_come_in() -> None:
+def test_frames_are_read_from_pieces_of_any_size() -> None:
     values = [1, "two" * 200, b"three", {"four": 4.0}]
     data = b"".join(frame(value, 1000) for value in values)
     reader = Reader(1000)
     assert [value for at in range(0, len(data), 3) for value in reader.read(data[at : at + 3])] == values
 
 
-def test_those_before_an_unreadable_one_count() -> None:
+def test_frames_before_an_unreadable_frame_count() -> None:
     values = Reader(10).read(frame(1, 10) + frame(2, 10) + b"\xff" * 20)
     assert [next(values), next(values)] == [1, 2]
     with pytest.raises(WireError):

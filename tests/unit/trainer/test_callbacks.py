@@ -48,7 +48,7 @@ def run_with(folder: Path, *callbacks: Callback, total_steps: int = 3) -> Traini
     return TrainingRun(config, ReportedMetrics(), total_steps, callbacks=callbacks)
 
 
-def test_a_callback_is_told_of_every_step(tmp_path: Path) -> None:
+def test_callback_is_called_at_every_step(tmp_path: Path) -> None:
     told = Told()
     run = run_with(tmp_path, told)
     run.open()
@@ -109,7 +109,7 @@ def test_states_are_kept_by_name_and_a_state_that_cannot_be_kept_is_a_failure() 
     assert "callback 'Unsaved' raised TypeError in state_dict" in str(unsaved.failure)
 
 
-def test_what_is_no_callback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_callbacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given: Any = Told
     with pytest.raises(
         ConfigError, match="callback type: expected an object of a class that extends Callback, found <class"

@@ -131,7 +131,7 @@ def test_overwriting_removes_what_other_models_left_and_nothing_else(tmp_path: P
     assert [path.name for path in (tmp_path / CACHE).iterdir()] == ["b"]
 
 
-def test_an_evaluation_that_begins_anew_removes_its_own_record_and_no_others(tmp_path: Path) -> None:
+def test_restarted_evaluation_removes_only_its_own_record(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path, name, row(0))
         write_record(tmp_path, name, [row(0, tokens=[TOKENS])])
@@ -191,9 +191,7 @@ def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypat
     candidate.journal.close()
 
 
-def test_whatever_ends_an_evaluation_its_samples_are_recorded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_evaluations_record_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "PAUSE_S", 1000)
 
     def interrupted(candidate: Candidate, number: int) -> None:

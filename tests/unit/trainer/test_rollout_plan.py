@@ -75,7 +75,7 @@ def test_an_engine_holds_what_the_plan_says(tmp_path: Path) -> None:
         (2, {}, "one sequence of max_model_len=4096 needs 0.03 GiB of KV cache, and the weights leave 0.00 GiB"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_replicas_that_do_not_fit_are_refused(
     device_memory_gib: float | None, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -168,7 +168,7 @@ def test_a_search_reads_the_newest_texts_and_says_when_it_leaves_out_older_ones(
     assert (found["items"]["item"], found["is_cut"]) == (["m20"], True)
 
 
-def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:
+def test_prompts_are_shown_by_their_differences() -> None:
     chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     texts = [chat.format(text) for text in ("What is 1+1?", "Count\nto 3.")]
     assert shortened(texts) == ["What is 1+1?", "Count to 3."]
@@ -253,7 +253,7 @@ def test_names_of_metrics_may_have_commas(tmp_path: Path) -> None:
     assert answer(open_runs([str(tmp_path)]), "series", query).keys() == {"a,b", "loss"}
 
 
-def test_values_that_json_has_not_break_no_answer(tmp_path: Path) -> None:
+def test_nonfinite_values_serialise(tmp_path: Path) -> None:
     row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "failed", "reason": "", "reward": math.inf}
     row |= {"events": [{"name": "queue", "start": 0.0, "end": math.nan}]}
     write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))

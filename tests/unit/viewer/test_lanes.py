@@ -134,7 +134,7 @@ def test_a_window_has_the_long_spans_that_began_before_it() -> None:
     assert [name for _, _, name, _ in lane["spans"]] == ["step", "read", "read"]
 
 
-def test_of_a_long_trace_the_newest_events_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_events_of_a_long_trace_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlite.viewer.trace.MAX_EVENTS", 10)
     name = {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "driver"}}
     events = [name, *(span(f"step {at}", at, at + 1) for at in range(25))]

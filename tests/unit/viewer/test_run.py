@@ -8,7 +8,7 @@ from rlite.errors import ConfigError
 from rlite.viewer.run import UNFINISHED, open_runs
 
 
-def test_what_is_no_run_is_refused_with_all_problems(tmp_path: Path) -> None:
+def test_paths_without_a_run_are_refused_together(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "runs" / "ppo").mkdir(parents=True)
     (tmp_path / "runs" / "ppo" / "config.yaml").touch()
@@ -74,7 +74,7 @@ def test_a_config_that_a_resumed_run_writes_again_is_read_again(tmp_path: Path) 
     assert run.problems[0].startswith("config.yaml: cannot be read")
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent / "run" / "record").mkdir(parents=True)
     paths = [str(tmp_path / parent / "run") for parent in ("a", "b")]

@@ -120,7 +120,9 @@ def test_a_page_hears_of_new_steps(url: str, growing: Path) -> None:
     connection.close()
 
 
-def test_a_trace_that_grows_is_told_apart_and_seldom(url: str, growing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_trace_is_announced_separately_and_rarely(
+    url: str, growing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlite.viewer.server.TRACE_EVERY_S", 2.5 * LOOK_EVERY_S)
     connection = connect(url)
     connection.request("GET", "/events", headers=token(url))

@@ -29,7 +29,7 @@ def test_options_reach_the_estimator_and_unknown_ones_are_named() -> None:
         ADVANTAGES.check("opo", {"lengths": 3})
 
 
-def test_what_an_estimator_needs_and_is_not_given_is_named() -> None:
+def test_missing_inputs_of_an_estimator_are_named() -> None:
     with pytest.raises(ConfigError, match="remax needs greedy_rewards"):
         outcome_advantages("remax", REWARDS, GROUPS)
     with pytest.raises(ConfigError, match=r"unknown advantage 'grop'.*grpo"):
@@ -75,7 +75,5 @@ def test_a_function_of_ones_own_is_an_estimator_with_or_without_a_name(monkeypat
         (lambda rewards, group_ids: rewards * 0, {}, True),
     ],
 )
-def test_whether_advantages_depend_on_the_group_alone_is_found_out(
-    estimator: Any, options: dict[str, Any], expected: bool
-) -> None:
+def test_dependence_on_the_group_alone_is_detected(estimator: Any, options: dict[str, Any], expected: bool) -> None:
     assert all(is_of_group_alone(estimator, options, size) is expected for size in (2, 3, 8))

@@ -50,7 +50,7 @@ def test_whole_number_rewards_are_accepted_and_misfit_shapes_are_not() -> None:
         group_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.long))
 
 
-def test_equal_rewards_have_no_advantage_whatever_the_estimator() -> None:
+def test_equal_rewards_have_no_advantage_with_any_estimator() -> None:
     rewards, lengths = torch.full((6,), 0.7), torch.tensor([3, 1, 4, 1, 5, 9])
     assert (gpg_advantages(rewards, GROUPS) == 0).all()
     assert (opo_advantages(rewards, GROUPS, lengths=lengths) == 0).all()

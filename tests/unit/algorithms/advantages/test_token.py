@@ -65,7 +65,7 @@ def test_the_optimal_token_baseline_has_the_least_variance_of_all_baselines(seed
     assert variance(baseline) < min(variance(baseline - 0.01), variance(baseline + 0.01))
 
 
-def test_who_acts_alone_has_no_token_baseline() -> None:
+def test_single_actor_has_no_token_baseline() -> None:
     rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
     rest = (torch.zeros_like(rewards).log(), torch.zeros_like(rewards), mask, torch.tensor([0, 0, 1]))

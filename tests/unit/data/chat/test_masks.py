@@ -93,7 +93,7 @@ WORDS = st.text(st.sampled_from("ab é☃😀\n<>|/"), min_size=1, max_size=12).
 
 
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
-def test_each_turn_is_its_content_and_its_end_whatever_the_texts_are(turns: list[tuple[str, str]]) -> None:
+def test_each_turn_is_its_content_and_its_end_for_any_texts(turns: list[tuple[str, str]]) -> None:
     messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
     answers = [answer for _, answer in turns]
     for template in (CHATML, MARKED, CLOSED):
@@ -113,7 +113,7 @@ def test_history_is_learnt_as_the_template_rewrites_it() -> None:
     assert said(THOUGHTS, messages) == ["b<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
 
 
-def test_what_the_generation_prompt_gives_is_not_learnt() -> None:
+def test_tokens_of_the_generation_prompt_are_not_learnt() -> None:
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     assert said(THOUGHTS, messages) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
     assert said(THOUGHTS, messages, enable_thinking=False) == ["b<|im_end|>", "d<|im_end|>"]

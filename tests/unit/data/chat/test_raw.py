@@ -29,7 +29,7 @@ class Counting:
         return TOKENIZER(text, **options)
 
 
-def test_what_refusing_a_text_costs_depends_on_the_context_alone() -> None:
+def test_cost_of_refusing_a_text_depends_only_on_the_context() -> None:
     tokenizer = Counting()
     started = time.process_time()
     with pytest.raises(TooManyTokens, match="60000000 characters has far more tokens than the 1024 that fit"):

@@ -53,7 +53,7 @@ def test_tokens_are_the_texts_and_only_the_templates_special_tokens_are_special(
 @given(question=st.text(max_size=20), answer=st.text(max_size=20))
 @example(question="\ue00d\uf3a7\ue9b1", answer="")
 @example(question="\U000f1ce5\U000f1ce6", answer="\ue00d1\ue00e\U000f1ce5")
-def test_what_holds_no_special_token_is_encoded_as_before(question: str, answer: str) -> None:
+def test_text_without_special_tokens_is_encoded_unchanged(question: str, answer: str) -> None:
     chats = [[turn("user", question), turn("assistant", answer)]]
     [expected] = ChatEncoder(TOKENIZER).encode(chats, ["row"])
     [encoded] = ChatEncoder(TOKENIZER, escape_special_tokens=True).encode(chats, ["row"])

@@ -55,7 +55,7 @@ def test_rows_are_made_once_while_they_are_read_in_order() -> None:
     assert rows.num_made == 50 + 40
 
 
-def test_what_cannot_be_streamed_is_named() -> None:
+def test_rows_that_cannot_be_streamed_are_named() -> None:
     with pytest.raises(ConfigError, match=r"data\.streaming=true iterates the rows again.*generator.*from_generator"):
         ProgramRows((row for row in ROWS), "data")
     file = ProgramRows(Produced({"n": 0}, {"n": 1}, ValueError("no line")), "data")

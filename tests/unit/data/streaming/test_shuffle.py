@@ -85,7 +85,7 @@ def test_every_row_occurs_once_in_an_epoch_in_bounded_memory(
 
 
 @given(st.integers(1, 20), st.integers(1, 25), st.integers(1, 5), st.integers(0, 30))
-def test_a_restored_stream_deals_what_an_uninterrupted_one_deals(
+def test_restored_stream_yields_the_same_rows_as_an_uninterrupted_one(
     num_rows: int, buffer_size: int, count: int, stop: int
 ) -> None:
     with TemporaryDirectory() as folder:

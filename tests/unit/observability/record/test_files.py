@@ -35,9 +35,7 @@ def test_files_are_found_by_source_steps_and_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["grpo-20261123", "a-00000001_00000100", "-00000001", "a.rows", "a-00000001.rows"])
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 100), (10**8, 10**8), (99_999_901, 10**8)])
-def test_the_name_of_a_file_tells_its_source_and_steps_whatever_the_source(
-    tmp_path: Path, name: str, first: int, last: int
-) -> None:
+def test_file_name_encodes_any_source_and_its_steps(tmp_path: Path, name: str, first: int, last: int) -> None:
     path = path_of(tmp_path, f"eval.{name}", "rows", first, last)
     path.parent.mkdir()
     path.touch()

@@ -61,7 +61,7 @@ def talk(template: str, text: str, *replies: Any, tokenizer: Any = None, history
         (AS_JSON, "yes", USUAL.replace("b<", '"b"<')),
     ],
 )
-def test_what_the_template_says_between_answers_is_appended(template: str, text: str, expected: str) -> None:
+def test_template_text_between_answers_is_appended(template: str, text: str, expected: str) -> None:
     conversation = talk(template, text, NEXT)
     assert conversation.transcript.tokens == byte_tokenizer()(conversation.prompt + text + expected)["input_ids"]
     assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user"]

@@ -89,7 +89,7 @@ def test_a_sequence_without_room_is_truncated_and_one_without_an_answer_is_none(
     assert rows["truncated"].tolist() == [True]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     with pytest.raises(DataError, match="a prompt has no tokens"):
         Transcript([])
     with pytest.raises(DataError, match="3 tokens: no room for an answer in 3"):

@@ -192,7 +192,7 @@ def test_an_exception_that_cannot_be_printed_costs_its_group_and_not_the_run(col
         ),
     ],
 )
-def test_what_a_workflow_may_not_return_is_data_with_a_reason(collect: Collect, early: Any, reason: str) -> None:
+def test_invalid_trajectories_are_lost_with_a_reason(collect: Collect, early: Any, reason: str) -> None:
     collector = collect()
     batch = collector.rollout_batch(items(0, 1), Answer(lambda item: early if item["number"] else None))
     assert numbers(batch) == [0]
@@ -294,7 +294,7 @@ def test_a_time_out_names_what_is_late_and_cancels_it(collect: Collect) -> None:
     assert cancelled.wait(100)
 
 
-def test_what_a_cancelled_workflow_makes_of_that_is_not_attempted_again(collect: Collect) -> None:
+def test_error_of_a_cancelled_workflow_is_not_retried(collect: Collect) -> None:
     attempts = []
 
     async def turn_into_another_error(data: dict[str, Any]) -> None:
@@ -418,7 +418,7 @@ def test_a_filter_that_accepts_nothing_stops_the_run(collect: Collect) -> None:
         collector.prepare_batch([items(0, 1)], Answer(), lambda group: group["difficulty"])
 
 
-def test_a_time_out_holds_for_a_whole_call_whatever_is_replaced_meanwhile(collect: Collect) -> None:
+def test_time_out_covers_a_whole_call_with_replacements(collect: Collect) -> None:
     async def answer_slowly(item: dict[str, Any]) -> None:
         await asyncio.sleep(0.05)
 
@@ -541,9 +541,7 @@ def test_a_group_holds_a_batch_no_longer_than_its_time_out(collect: Collect, eng
     assert collector.lost == {"too old: it held up a batch for 0.5 s": 1}
 
 
-def test_what_is_too_old_is_dropped_and_replaced_where_that_is_asked_for(
-    collect: Collect, engine: ScriptedEngine
-) -> None:
+def test_on_stale_drop_replaces_groups_that_are_too_old(collect: Collect, engine: ScriptedEngine) -> None:
     collector = collect(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8, on_stale="drop")
     workflow, _ = hold_back(0)
     for item in items(*range(9)):
@@ -588,7 +586,7 @@ def test_no_token_is_consumed_that_is_older_than_the_bound(collect: Collect, eng
     assert collector.lost == {"too old": 4}
 
 
-def test_what_runs_ahead_survives_a_restart(collect: Collect, engine: ScriptedEngine) -> None:
+def test_rollouts_ahead_survive_a_restart(collect: Collect, engine: ScriptedEngine) -> None:
     """Finished groups are kept, those under way run again: nothing is lost, nothing is consumed twice."""
     options = {"consumer_batch_size": 2, "max_head_offpolicyness": 2, "max_concurrent_rollouts": 8, "seed": 1}
     collector = collect(**options)

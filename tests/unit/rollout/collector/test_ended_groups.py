@@ -205,5 +205,5 @@ def test_every_episode_of_an_evaluation_is_there_in_the_order_of_the_data(collec
         ("x", RolloutError("empty"), "failed"),
     ],
 )
-def test_the_status_says_what_became_of_a_group(reason: str, error: BaseException | None, status: str) -> None:
+def test_status_describes_the_end_of_a_group(reason: str, error: BaseException | None, status: str) -> None:
     assert status_of(reason, error) == status

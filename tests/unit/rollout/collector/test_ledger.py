@@ -121,7 +121,7 @@ def test_versions_that_move_without_batches_let_no_more_run_ahead() -> None:
     assert [ledger.room(version) for version in (0, 1, 7)] == [4, 4, 4]
 
 
-def test_what_drops_the_old_waits_for_nobody() -> None:
+def test_on_stale_drop_does_not_wait_for_slow_groups() -> None:
     ledger = RolloutLedger(batch_size=1, max_head_offpolicyness=0, max_concurrent=10, on_stale="drop")
     for group in range(2):
         ledger.submit(group)

@@ -69,7 +69,7 @@ def seeds(
     return sorted(engine.seeds, key=str)
 
 
-def test_each_request_has_a_seed_of_its_own_whatever_the_order_of_answers() -> None:
+def test_seed_of_each_request_is_independent_of_the_order_of_answers() -> None:
     found = seeds(2, [0.0])
     assert len({seed for _, seed in found}) == 4 * 3 * 2
     assert seeds(2, [0.0, 0.01, 0.003]) == found

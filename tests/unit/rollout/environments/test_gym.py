@@ -77,7 +77,7 @@ def test_turns_are_appended_token_by_token_and_rewarded_each(in_process: bool) -
     assert (row["rewards"].item(), row["num_turns"].item()) == (1.5, 3)
 
 
-def test_an_episode_depends_on_its_seed_alone_whatever_others_draw_in_between() -> None:
+def test_episode_depends_only_on_its_seed() -> None:
     environment = GymEnvironment(Dice, num_processes=1)
 
     async def episode(seed: int, pause: asyncio.Event | None = None) -> list[str]:
@@ -148,7 +148,7 @@ def test_an_environment_that_cannot_be_pickled_runs_in_process() -> None:
     assert run([ids("a")], env_options={"fault": "lock"})["num_turns"].item() == 2
 
 
-def test_what_a_row_lacks_and_what_a_factory_lacks_is_said() -> None:
+def test_missing_parts_of_rows_and_factories_are_named() -> None:
     for seed in (None, -1, "3", 0.5):
         with pytest.raises(DataError, match="expected a seed, a whole number from 0"):
             run([ids("a")], seed=seed)

@@ -223,7 +223,7 @@ def test_an_environment_that_eats_memory_costs_its_episode_with_that_reason(tmp_
         ("{**good, 'next_state': 3}", "next_state=3; expected a text or None"),
     ],
 )
-def test_what_a_step_answers_is_checked(tmp_path: Path, answer: str, expected: str) -> None:
+def test_result_of_a_step_is_checked(tmp_path: Path, answer: str, expected: str) -> None:
     code = f"""
 async def step(state, action, extra_info):
     good = dict(next_state=None, reward=0, score=0, done=True, extra_info=extra_info)

@@ -120,7 +120,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "param", "message"), REFUSED, ids=[str(case[0])[:40] for case in REFUSED])
-def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict[str, Any], param: str, message: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(change: dict[str, Any], param: str, message: str) -> None:
     session = AgentSession(Speaker(["x"], TOKENIZER), TOKENIZER)
     with pytest.raises(ApiError) as refusal:
         session.completion({"model": "policy", **change})

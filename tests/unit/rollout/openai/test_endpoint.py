@@ -254,7 +254,7 @@ def test_too_few_file_descriptors_are_an_error_that_says_what_to_do() -> None:
     assert "ulimit -n 4096" in refused.stderr
 
 
-def test_garbage_is_counted_and_one_line_of_log_tells_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def send_garbage(num_requests: int) -> Counter[str]:
         session = AgentSession(Speaker(["yes"], TOKENIZER), TOKENIZER)
         async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
@@ -273,7 +273,7 @@ def test_garbage_is_counted_and_one_line_of_log_tells_of_it(caplog: pytest.LogCa
     assert "Traceback" not in caplog.text
 
 
-def test_who_sends_no_key_in_time_is_dropped_and_a_trusted_connection_stays() -> None:
+def test_connection_without_a_key_is_dropped_and_a_trusted_one_stays() -> None:
     async def use() -> None:
         dropped: Counter[str] = Counter()
         made: list[Any] = []

@@ -64,7 +64,7 @@ def test_turns_of_a_conversation_are_one_sequence_of_the_tokens_that_the_engine_
     assert batch["num_turns"].tolist() == [3]
 
 
-def test_what_is_new_is_rendered_as_the_template_renders_it() -> None:
+def test_new_messages_are_rendered_by_the_template() -> None:
     tokenizer = tokenizer_with()
     engine = Speaker(["yes"], tokenizer)
     session = AgentSession(engine, tokenizer)
@@ -94,7 +94,7 @@ def test_a_stop_string_is_not_said_and_its_tokens_are_kept() -> None:
     assert engine.asked[1][0][: len(engine.sequences[0])] == engine.sequences[0]
 
 
-def test_calls_and_their_results_stay_in_one_sequence_whatever_white_space_the_model_writes() -> None:
+def test_calls_and_results_stay_in_one_sequence_with_any_white_space() -> None:
     tokenizer = tokenizer_with(WITH_TOOLS)
     call = 'Let me see.\n\n\n<tool_call>{"arguments":  {"b": 2, "a":1}, "name": "add"}</tool_call>'
     engine = Speaker([call, "It is 3."], tokenizer)
@@ -285,7 +285,7 @@ def test_a_response_that_was_made_and_never_taken_does_not_count() -> None:
     | st.sampled_from(["Hm <tool_call>", "a\n\n", "é🙂", "<tool_call>{}", "EN END"]),
     has_tools=st.booleans(),
 )
-def test_what_a_stream_says_is_what_a_whole_response_says(text: str, has_tools: bool) -> None:
+def test_streamed_text_equals_the_whole_response(text: str, has_tools: bool) -> None:
     tokenizer = tokenizer_with(WITH_TOOLS)
     options: dict[str, Any] = {"tools": [ADD]} if has_tools else {}
     body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "stop": "END", **options}
@@ -361,7 +361,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "status", "param", "message"), REFUSED, ids=[str(case[0])[:40] for case in REFUSED])
-def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict, status: int, param: str, message: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(change: dict, status: int, param: str, message: str) -> None:
     session = AgentSession(Speaker(["x"], tokenizer_with()), tokenizer_with())
     body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], **change}
     with pytest.raises(ApiError) as refusal:

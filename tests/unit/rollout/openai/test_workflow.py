@@ -55,7 +55,7 @@ def test_an_agent_may_return_a_reward_or_rewards_by_interaction_or_set_them() ->
     assert run(one, style="individual", turn_discount=None)["rewards"].tolist() == [0.0, 1.0]
 
 
-def test_how_to_sample_is_what_the_workflow_says_when_an_episode_begins() -> None:
+def test_sampling_is_read_from_the_workflow_at_the_start_of_an_episode() -> None:
     async def once(client: Any, data: dict[str, Any]) -> float:
         await twice(client, data)
         return 1.0
@@ -122,7 +122,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize("interface", ["client", "http"])
-def test_what_an_agent_has_left_running_ends_with_it_and_does_not_count(interface: str) -> None:
+def test_requests_of_an_ended_agent_end_and_do_not_count(interface: str) -> None:
     left: list[asyncio.Task[Any]] = []
 
     async def hasty(model: Any, data: dict[str, Any]) -> float:

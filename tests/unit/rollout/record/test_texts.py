@@ -30,7 +30,7 @@ def test_a_text_comes_back_with_the_place_of_each_token(texts: TokenTexts, text:
         assert before.rstrip("\ufffd").startswith(found[:offset]), "the token begins where the text before it ends"
 
 
-def test_among_bytes_that_are_no_text_every_letter_is_there(texts: TokenTexts) -> None:
+def test_invalid_utf8_keeps_valid_letters(texts: TokenTexts) -> None:
     tokenizer, numbers = byte_tokenizer(), random.Random(0)
     ids = [numbers.randrange(256) for _ in range(3000)]
     text, offsets = texts.decode(ids)

@@ -94,7 +94,7 @@ def test_a_reward_that_names_no_answers_leaves_those_of_another() -> None:
     assert answer_after(both, "it is 42") == "42"
 
 
-def test_gsm8k_names_the_number_whatever_its_form() -> None:
+def test_gsm8k_names_a_number_of_any_form() -> None:
     assert score(gsm8k_reward("", "so #### $1,000.", [], [], answer="1000")) == {"score": 1.0, "answer": "1000"}
     assert score(gsm8k_reward("", "#### 0.50", [], [], answer="7")) == {"score": 0.0, "answer": "0.5"}
     assert score(gsm8k_reward("", "I do not know", [], [], answer="7")) == 0.0

@@ -97,7 +97,7 @@ def test_each_end_is_an_outcome_of_its_own(mood: str, kind: type[RewardError], m
 
 
 @pytest.mark.slow
-def test_of_many_rewards_each_ends_as_it_must_and_no_process_is_left() -> None:
+def test_failed_rewards_leave_no_process() -> None:
     # in a process of its own: what other tests leave to their ends would be counted
     command = [sys.executable, "-m", "benchmarks.reward_faults", "--count", "120", "--num-processes", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -124,7 +124,7 @@ def test_a_function_that_eats_memory_costs_its_process_even_if_it_catches_the_er
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory is a Linux kernel's")
-def test_nobody_pays_for_the_memory_that_another_function_has_kept() -> None:
+def test_memory_kept_by_one_function_does_not_count_for_others() -> None:
     def keep(**call: Any) -> float:
         sys.kept = bytearray(b"x" * (200 << 20))  # type: ignore[attr-defined]
         return os.getpid()
@@ -241,7 +241,7 @@ def test_an_answer_of_a_forked_child_is_not_an_answer() -> None:
     assert [asyncio.run(reward(**CALL)) for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
-def test_what_a_hung_function_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_hung_function_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
 
     def start_and_hang(**data: Any) -> None:
@@ -391,7 +391,7 @@ def test_options_and_functions_that_cannot_work_are_refused_at_once() -> None:
         asyncio.run(RewardFunction(by_mood)(**CALL, mood="fine", handle=lock))
 
 
-def test_what_was_raised_is_one_line_above_its_traceback_whatever_it_says() -> None:
+def test_exception_is_one_line_above_its_traceback() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError

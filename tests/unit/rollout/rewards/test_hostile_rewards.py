@@ -68,7 +68,7 @@ def test_attacks_cost_their_own_call_and_neither_run_code_nor_block_nor_grow(tmp
     assert found[len(hostile.ENDS) :] == [hostile.FAIR] * 100
 
 
-def test_what_a_call_changes_does_not_reach_the_next_whoever_changed_it() -> None:
+def test_changes_of_a_call_do_not_reach_the_next_call() -> None:
     for function in (hostile.change_everything, hostile.change_everything_itself, hostile.lower_hard_limits):
         reward = RewardFunction(function, num_processes=1, timeout=20)
 
@@ -164,7 +164,7 @@ def test_a_function_with_threads_runs_such_code_itself_and_its_process_is_replac
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_a_program_leaves_behind_is_ended_before_the_next_call_and_what_a_function_keeps_is_not(
+def test_leftover_processes_end_before_the_next_call_unless_the_function_keeps_them(
     tmp_path: Path,
 ) -> None:
     reward = RewardFunction(hostile.start_program, num_processes=1, timeout=60)
@@ -230,7 +230,7 @@ async def step(state, action, extra_info):
 """
 
 
-def test_an_environments_state_is_loaded_by_nobody_but_its_processes(tmp_path: Path) -> None:
+def test_environment_state_is_loaded_only_by_its_processes(tmp_path: Path) -> None:
     path, marker = tmp_path / "env.py", tmp_path / "pids"
     path.write_text(HOSTILE_ENVIRONMENT.replace("MARKER", repr(str(marker))))
     environment = Environment(path, num_processes=1)
@@ -294,7 +294,7 @@ def test_a_value_that_was_not_asked_for_is_an_invalid_reward(monkeypatch: pytest
         assert reward.outcomes == {"invalid": 1}
 
 
-def test_what_a_process_says_went_wrong_is_short_and_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_texts_of_processes_are_short_and_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SEND_TIMEOUT", 1.0)
 
     def fail() -> Any:

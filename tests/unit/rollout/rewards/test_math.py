@@ -91,7 +91,7 @@ def test_it_runs_in_a_process_where_a_computation_without_end_is_killed() -> Non
         asyncio.run(reward(**call, completions="1", answer=""))
 
 
-def test_its_process_loads_neither_torch_nor_the_other_scorers() -> None:
+def test_math_process_loads_neither_torch_nor_other_scorers() -> None:
     program = "import sys; from rlite.rollout.rewards import math_verify_reward; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert {"torch", "reasoning_gym", "transformers"} & set(done.stdout.split()) == set()

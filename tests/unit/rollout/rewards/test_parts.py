@@ -36,7 +36,7 @@ def test_rewards_of_several_functions_are_reported_one_by_one(kind: Any, options
     assert (metrics["reward/length"], metrics["reward/if_even"]) == (2.5, 1.0), "what does not count is no part of it"
 
 
-def test_functions_of_the_same_name_are_told_apart() -> None:
+def test_functions_of_the_same_name_are_distinguished() -> None:
     assert from_trl([lambda **columns: [1.0], lambda **columns: [2.0]]).names == ("<lambda>", "<lambda>_1")
 
 

@@ -49,7 +49,7 @@ def test_calls_are_read_in_their_order_with_their_values(name):
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "xml"])
-def test_what_is_said_before_the_calls_is_content(name):
+def test_text_before_the_calls_is_content(name):
     content, calls = FORMATS[name].parse("Let me see.\n\n" + written(name, [ADD]))
     assert (content, typed(calls, SCHEMAS)) == ("Let me see.", [ADD])
 

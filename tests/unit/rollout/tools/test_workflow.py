@@ -141,7 +141,7 @@ def test_the_tokens_that_an_episode_begins_with_are_known_before_and_show_the_to
     assert "add" in TOKENIZER.decode(workflow.opening(ITEM))
 
 
-def test_what_goes_wrong_with_a_call_is_said_to_the_model() -> None:
+def test_failed_calls_return_error_results_to_the_model() -> None:
     calls = [call("sub"), call("add", '{"a": 1}'), call("add", '{"a": 1, "b": "x"}'), call("sleep"), call("doze")]
     calls += [call("fall"), call("tumble")]
     row = run([ids("".join(calls)), ids("ok")], tools=[add, sleep, doze, fall, tumble], tool_timeout=1.5)
@@ -174,7 +174,7 @@ def test_a_result_that_leaves_no_room_ends_an_episode() -> None:
     assert [message["role"] for message in seen["conversation"]] == ["user", "assistant", "tool"]
 
 
-def test_with_the_templates_history_calls_that_it_lays_out_anew_begin_another_sequence() -> None:
+def test_calls_that_the_template_reformats_begin_another_sequence() -> None:
     same = call("add", '{"a": 2, "b": 3}')
     assert run([[*ids(same), END], ids("x")], history="template")["input_ids"].shape[0] == 1
     rows = run([[*ids(same.replace(" ", "")), END], ids("x")], history="template")

@@ -45,7 +45,7 @@ def test_one_turn_serves_the_longest_prompt_and_all_new_tokens(model: Path) -> N
     assert make_context(options(model), limit, [(single(16380), 12)]) == Context(16384, 12)
 
 
-def test_what_nothing_bounds_serves_all_that_models_and_devices_take(model: Path, tmp_path: Path) -> None:
+def test_unbounded_prompts_get_the_largest_supported_context(model: Path, tmp_path: Path) -> None:
     for prompts in ([(Unbounded(), 12)], [(single(8), 12), (Unbounded(), 0)], [(single(8), 0)]):
         assert make_context(options(model), 16384, prompts).length == 16384
     short = build_model_dir(tmp_path / "short", hidden=32, max_position_embeddings=512)

@@ -66,7 +66,7 @@ def test_several_rewards_have_names_and_options_of_their_own() -> None:
         (["reward.path=m:f", "rollout.max_turns=2"], ConfigError, r"^rollout\.max_turns=2: reward\.\* is of single"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_its_key(arguments: list[str], error: type[Exception], said: str) -> None:
+def test_invalid_reward_options_are_refused_by_key(arguments: list[str], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         load(PpoConfig, [MODEL, *arguments])
 

@@ -62,7 +62,7 @@ def numbers(batch: TensorDict) -> list[int]:
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 1), (1, 0), (0, 1), (0, 0)])
-def test_who_goes_on_otherwise_uses_every_prompt_once(rollouts: Any, first: int, then: int) -> None:
+def test_change_of_rollout_mode_uses_every_prompt_once(rollouts: Any, first: int, then: int) -> None:
     before = rollouts(first)
     used = []
     for step in range(2):
@@ -129,7 +129,7 @@ def test_rewards_of_single_tokens_are_refused_before_groups_are_filtered(rollout
         VariedGroups(budget=2, generated=Generated())(group)
 
 
-def test_prompts_that_were_under_way_are_dealt_first_and_once() -> None:
+def test_unfinished_prompts_are_yielded_first_and_once() -> None:
     prompts = PromptStream(ROWS, 4, seed=0)
     prompts.returned = [{"number": number} for number in range(6)]
     batches = iter(prompts)

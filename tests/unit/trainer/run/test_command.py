@@ -108,7 +108,7 @@ def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
     assert complaint == "rlite sft: ended by SIGTERM. Start it again.\n"
 
 
-def test_what_is_due_at_the_end_happens_once_and_before_the_message_of_an_error() -> None:
+def test_end_actions_run_once_and_before_an_error_message() -> None:
     ended: list[str] = []
 
     def main(arguments: Sequence[str]) -> None:

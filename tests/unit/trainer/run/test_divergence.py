@@ -59,6 +59,6 @@ def test_a_loss_that_explodes_and_stays_finite_counts_where_losses_compare() -> 
     assert DivergenceWatch(3).see({"loss": 1e7, "grad_norm": 0.0}), "a policy's loss says nothing by its size"
 
 
-def test_pairs_that_are_told_apart_perfectly_are_no_divergence() -> None:
+def test_perfectly_separated_pairs_are_not_divergence() -> None:
     watch = DivergenceWatch(3, has_absolute_loss=True)
     assert [watch.see({"loss": loss, "grad_norm": loss}) for loss in (0.69, 0.1, 0.0, 0.0)] == [True] * 4

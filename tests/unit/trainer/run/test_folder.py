@@ -114,7 +114,7 @@ def test_a_link_to_the_folder_is_the_folder(used: Path, tmp_path: Path) -> None:
     assert begins_anew(used, "/elsewhere/state/step-4")
 
 
-def test_what_is_overwritten_leaves_other_files_alone(used: Path) -> None:
+def test_overwriting_a_run_keeps_other_files(used: Path) -> None:
     for name in ("latest", "critic_latest", "best"):
         (used / name).mkdir()
     own = {"train.jsonl": "", "results.json": "[1, 2]"}

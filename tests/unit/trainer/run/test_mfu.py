@@ -62,7 +62,7 @@ def test_sequences_of_a_batch_do_not_meet() -> None:
     assert training_flops(size, []) == 0
 
 
-def test_what_is_not_trained_or_not_multiplied_does_not_count(tmp_path: Path) -> None:
+def test_flops_exclude_frozen_and_unmultiplied_parameters(tmp_path: Path) -> None:
     path = build_model_dir(tmp_path / "model", tie=False)
     policy, critic = ModelSize.of(policy_module(path)), ModelSize.of(critic_module(path))
     adapters = ModelSize.of(policy_module(path, lora=LoraOptions(rank=2)))

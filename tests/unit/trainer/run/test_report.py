@@ -12,7 +12,7 @@ from rlite.trainer.options import EpochOptions
 from rlite.trainer.run.report import ReportedMetrics, RunReport
 
 
-def test_the_end_says_what_improved_over_all_attempts_and_where_it_is(
+def test_end_report_shows_improvements_over_all_attempts_and_places(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0, "test_loss": 4.0}) + "\n")
