@@ -143,9 +143,9 @@ class WorkerGroup:
         self.order = order or threading.RLock()
         """held while one call is submitted to several workers, so that all see calls in the same order"""
         self.failure: RliteError | None = None
-        """why no worker serves any more"""
+        """reason why no worker serves"""
         self.losses: dict[int, RliteError] = {}
-        """why a replica serves no more, by its number"""
+        """reason why a replica no longer serves, by its number"""
         self.replica_size = len(self.handles)
         self.reporters: Collection[int] = range(len(self.handles))
         """the ranks whose statistics count; the others compute the same as one of them"""
@@ -491,13 +491,13 @@ class _Waiter:
         by_group: dict[WorkerGroup, list[int]] = {}
         for group, rank in dict.fromkeys(dead):
             if group.failure is not None and not isinstance(group.failure, WorkerDied):
-                group.check()  # whoever ended the processes said why
+                group.check()  # the reason is known to the group that ended the processes
             by_group.setdefault(group, []).append(rank)
         names = tuple(group.describe(rank) for group, ranks in by_group.items() for rank in ranks)
         stopped = "; ".join(_stopped(group, ranks) for group, ranks in by_group.items())
         error = WorkerDied(f"{self._what}: worker process ended: {'; '.join(names)}. {stopped}", names)
         for group, ranks in by_group.items():
-            # a process that was replaced meanwhile takes nobody along
+            # a process that was replaced meanwhile ends no other
             group.lose([rank for rank in ranks if group.handles[rank].death is self._deaths[group, rank]], error)
         if self._has_one_team:
             others = [call for call in pending if call.group.is_serving(call.rank)]
@@ -506,7 +506,7 @@ class _Waiter:
         raise error
 
     def _raise_error(self, pending: Sequence[PendingCall]) -> None:
-        """Raise what a worker raised, after stopping the replicas of peers that wait for it."""
+        """Raise the error of a worker, after stopping the replicas of peers that wait for it."""
         for call in self._calls:
             if not call.answer.done():
                 continue
@@ -515,7 +515,7 @@ class _Waiter:
             if call.answer.result().error is not None:
                 peers = [peer for peer in pending if self._team(peer) == self._team(call)]
                 wait([peer.answer for peer in peers], PEER_GRACE_S)
-                self._raise_deaths(pending)  # if somebody died, that is the cause of the error
+                self._raise_deaths(pending)  # if a worker died, its death is the cause of the error
                 _stop_stuck(peers, f"{self._what} raised on {call.name}")
                 call.answer.result().raise_error(call.name)
 
@@ -563,7 +563,7 @@ def _draw(track: trace.Track, what: str, answer: Future[Outcome]) -> None:
 
 
 def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
-    """Return a text about what becomes of a group without these ranks."""
+    """Return a text on the state of a group after the loss of these ranks."""
     replicas = {rank // group.replica_size for rank in dead} | group.losses.keys()
     if len(replicas) * group.replica_size == len(group):
         return f"{group.name} was stopped; build the engine again."

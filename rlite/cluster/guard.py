@@ -69,7 +69,7 @@ def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Return living processes with this mark in an environment variable, except the caller."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it ended just now, or belongs to somebody else
+        with suppress(psutil.Error, OSError):  # it ended just now, or belongs to another user
             is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
             if is_alive and _started_with(process, variable, mark):
                 found.append(process)
@@ -105,7 +105,7 @@ def end_with_parent() -> None:
 
 
 def end_at_sigterm() -> None:
-    """Restore SIGTERM's default action: the kernel ends the process at once, whatever its threads do.
+    """Restore SIGTERM's default action: the kernel ends the process at once, even if its threads are busy.
 
     A Python handler would run in the main thread only, and only when that thread returns to Python. This works from any
     thread.

@@ -65,7 +65,7 @@ class PlacementRequest:
     acceptable_node_ips: tuple[str, ...] | None = None
     """only devices on these nodes; None: on all"""
     exclusive: bool = False
-    """nobody may share these devices later"""
+    """no later owner may share these devices"""
 
     def __post_init__(self) -> None:
         if self.executor_size < 1 or (self.num_executors is not None and self.num_executors < 1):
@@ -215,7 +215,7 @@ class Ledger:
     def _check_known(self, who: str, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.placements:
-                hint = did_you_mean(name, self.placements) if self.placements else "nobody holds any yet"
+                hint = did_you_mean(name, self.placements) if self.placements else "no owner holds any yet"
                 raise PlacementError(f"{who}: {name!r} holds no devices; {hint}")
 
     def _check(self, request: PlacementRequest) -> None:
@@ -250,7 +250,7 @@ class Ledger:
         return barred
 
     def _suitable(self, request: PlacementRequest) -> list[Device]:
-        """Return the devices that would fit if nobody held them, in order of preference."""
+        """Return the devices that would fit if no owner held them, in order of preference."""
         pool: Iterable[Device] = self.devices
         if request.colocate_with:
             pool = dict.fromkeys(d for name in request.colocate_with for d in self.placements[name].devices)
@@ -291,7 +291,7 @@ class Ledger:
             + (f", {_listing(candidates)}" if candidates else "")
             + (apart if is_enough else "")
             + f". Free: {_listing(free) if free else 'none'}. "
-            + f"In the way: {_shortened(held, '; ') if held else 'nobody'}. "
+            + f"In the way: {_shortened(held, '; ') if held else 'nothing'}. "
             + f"Remedy: {', or '.join(remedies)}"
         )
 

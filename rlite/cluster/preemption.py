@@ -1,4 +1,4 @@
-"""SIGTERM as a notice: the process says so and goes on for a while, so that its work can move elsewhere."""
+"""SIGTERM as a notice: the process announces its end and continues for a grace period, in which its work can move."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlite.cluster.guard import end_at_sigterm
 
 
 class TerminationNotice:
-    """Waits for SIGTERM in a thread. The process ends when the grace period is over, whatever it does then.
+    """Waits for SIGTERM in a thread. The process ends when the grace period is over, even if it is busy.
 
     The signal's number arrives through a pipe that the C handler writes to. It is seen even while the main thread is in
     native code. Create it in the main thread.

@@ -112,7 +112,7 @@ class Session:
             self._move(moved)
 
     def _move(self, places: Mapping[Device, Device]) -> None:
-        """Note for all owners that devices are elsewhere. Their workers on the old devices have died with the node."""
+        """Record for all owners that devices have moved. Their workers on the old devices have died with the node."""
         with self._lock:
             self._ledger = self._ledger.moved(places)
             for group in self._groups.values():
@@ -287,7 +287,7 @@ def current_session() -> Session:
     """Return the session of this program.
 
     Raises:
-        RliteError: there is none.
+        RliteError: the program has no session.
     """
     if _is_forked:
         raise RliteError(f"rlite {FORKED}")

@@ -35,9 +35,10 @@ from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, mak
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
 SHUTDOWN_S = 60.0
-"""at shutdown nobody waits for a result any more: a process that is still busy then sits in a collective"""
+"""seconds that a busy process may take at shutdown. No call waits for a result then, so the process is stuck in a
+collective"""
 FAILED_SHUTDOWN_S = 5.0
-"""the same where an engine has failed, and a peer that waits for it in a collective will not come back"""
+"""the same if an engine has failed: a peer that waits for the engine in a collective will not return"""
 FREE_S = 10.0
 """seconds that a new engine waits for the calls of engines that were stopped"""
 AGENT_S = 60.0
@@ -60,7 +61,7 @@ def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
 
 @contextmanager
 def _travelling(what: str) -> Iterator[None]:
-    """Explain an exception of pickling or unpickling inside the block. The process itself is well.
+    """Explain an exception of pickling or unpickling inside the block. The process itself is unaffected.
 
     Raises:
         WorkerError: any exception of the user's classes, which may fail in any way.
@@ -151,7 +152,7 @@ class RankProcess:
         answer: Future[Whereabouts] = Future()
 
         def ask() -> None:
-            with suppress(RuntimeError):  # gloo's, for a lost connection: whoever waits for the call will hear of it
+            with suppress(RuntimeError):  # gloo's, for a lost connection: the waiting call reports it
                 answer.set_result(self._host.look())
 
         threading.Thread(target=ask, daemon=True).start()
@@ -341,7 +342,7 @@ def _end_with_agent() -> None:
         WorkerError: the agent is already gone.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return  # whoever set RANK by hand may be gone at any time
+        return  # the process that set RANK by hand may be gone at any time
     end_with_parent()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # an agent listens there before it starts any rank
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -41,7 +41,7 @@ class RoleBuilder:
     def on_failure(
         self, level: Literal["ignore", "workload", "role", "job"], max_restarts: int | None = None
     ) -> RoleBuilder:
-        """Set what is made anew when a workload fails, and how often before the job is made anew."""
+        """Set the failure scope and restart limit."""
         if max_restarts is not None:
             self._with("max_restarts", max_restarts)
         return self._with("on_failure", level)

@@ -106,7 +106,7 @@ def check_program(module: str) -> None:
     """Check that a trainer's module is there. It is not imported.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: there is no such module.
     """
     try:
         found = importlib.util.find_spec(module)

@@ -164,7 +164,7 @@ def _record(name: str) -> JobRecord:
     """Return the record of a job, from its master or, after its end, from Ray's key-value store.
 
     Raises:
-        RliteError: there is none.
+        RliteError: there is no such job.
     """
     record = JobHandle(name).record() if _is_running(name) else load_record(_store(), name)
     if record is None:

@@ -1,4 +1,4 @@
-"""Health of processes: dead, stopped and hung told apart.
+"""Health of processes: distinguish dead, stopped and hung processes.
 
 Ray reports a dead process. A `NodeAgent` on each node reports process states and CPU times; its answers are the node's
 heartbeat. `Judge` turns these reports into findings. It is pure: the time is an argument.
@@ -20,7 +20,7 @@ import psutil
 from rlite.recovery.failover import Condition, WorkloadId
 
 WATCH_S = 0.5
-"""between two looks at the master"""
+"""seconds between two checks of the master"""
 LIVE_SHARE = 0.03
 """share of a core above which a process counts as computing; Ray's own threads take less"""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -38,7 +38,7 @@ class Vital:
 
 
 class NodeAgent:
-    """Observer of the processes on its node, and of the master if it is there.
+    """Observer of the processes on its node, and of the master if the master is on the node.
 
     Ray restarts a master that was killed. A master that is stopped is killed by the agent of its node.
     """
@@ -127,7 +127,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """Processes that do not work any more, for one cause."""
+    """Processes that have failed for one cause."""
 
     lives: tuple[WorkloadId, ...]
     pids: tuple[int, ...]
@@ -146,12 +146,12 @@ class Watched:
     late: str = ""
     """the call whose declared time has passed"""
     idle_s: float = 0.0
-    """since the process was last seen computing, while it is late"""
+    """seconds since the process was last seen computing, while it is late"""
     cpu_s: float = 0.0
 
 
 class Judge:
-    """Reports in, findings out. A process is found once. A node counts as silent only after its first report."""
+    """Judge of reports, which finds a process once. A node counts as silent only after its first report."""
 
     def __init__(self, stopped_after_s: float, silent_after_s: float, hung_after_s: float) -> None:
         self._stopped_after_s = stopped_after_s
@@ -159,7 +159,7 @@ class Judge:
         self._hung_after_s = hung_after_s
         self._nodes: dict[str, dict[WorkloadId, Watched]] = {}
         self._silent_s: dict[str, float] = {}
-        """by node that has reported"""
+        """seconds of silence, by node that has reported"""
 
     def watch(self, life: WorkloadId, node: str, pid: int) -> None:
         """Observe a process from now on.
@@ -172,7 +172,7 @@ class Judge:
         self._nodes.setdefault(node, {})[life] = Watched(life, pid)
 
     def forget(self, is_gone: Callable[[WorkloadId], bool]) -> None:
-        """Observe some workloads no more."""
+        """Stop observing some workloads."""
         for node, here in self._nodes.items():
             self._nodes[node] = {life: each for life, each in here.items() if not is_gone(life)}
 
@@ -203,7 +203,7 @@ class Judge:
             seconds: since the report before.
 
         Returns:
-            What does not work any more. It is observed no more.
+            The failed processes. They are no longer observed.
         """
         here = list(self._nodes.get(node, {}).values())
         if vitals is not None:

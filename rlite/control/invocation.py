@@ -25,7 +25,7 @@ class Invocation:
     target: Target = "ALL"
     """ALL returns one result for each workload, RANK0 the result of rank 0"""
     auto_shard: bool = True
-    """deal out lists that have one item for each target"""
+    """split lists that have one item for each target"""
     pre_func: Callable[..., Any] | None = None
     """called in the trainer with the arguments; returns the new argument, or a tuple of new arguments"""
     post_func: Callable[[Any], Any] | None = None

@@ -21,7 +21,7 @@ from rlite.recovery.record import JobRecord, LogEntry, forget_old
 from rlite.recovery.store import check_name
 
 WAIT_S = 5.0
-"""for which one question about a job's end waits"""
+"""seconds to wait for one status query"""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class RLJob:
         )
 
     def _abandon(self, handle: JobHandle) -> None:
-        """End a job whose submitter does not wait any more."""
+        """End a job whose submitter no longer waits."""
         try:
             handle.stop("its submitter was interrupted")
             handle.result(timeout=60.0)
@@ -190,7 +190,7 @@ def job_of(spec: JobSpec) -> RLJob:
     """Return the job of a spec, with the classes that it names.
 
     Raises:
-        ConfigError: a class cannot be imported, or is none of ours.
+        ConfigError: a class cannot be imported, or is not a workload or trainer class.
     """
     if spec.is_program:
         check_program(spec.trainer)
@@ -203,7 +203,7 @@ def check_ray() -> None:
     """Check that Ray is installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")

@@ -137,7 +137,7 @@ def check_capacity(layout: Layout, capacities: Sequence[int], kind: str) -> None
         kind: Ray's name of the devices.
 
     Raises:
-        PlacementError: they cannot.
+        PlacementError: the nodes cannot hold the layout.
     """
     free = sorted(capacities, reverse=True)
     for width in sorted(filter(None, layout.num_devices), reverse=True):

@@ -1,4 +1,4 @@
-"""`Master`: the one owner of a job's processes. It turns what happens into events and performs what `decide` returns.
+"""`Master`: the one owner of a job's processes. It turns reports into events and performs the actions of `decide`.
 
     deaths (Ray) ┐
     trainer      ├─> events ──> decide(state, event, policy) ──> record in the store ──> actions, each in a thread
@@ -60,11 +60,11 @@ from rlite.recovery.store import FileStore, MemoryStore, StateStore
 logger = logging.getLogger(__name__)
 
 TRAINER_WAIT_S = 2.0
-"""for which one question about the end of the trainer waits"""
+"""seconds to wait for one status query of the trainer"""
 ANSWER_S = 15.0
-"""in which a process has to answer a new master"""
+"""seconds in which a process has to answer a new master"""
 TICK_S = 1.0
-"""between two looks at the processes"""
+"""seconds between two checks of the processes"""
 
 
 def make_store(kind: str) -> StateStore:
@@ -120,7 +120,7 @@ class Master:
         return self._processes.devices()
 
     def report_late(self, role: str, ranks: list[int], method: str, timeout: float) -> None:
-        """Take in that workloads did not answer a call in its declared time.
+        """Record that workloads did not answer a call in its declared time.
 
         Args:
             role: their role.
@@ -226,7 +226,7 @@ class Master:
         return {role: [state.life(str(role), rank) for rank in range(len(seats[role]))] for role in seats}
 
     def _watch(self, life: WorkloadId, process: ProcessView) -> None:
-        """Observe a process, as soon as it says where it is."""
+        """Observe a process, as soon as it reports its location."""
         process.death.add_done_callback(lambda _: self._events.put(partial(self._on_death, life, process.node)))
         process.look.add_done_callback(lambda look: self._events.put(partial(self._watch_at, life, look)))
 
@@ -279,7 +279,7 @@ class Master:
             self._events.put(TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
 
     def _watch_trainer(self, run: int) -> None:
-        """Observe the trainer's process before it begins: one that is stopped would never say where it is.
+        """Observe the trainer's process before it begins: a stopped process would never report its location.
 
         Raises:
             CallTimeout: it does not answer.
@@ -298,7 +298,7 @@ class Master:
             save_record(self._store, self._plan.name, self._record)
 
     def _adopt(self) -> None:
-        """Take the processes of a running job over from a master that was killed."""
+        """Take over the processes of a running job from a killed master."""
         state = self._state
         self._processes.reserve(state.excluded_nodes)
         views = self._processes.adopt(self._lives(state))
@@ -326,7 +326,7 @@ class Master:
     # Health
 
     def _look(self) -> None:
-        """Take in the agents' reports and ask for the next ones."""
+        """Process the agents' reports and request the next reports."""
         now = time.monotonic()
         seconds, self._looked_at = min(now - self._looked_at, 2 * TICK_S), now
         pids = {own_node(): [], **self._judge.pids()}

@@ -116,7 +116,7 @@ class JobProcesses:
             self._furnish(role, group, range(len(group)))
 
     def replace_workload(self, role: RLRoleType, life: WorkloadId, on_start: OnStart) -> None:
-        """Make one workload anew, beside its peers.
+        """Restart one workload beside its peers.
 
         Args:
             role: its role.
@@ -124,7 +124,7 @@ class JobProcesses:
             on_start: called with the process before the workload is made.
 
         Raises:
-            StaleRendezvous: its peers know a rendezvous at which rank 0 no longer is, or whose port was taken.
+            StaleRendezvous: rank 0 has left the rendezvous that its peers know, or the port was taken.
         """
         suffix = f"/{role}-{life.rank}"
         self._fleet.kill(lambda name: name.endswith(suffix) and name != actor_name(life))
@@ -148,13 +148,13 @@ class JobProcesses:
         self._end(lambda name: "/" in name and (TRAINER in name or not name.startswith(own)), groups)
 
     def end(self) -> None:
-        """End every process of the job except the master, return the devices, and start nothing any more."""
+        """End every process of the job except the master, return the devices, and start no further process."""
         self._fleet.close()
         self._end(lambda name: name != "master", list(self._groups.values()))
         self._fleet.release(lambda _: True)
 
     def stack(self, role: RLRoleType, rank: int) -> str:
-        """Return the stack of a workload's call under way, for a person."""
+        """Return the stack of a workload's call under way, as readable text."""
         handle: Any = self._groups[role].handles[rank]
         (at,) = _answers([handle.look(with_stack=True)])
         return "no stack: the process is stopped, or native code holds Python's lock" if at is None else at.stack

@@ -5,7 +5,7 @@
       ├─ looks twice a second: dead, stopped?  │
       └─ reads the step and final errors <──── reporting.report_step, once per step
 
-The end of the program, whatever its cause, is the end of the trainer's run. The master restarts the trainer process,
+The end of the program, for any cause, is the end of the trainer's run. The master restarts the trainer process,
 which starts the program again with the same options. The program then resumes from its newest checkpoint.
 """
 
@@ -194,7 +194,7 @@ class ProgramWatch:
         self._report: reporting.TrainerReport | None = None
 
     def look(self, report: reporting.TrainerReport | None) -> str:
-        """Return why the program counts as failed, or ""."""
+        """Return the reason why the program counts as failed, or ""."""
         now = time.monotonic()
         seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_S), now
         if report != self._report:

@@ -9,7 +9,7 @@ from rlite.errors import RliteError
 
 
 class StaleRendezvous(RliteError):
-    """A workload cannot be made anew beside its peers, because their rendezvous is no longer valid."""
+    """A workload cannot be restarted beside its peers, because their rendezvous is no longer valid."""
 
 
 class Rendezvous:
@@ -28,7 +28,7 @@ class Rendezvous:
         return self._known[role]
 
     def adopt(self, role: RLRoleType, known: tuple[str, int]) -> None:
-        """Take over the rendezvous that the workloads of a role were told."""
+        """Take over the rendezvous that the workloads of a role use."""
         self._known[role] = known
 
     def make(self, role: RLRoleType, group: WorkerGroup) -> None:
@@ -45,7 +45,7 @@ class Rendezvous:
             rank: of the new workload.
 
         Raises:
-            StaleRendezvous: it is not valid.
+            StaleRendezvous: the rendezvous is not valid.
         """
         if role not in self._known:
             raise StaleRendezvous(f"no workload of {role} can say which rendezvous its peers know")

@@ -55,7 +55,7 @@ class RoleSpec(Options):
 
 
 class HealthOptions(Options):
-    """When a process counts as failed although it exists."""
+    """Conditions under which an existing process counts as failed."""
 
     stopped_after: Seconds = 3.0
     """seconds in process state T (SIGSTOP)"""

@@ -16,7 +16,7 @@ class BaseTrainer(ABC):
     """Program that calls the workloads. A subclass defines `init` and `fit`, and only sets attributes in `__init__`.
 
     `self.RG_ACTOR`, `RG_ROLLOUT`, `RG_REWARD`, `RG_REFERENCE` and `RG_CRITIC` are the groups of the roles that the job
-    has. They are there in `init` and `fit`.
+    has. They exist in `init` and `fit`.
     """
 
     _groups: Mapping[str, RoleGroup] | None = None
@@ -45,7 +45,7 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def fit(self) -> None:
-        """Train. It runs again after each restart, so it resumes from what it stored."""
+        """Train. It runs again after each restart, so it resumes from its own stored state."""
 
     def is_recoverable(self) -> bool:
         """Return True if `init` and `fit` may run again beside the same workloads when the trainer's process ended."""

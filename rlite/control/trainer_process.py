@@ -46,7 +46,7 @@ class TrainerOutcome:
     report: TrainerReport | None = None
     """latest report of a program"""
     is_final: bool = False
-    """every restart would meet the same error"""
+    """every restart would repeat the error"""
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,8 @@ class WorkloadFactory:
 def hold_port(address: str, port: int = 0) -> int:
     """Keep a port of this process for a later rendezvous.
 
-    The socket is bound and does not listen. Linux then gives the port to nobody who asks for a free one, and still lets
-    a server with SO_REUSEADDR (torch's store) bind it.
+    The socket is bound and does not listen. Linux then gives the port to no program that asks for a free port, and
+    still lets a server with SO_REUSEADDR (torch's store) bind it.
 
     Args:
         address: address of this node.

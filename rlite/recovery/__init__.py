@@ -1,1 +1,1 @@
-"""Failover decisions, records of jobs and their stores, and faults on purpose."""
+"""Failover decisions, records of jobs and their stores, and injected faults."""

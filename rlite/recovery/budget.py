@@ -1,4 +1,4 @@
-"""A bound on restarts: so many in a time span. A pure decision; the caller says what the time is."""
+"""Limit restarts per time span. A pure decision: the time is an argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RestartBudget:
-    """At most `max_restarts` restarts within `window_s` seconds. What fails again and again ends; bad luck does not."""
+    """At most `max_restarts` restarts within `window_s` seconds. Repeated failures use up the budget."""
 
     max_restarts: int
     window_s: float = 3600.0

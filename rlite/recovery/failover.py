@@ -8,7 +8,7 @@ A failure restarts a workload, a role or the job, as the role's policy says. A r
 recovery replaces the recovery by a new one, and the result of the old one is then stale. Each process has an identity
 (attempt of the job, epoch of the role, incarnation of the workload), so a second report of one failure is stale, too.
 
-The state is small whatever the size of the job: it lists only workloads that were restarted or lost.
+The state is small for a job of any size: it lists only workloads that were restarted or lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JobSubmitted:
 
 @dataclass(frozen=True)
 class WorkloadsFailed:
-    """Workloads that share one cause do not work any more."""
+    """Workloads have failed for one shared cause."""
 
     at: float
     workloads: tuple[WorkloadId, ...]
@@ -98,7 +98,7 @@ class TrainerFailed:
     trace: str = ""
     """the remote traceback"""
     is_final: bool = False
-    """every restart would meet the same error"""
+    """every restart would repeat the error"""
 
     def __str__(self) -> str:
         return f"trainer failed: {self.detail}"
@@ -156,7 +156,7 @@ class RendezvousLost:
 
 @dataclass(frozen=True)
 class MasterRestarted:
-    """The master was killed and takes the job over."""
+    """The master was killed and takes over the job."""
 
     at: float
 
@@ -166,7 +166,7 @@ class MasterRestarted:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """Somebody asks for the job's end."""
+    """A user requests the end of the job."""
 
     at: float
     why: str = "stopped on request"
@@ -224,7 +224,7 @@ class RestartWorkload:
 
 @dataclass(frozen=True)
 class StartTrainer:
-    """End the trainer, if it is there, and run `init` and `fit` in a new process."""
+    """End the trainer, if it runs, and run `init` and `fit` in a new process."""
 
     run: int
     delay_s: float = 0.0
@@ -290,7 +290,7 @@ class JobState:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing of the job runs any more."""
+        """True if no process of the job runs."""
         return self.stage in ("FINISHED", "ERROR")
 
     @property
@@ -304,7 +304,7 @@ class JobState:
         return WorkloadId(role, rank, self.attempt, known.epoch, known.incarnations.get(rank, 0))
 
     def is_current(self, workload: WorkloadId) -> bool:
-        """Return True if this life of a workload should be there."""
+        """Return True if this life of a workload should exist."""
         known = self.roles.get(workload.role, _UNTOUCHED)
         return workload.rank not in known.lost and workload == self.life(workload.role, workload.rank)
 
@@ -369,7 +369,7 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
         case MasterRestarted():
             if state.stage == "RUNNING":
                 return Decision(state, (), "take the job over")
-            return _create(_next_attempt(state), 0.0, "the master was killed during a creation: create the job anew")
+            return _create(_next_attempt(state), 0.0, "the master was killed during a creation: create the job again")
         case StopRequested():
             return _end(state, "ERROR", event.why)
         case WorkloadsFailed():

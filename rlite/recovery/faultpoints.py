@@ -29,7 +29,7 @@ POLL_S = 0.01
 
 
 class InjectedError(RliteError):
-    """An error on purpose."""
+    """An injected error."""
 
 
 class FaultBoard:

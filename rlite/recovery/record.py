@@ -1,4 +1,4 @@
-"""Record of a job: its state and the log of events and decisions, as JSON in a store and as lines for a person."""
+"""Record of a job: its state and the log of events and decisions, as JSON in a store and as readable lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class JobRecord:
     """Everything that is stored of a job's life."""
 
     submission: str = ""
-    """id of the submission; a job that takes the name of an ended one starts anew"""
+    """id of the submission; a job that takes the name of an ended job has a new record"""
     state: JobState = field(default_factory=JobState)
     log: tuple[LogEntry, ...] = ()
     report: TrainerReport | None = None

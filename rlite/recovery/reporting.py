@@ -1,8 +1,8 @@
-"""Reports of a training program to the process that started it: its step, and errors that a restart would meet again.
+"""Reports of a training program to the process that started it: its step, and errors that a restart would repeat.
 
     control plane: environment(file, ...) ──> program: report_step(3, 100) ──> file ──> control plane: read(file)
 
-The program finds the file's name in its environment. A program that nobody watches reports to nobody.
+The program finds the file's name in its environment. Without a watcher, a program reports nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrainerReport:
     at: float = 0.0
     """seconds since the epoch"""
     final_error: str = ""
-    """type and message of an error that a restart would meet again, such as a wrong option"""
+    """type and message of an error that a restart would repeat, such as a wrong option"""
 
     def __str__(self) -> str:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
@@ -65,7 +65,7 @@ def report_step(step: int, total_steps: int) -> None:
 
 
 def report_final_error(error: Exception) -> None:
-    """Report an error that every restart would meet again."""
+    """Report an error that every restart would repeat."""
     before = read(Path(os.environ[FILE])) if FILE in os.environ else None
     _write(replace(before or TrainerReport(), at=time.time(), final_error=f"{type(error).__name__}: {error}"))
 
@@ -85,4 +85,4 @@ def _write(report: TrainerReport) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):  # a full disk is no reason to end a run
         partial.write_bytes(_JSON.dump_json(report))
-        os.replace(partial, path)  # whole, and without an fsync per step: nobody reads it after a crash of the machine
+        os.replace(partial, path)  # whole, and without an fsync per step: a crash of the machine may lose it

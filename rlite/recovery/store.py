@@ -11,7 +11,7 @@ from rlite.errors import ConfigError, writing
 
 
 class StateStore(Protocol):
-    """Keeper of texts that survive the process which writes them, as far as the implementation says."""
+    """Store of texts that survive the writing process, as far as the implementation documents."""
 
     def load(self, name: str) -> str | None:
         """Return the text saved last under a name, or None."""
@@ -87,10 +87,10 @@ class FileStore:
 
 
 def check_name(name: str) -> None:
-    """Check that a name can be a file's and a Ray actor's.
+    """Check that a name is valid for a file and for a Ray actor.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the name is not valid.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ConfigError(

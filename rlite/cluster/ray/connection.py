@@ -50,7 +50,7 @@ class ControlService:
         """Hold `close` back during calls of Ray's functions, which would start another Ray if this one has ended.
 
         Raises:
-            WorkerError: it has ended.
+            WorkerError: Ray has ended.
         """
         with self._use:
             if self._is_closed or self.is_gone:

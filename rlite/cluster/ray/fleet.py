@@ -53,13 +53,13 @@ class Fleet:
         self._is_closed = False
 
     def close(self) -> None:
-        """Refuse to reserve devices and to start processes from now on, also to threads that are about to."""
+        """Refuse to reserve devices and to start processes from now on, in all threads."""
         with self._lock:
             self._is_closed = True
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold `close` back while something is registered with Ray, so that whoever ends the job finds it.
+        """Hold `close` back while something is registered with Ray, so that the end of the job includes it.
 
         Raises:
             RliteError: the job was closed.
@@ -322,7 +322,7 @@ def cluster_address() -> str:
 
 
 def value_of(answer: Future[Outcome], worker: str) -> Any:
-    """Return the value of an answer that is there, or raise its error."""
+    """Return the value of a finished answer, or raise its error."""
     outcome = answer.result()
     if outcome.error is not None:
         outcome.raise_error(worker)

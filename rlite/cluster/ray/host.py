@@ -52,7 +52,7 @@ class RayHost:
 
     @ray.method(concurrency_group="pulse")
     def host_pulse(self) -> None:
-        """Block for ever."""
+        """Block forever."""
         threading.Event().wait()
 
     @ray.method(concurrency_group="notice")

@@ -186,14 +186,14 @@ def test_devices_that_lie_apart_are_said_to() -> None:
 
 
 def test_owners_elsewhere_are_not_said_to_be_in_the_way() -> None:
-    with pytest.raises(PlacementError, match=r"In the way: nobody\. Remedy: colocate with owners that hold more"):
+    with pytest.raises(PlacementError, match=r"In the way: nothing\. Remedy: colocate with owners that hold more"):
         place(HELD, "x", 1, 3, colocate_with=("one",))
 
 
 def test_an_unknown_owner_cannot_be_released() -> None:
     with pytest.raises(PlacementError, match="release: 'onee' holds no devices; did you mean 'one'"):
         HELD.release("onee")
-    with pytest.raises(PlacementError, match="nobody holds any yet"):
+    with pytest.raises(PlacementError, match="no owner holds any yet"):
         cluster(1).release("x")
 
 
