@@ -48,7 +48,7 @@ class TargetInFlight:
 
 
 class SlowToShrink:
-    """A policy that grows as another one says, and shrinks only to the most which that one wanted for some time.
+    """A policy that grows like another policy, and shrinks only to the most replicas that the other recently wanted.
 
     The load of a rollout falls to zero between two batches. Without the delay, replicas would leave and join each time.
 
@@ -92,7 +92,7 @@ class Autoscaler:
         self._thread.start()
 
     def close(self) -> None:
-        """Make no more decisions, and wait for the decision under way."""
+        """Make no further decisions, and wait for the decision under way."""
         self._is_closed.set()
         self._thread.join()
 

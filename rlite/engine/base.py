@@ -334,12 +334,12 @@ class Engine:
         self._version = version
 
     def has_lost_some_of(self, members: Sequence[Executor]) -> bool:
-        """Return whether some of these executors are members no more, so that a call on the others may succeed."""
+        """Return whether some of these executors are no longer members, so that a call on the others may succeed."""
         return False
 
     @property
     def members(self) -> list[Executor]:
-        """The executors that take part in what all do."""
+        """The executors that take part in calls on all executors."""
         return self.executors
 
     def _need_weights(self, what: str) -> None:

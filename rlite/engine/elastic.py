@@ -127,7 +127,7 @@ class ElasticReplicas(ReplacedReplicas):
         """Hand a replica's requests over, end its workers, and return its devices.
 
         Raises:
-            ConfigError: it is the only one.
+            ConfigError: the replica is the only one.
         """
         with self._membership:
             if replica not in self._replicas or self._session is None:
@@ -145,7 +145,7 @@ class ElasticReplicas(ReplacedReplicas):
         """Start replicas in parallel. The devices of those that cannot start are returned.
 
         Raises:
-            Exception: why the first of them could not.
+            Exception: the error of the first replica that could not start.
         """
         assert self._session is not None
         try:

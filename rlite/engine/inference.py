@@ -51,10 +51,10 @@ class RliteInferenceEngine(ElasticReplicas):
     replicas.
 
     When a worker dies its replica is lost; `lost_replicas` reports it. Its requests continue on the other replicas from
-    their tokens so far, and callers notice nothing. Under Ray the replica is replaced on the same devices, and receives
-    the current weights from another replica while all others go on; `replaced_replicas` reports it. If it cannot be
-    replaced, calls that need every replica (a weight sync, `cpu()`, `cuda()`, `load()`) raise WorkerDied until the
-    engine is released and built again. When the last replica is lost, every call does.
+    their tokens so far, and callers are not affected. Under Ray the replica is replaced on the same devices, and
+    receives the current weights from another replica while all others go on; `replaced_replicas` reports it. If it
+    cannot be replaced, calls that need every replica (a weight sync, `cpu()`, `cuda()`, `load()`) raise WorkerDied
+    until the engine is released and built again. When the last replica is lost, every call does.
 
     Args:
         path: folder (or hub name) of a Hugging Face checkpoint.
@@ -91,8 +91,8 @@ class RliteInferenceEngine(ElasticReplicas):
                 `apply_chat_template(tokenize=True)` returns; or one text or mapping. Special tokens that the tokenizer
                 puts before every text are added once.
             sampling_params: parameters in AReaL's or vLLM's names, the same for all prompts. Without `max_new_tokens` a
-                completion may take 16,384 tokens, or as many as `max_model_len` leaves, whatever the executor's own
-                default is. The default temperature is 1. `prompt_logprobs=True` adds the log-probabilities of the
+                completion may take 16,384 tokens, or as many as `max_model_len` leaves, regardless of the executor's
+                own default. The default temperature is 1. `prompt_logprobs=True` adds the log-probabilities of the
                 prompts.
             timeout: seconds for the whole call.
 
@@ -392,7 +392,7 @@ class RliteInferenceEngine(ElasticReplicas):
         return self._collector
 
     def rollout_progress(self) -> str:
-        """Return how far the rollout or evaluation is that is waited for now, in words; "" if none is."""
+        """Return the progress of the rollout or evaluation under way, in words; "" without one."""
         progress = None if self._collector is None else self._collector.progress
         return "" if progress is None else str(progress)
 
@@ -410,7 +410,7 @@ class RliteInferenceEngine(ElasticReplicas):
             data: at least one item.
             workflow: runs the episodes.
             group_size: number of episodes per item.
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None sets no limit.
             first_place: position of the first item among the items of this policy version. Seeds depend on positions.
         """
         return self.collector.rollout_batch(data, workflow, group_size, timeout, first_place)
@@ -448,7 +448,7 @@ class RliteInferenceEngine(ElasticReplicas):
             should_accept: called with a group's padded TensorDict. Refused groups are replaced; None accepts all
                 groups.
             group_size: number of episodes per item.
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None sets no limit.
         """
         return self.collector.prepare_batch(loader, workflow, should_accept, group_size, timeout)
 

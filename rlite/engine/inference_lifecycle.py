@@ -174,7 +174,7 @@ class InferenceLifecycle(Engine):
     def _moving(self) -> Iterator[None]:
         self._need(self.capabilities.has_residency, "cuda(), cpu() and meta()", "release() and build() it instead")
         with self._membership:
-            self._hold()  # requests that nobody waits for have ended then
+            self._hold()  # requests without a waiting caller have ended then
             try:
                 if self.num_in_flight:
                     raise ResidencyError(

@@ -1,4 +1,4 @@
-"""Weights from one replica to another that joins it: rank by rank, bucket by bucket, while the first one serves."""
+"""Weights from one replica to another that joins it: rank by rank, bucket by bucket, while the first replica serves."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _own_methods(cls: type) -> dict[str, Callable[..., Any]]:
 
 
 def _fingerprint(method: Callable[..., Any] | None) -> Any:
-    """Return what makes a method: its code, defaults and marks; not its line numbers."""
+    """Return the identity of a method: its code, defaults and marks; not its line numbers."""
     function = None if method is None else inspect.unwrap(method)
     code = getattr(function, "__code__", None)
     if code is None:

@@ -60,7 +60,7 @@ class ReplacedReplicas(InferenceLifecycle):
         self._supervisor.settle()
 
     def has_lost_some_of(self, members: Sequence[Executor]) -> bool:
-        """Return whether some of these executors are members no more, because they are replaced, and others serve."""
+        """Return whether some of these executors are no longer members: they are replaced, and others serve."""
         for replica in self._replicas:
             if (error := loss_of(replica)) is not None and not self._hand_over(replica, error):
                 return False

@@ -76,7 +76,7 @@ class InFlightRequest:
     """columns with an entry for each token"""
     finish_reason: StopReason = "abort"
     is_cancelled: bool = False
-    """the caller waits for no more tokens"""
+    """the caller no longer waits for tokens"""
     _outstanding: OutstandingTokens | None = None
 
     def remaining_request(self) -> SequenceRequest:
@@ -117,7 +117,7 @@ class InFlightRequest:
         if self.on_chunk is not None:
             try:
                 self.on_chunk(chunk)
-            except Exception as error:  # whatever it is, it belongs to this request; the replica serves others too
+            except Exception as error:  # any error belongs to this request; the replica serves others too
                 self.fail(error)
                 return True
         if chunk.error is not None:
@@ -156,7 +156,7 @@ class InFlightTable:
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
-        """the reason why no request is accepted any more"""
+        """the reason why no further request is accepted"""
         self._requests: dict[int, InFlightRequest] = {}
         self._lock = threading.Lock()
 
@@ -183,7 +183,7 @@ class InFlightTable:
         left = []
         for chunk in chunks:
             is_last = chunk.finish_reason is not None or chunk.error is not None
-            # the last chunk's request leaves first: whoever waits for it finds it gone
+            # the request leaves before its last chunk arrives: its waiting caller finds it gone
             request = self._pop(chunk.request_id) if is_last else self._requests.get(chunk.request_id)
             if request is not None and request.take(chunk) and not is_last:
                 self._pop(chunk.request_id)
@@ -207,7 +207,7 @@ class InFlightTable:
             return here
 
     def clear(self, failure: Exception | None = None) -> list[InFlightRequest]:
-        """Remove all requests. With a failure, accept no more requests.
+        """Remove all requests. With a failure, accept no further requests.
 
         Returns:
             The removed requests.
@@ -218,7 +218,7 @@ class InFlightTable:
             return requests
 
     def fail(self, error: Exception) -> list[InFlightRequest]:
-        """Accept no more requests and end cancelled requests with their tokens.
+        """Accept no further requests and end cancelled requests with their tokens.
 
         Returns:
             The other requests, which have not ended.

@@ -111,7 +111,7 @@ class Router:
             self._members[index] = replica
 
     def remove(self, replica: Replica) -> bool:
-        """Route no more requests to this replica.
+        """Route no further requests to this replica.
 
         Returns:
             False if it was removed before.
@@ -238,4 +238,4 @@ class Router:
             trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
             if self._on_loss(index, replica):
                 self.remove(replica)
-            self.lost.append(loss)  # whoever sees it can wait for the replacement
+            self.lost.append(loss)  # readers of the list can wait for the replacement

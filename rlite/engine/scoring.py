@@ -13,7 +13,7 @@ from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs
 def score_prompts(
     replicas: Sequence[Replica], prompts: Sequence[list[int]], num_top: int, max_tokens: int
 ) -> list[PromptLogprobs]:
-    """Return the log-probabilities of each prompt's tokens. Prompts are dealt to the replicas in turn.
+    """Return the log-probabilities of each prompt's tokens. Prompts are distributed to the replicas in turn.
 
     Args:
         replicas: the replicas that serve.

@@ -96,7 +96,7 @@ class ReplicaSupervisor:
             thread.join()
 
     def close(self) -> None:
-        """Begin no more replacements. The replacements under way fail, because the engine is released."""
+        """Begin no further replacements. The replacements under way fail, because the engine is released."""
         self.is_closed = True
 
     def _spend(self) -> bool:

@@ -190,8 +190,8 @@ class TrainLifecycle(Engine):
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it.
 
-        Weights are written in the `dtype` of the model's config, whatever the dtype of the master weights. `save_state`
-        keeps the master weights.
+        Weights are written in the `dtype` of the model's config, regardless of the dtype of the master weights.
+        `save_state` keeps the master weights.
         """
         self._need_weights("save")
         self._workers.call(TrainExecutor.save, str(path))

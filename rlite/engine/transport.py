@@ -130,7 +130,7 @@ def share(
         is_gathered: first gather each whole tensor from all ranks of the source (a collective). CUDA workers see only
             their own device, so a target there cannot read another device's shard.
         readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On a
-            GPU there is at most one: a CUDA IPC handle that nobody opens, or that is opened twice, is never freed.
+            GPU there is at most one: a CUDA IPC handle that is not opened, or that is opened twice, is never freed.
     """
     shards = worker.served_shards(has_values=not is_gathered)
     wanted = shards if names is None else names
@@ -332,7 +332,7 @@ def _meet(meeting: Meeting, rank: int, device: torch.device) -> Any:
 
 
 def leave_meeting(meeting: Meeting) -> None:
-    """Leave the process group, whatever state its other processes are in."""
+    """Leave the process group, regardless of the state of its other processes."""
     group = _groups.pop(meeting, None)
     if group is not None and group.name() == "nccl":
         group.abort()

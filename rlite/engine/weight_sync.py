@@ -374,7 +374,7 @@ class Sync:
             calls.append((group, rank, keys, (plan, number, pieces)))
         try:
             return sum(apply_on_processes(calls, take_part, [source, target], "weight sync", source.call_timeout))
-        except BaseException:  # whoever was left in the middle of a broadcast must not take part in the next sync
+        except BaseException:  # a process left in the middle of a broadcast must not take part in the next sync
             _part(source, target, self.copy.index)
             raise
 

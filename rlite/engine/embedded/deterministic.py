@@ -4,7 +4,7 @@ Llama, Qwen2 and Qwen3 in float32 on CPU do not need this: `rlite.nn.batch_invar
 with the bits of training. Other models are computed here.
 
 A kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. Here every forward has the
-same number of rows. A decode step computes DECODE_ROWS slots at a time; free slots compute a token that nobody reads. A
+same number of rows. A decode step computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A
 prompt is prefilled TILE_ROWS tokens of one sequence at a time, from multiples of TILE_ROWS. Attention reads as many
 blocks as a sequence needs, and sampling processes one row at a time. A kernel may still treat the rows of one shape
 differently; `check_rows` tests this machine's kernels.

@@ -85,7 +85,7 @@ class ShardedModel:
         for place in self._places.values():
             place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
         self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
-        """true if the bits of a token depend on its sequence alone, whatever forward pass computes it"""
+        """true if the bits of a token depend on its sequence alone, not on the forward pass that computes them"""
         if self.is_invariant:
             make_invariant(self.model)
         elif device.type == "cpu":

@@ -11,7 +11,7 @@ from rlite.engine.embedded import native
 
 
 class Pointwise:
-    """Norms, rotary embeddings and gates, by `decode.c` or by PyTorch. They overwrite what is not read again.
+    """Norms, rotary embeddings and gates, by `decode.c` or by PyTorch. They overwrite activations.
 
     In C, each is one pass over the memory. PyTorch needs five operations for a root mean square alone, and with several
     threads, the gaps between so many short operations are so long that threads fall asleep.

@@ -216,13 +216,13 @@ class PumpedReplica(WorkerReplica):
     def _score(self, scoring: Scoring) -> None:
         try:
             scored = self.executor.ask(PumpedWorker.prompt_logprobs, scoring.prompts, scoring.num_top)
-        except Exception as error:  # whatever it is, it belongs to the caller who waits
+        except Exception as error:  # any error belongs to the waiting caller
             scoring.done.set_exception(error)
         else:
             scoring.done.set_result(scored)
 
     def _fail(self, error: Exception) -> None:
-        """Accept no more requests. Cancelled requests end now; the engine decides about the others."""
+        """Accept no further requests. Cancelled requests end now; the engine decides about the others."""
         requests = self._in_flight.fail(error)
         with self._changed:
             self._waiting, self._cancelled = [], []

@@ -52,7 +52,7 @@ class RowFilter:
     banned: Tensor | None
     """[rows, vocabulary] of bool: tokens that may not be generated yet"""
     reported: ReportedRows | None
-    """None if nobody asks for kept ids"""
+    """None if no request asks for kept ids"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def _filter_of(sequences: Sequence[RunningSequence], vocab_size: int, device: to
     rows = [r for r, s in enumerate(sequences) if has_cut(s.request.gconfig) or s.banned_ids]
     if not rows:
         return None
-    # a greedy row takes the most likely token whatever its top_k and top_p
+    # a greedy row takes the most likely token with any top_k and top_p
     gconfigs = [sequences[r].request.gconfig for r in rows]
     cut = [g if has_cut(g) else GenerationHyperparameters() for g in gconfigs]
     top_k = [min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut]

@@ -6,8 +6,8 @@ Running sequences are compact: `running[i]` lives in slot i of the KV cache, so 
 cache. They are kept roughly longest first. When a sequence ends, the last sequence takes its slot. The owner of the
 cache performs this `Move`.
 
-The slots behind the running sequences keep what sequences that have ended left there, until others need the room. The
-next turn of a session, and any request that begins like an earlier one, continues from these keys and values.
+The slots behind the running sequences keep the keys and values of ended sequences until others need the room. The
+next turn of a session, and any request that begins like an earlier one, continues from them.
 
 Prefill stops one token short: it fills the cache for all tokens but the last. The decode step that reads the last token
 generates the first new token. Only decode steps compute logits. Siblings that copy a prompt's cache need no other

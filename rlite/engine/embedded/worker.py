@@ -103,7 +103,7 @@ class EmbeddedWorker:
 
         Raises:
             ResidencyError: weights or KV cache are not on the device. Nothing was changed.
-            DivergedError: the weights are not finite. The worker cannot be used any more.
+            DivergedError: the weights are not finite. The worker can no longer be used.
         """
         cache = self._serving_cache()
         for request in new:

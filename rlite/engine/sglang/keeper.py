@@ -32,7 +32,7 @@ def main(command: list[str]) -> int:
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_keeper)
     threading.Thread(target=end_with_input, args=(server,), daemon=True).start()
     exit_code = server.wait()
-    signal_group(server, signal.SIGKILL)  # whatever it left behind
+    signal_group(server, signal.SIGKILL)  # processes that it left behind
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 

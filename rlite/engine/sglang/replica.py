@@ -314,12 +314,12 @@ class SglangReplica(WorkerReplica):
         self._in_flight.take([end_of(n, finish_reason="abort", version=self._version) for n in numbers])
 
     async def _abort(self, name: str) -> None:
-        """Ask the server to end a request that nobody waits for. It would notice the closed stream only later."""
+        """Ask the server to end a request without a caller. The server would notice the closed stream only later."""
         with contextlib.suppress(WorkerError):  # then it ends with its stream, or with the server
             await asyncio.to_thread(self._endpoint.call, "/abort_request", {"rid": name}, ANSWER_S)
 
     async def _hold(self) -> bool:
-        """Hold what arrives from now on.
+        """Hold tokens that arrive from now on.
 
         Returns:
             Whether the server has to be paused.
@@ -377,7 +377,7 @@ class SglangReplica(WorkerReplica):
                 await self._lose(WorkerError(f"no token, and no scores of a prompt, for {silent:.0f} s"))
 
     async def _lose(self, error: Exception) -> None:
-        """Give the server up. The engine decides about the requests in flight."""
+        """Give up the server. The engine decides about the requests in flight."""
         reason = str(error) or f"no answer within {ANSWER_S:g} s"
         worker = replace(self.executor, timeout=STOPPED_S)
         try:

@@ -1,4 +1,4 @@
-"""The registration of the inference executor "vllm", and what is refused before it starts."""
+"""Registration of the inference executor "vllm", and the checks before it starts."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ GREEDY = {
     "min_length": 0,
     "extras": [],
 }
-"""sampling of requests whose completion nobody reads"""
+"""sampling of requests whose completion is not read"""
 
 
 def _sequence(asked: dict[str, Any], is_early: bool) -> RunningSequence:

@@ -1,8 +1,9 @@
 """Tokens of several steps in one message from vLLM's engine core to its frontend.
 
-Each message wakes vLLM's frontend, rlite's worker and the program, and on a small model all three together take as long
-as the model; on a machine without a core to spare they take the model's. So tokens are held back for a few steps. They
-leave at once if their request ends, if it has stop strings, which the frontend looks for, and before generation pauses.
+Each message wakes vLLM's frontend, rlite's worker and the program. On a small model, these three together take as long
+as the model. On a machine without a spare core, they delay the model. Tokens are therefore held back for a few steps.
+They leave at once if their request ends, if it has stop strings (the frontend searches for them), and before generation
+pauses.
 
 vLLM also slices the table of log-probabilities into three arrays for each token, and its frontend makes a dictionary of
 each slice. Requests of rlite therefore ask vLLM for none, and one table travels with the first output of a message.
@@ -100,7 +101,7 @@ class Holding:
         super().add_request(request)  # type: ignore[misc]
 
     def has_requests(self) -> bool:
-        """Return whether there is something to do: the engine is not idle, nor at rest, before all tokens are sent."""
+        """Return whether work is left: the engine is neither idle nor at rest before all tokens are sent."""
         return bool(self._held) or super().has_requests()  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:

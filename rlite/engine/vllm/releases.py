@@ -139,7 +139,7 @@ class Release:
         core.get_output_async = get_output
 
     async def add(self, engine: Any, name: str, token_ids: list[int], arguments: dict[str, Any]) -> None:
-        """Start a request. Its outputs are diverted; vLLM's frontend sees the last one alone.
+        """Start a request. Its outputs are diverted; vLLM's frontend receives only the last output.
 
         Args:
             engine: the AsyncLLM.

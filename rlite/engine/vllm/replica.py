@@ -61,7 +61,7 @@ class FetchingReplica(PumpedReplica):
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Accept no more requests. If vLLM is gone, its worker serves no more calls either."""
+        """Accept no further requests. If vLLM is gone, its worker serves no calls either."""
         if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
             group, first = self.executor.group, self.executor.ranks[0]
             error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))

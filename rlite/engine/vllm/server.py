@@ -76,7 +76,7 @@ class Server:
         self._watched: list[int] = []
 
     async def run(self) -> None:
-        """Obey messages until the connection ends."""
+        """Process messages until the connection ends."""
         loop = asyncio.get_running_loop()
         messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         os.register_at_fork(after_in_child=self._connection.close)  # the end of this process alone has to close it
@@ -205,7 +205,7 @@ class Server:
         """
         try:
             return self._send_tokens(outputs)
-        except Exception as error:  # of any kind: requests would wait for their tokens for ever
+        except Exception as error:  # of any kind: requests would wait for their tokens forever
             traceback.print_exc()
             self._die(f"vLLM's outputs could not be read: {type(error).__name__}: {error}")
             raise
@@ -362,7 +362,7 @@ def end_everything() -> None:
 
 
 def _read(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[tuple[Any, ...]]) -> None:
-    """Pass messages to the event loop. The end of the connection ends everything, whatever the loop is doing."""
+    """Pass messages to the event loop. The end of the connection ends everything, even if the loop is busy."""
     try:
         while True:
             message = connection.recv()

@@ -310,7 +310,7 @@ class VllmWorker:
         return min(needed, given)
 
     def _variables(self) -> dict[str, str]:
-        """Return environment variables of vLLM. Those that the user has set win, but for devices and threads."""
+        """Return environment variables of vLLM. Variables that the user has set win, except for devices and threads."""
         threads = max(self._context.num_threads or torch.get_num_threads(), 1)
         own = {
             "VLLM_NO_USAGE_STATS": "1",
