@@ -102,7 +102,7 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-        except BaseException as error:  # belongs to the owner, who would wait for ever
+        except BaseException as error:  # belongs to the owner, which would wait forever
             self._death = self._death or error
         self._on_end(self._death)
         deadline = time.monotonic() + self._close_timeout

@@ -22,7 +22,7 @@ class ScriptedEngine:
 
     Args:
         answer: returns the completion of a request, or raises what `agenerate` raises; or a list of completions, which
-            is repeated for ever. Completions are cut at the request's `max_new_tokens`.
+            is repeated forever. Completions are cut at the request's `max_new_tokens`.
         latency: seconds that a completion takes, or a function of the request. Tokens are spread evenly over it.
         logprob: log-probability of every token.
         version: policy version at the beginning.

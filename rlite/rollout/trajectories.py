@@ -277,7 +277,7 @@ def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
         Whether each key is per token, [k, L, ...].
 
     Raises:
-        DataError: They do not; the message names the key and the trajectory.
+        DataError: They differ; the message names the key and the trajectory.
     """
     trajectories = _with_ragged(trajectories)
     keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]

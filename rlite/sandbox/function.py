@@ -22,7 +22,7 @@ from rlite.sandbox.errors import SANDBOX_ERRORS, ErrorKinds
 from rlite.sandbox.pool import SandboxPool, shared_pool
 
 MIN_MEMORY_GIB = 0.0625
-"""a process that has loaded nothing takes a fourth of it"""
+"""smallest limit; an empty process uses a quarter"""
 STREAM_TIMEOUT = 600.0
 """seconds in which a generator must yield"""
 

@@ -1,9 +1,9 @@
-"""Keep a process between the driver and a sandbox process, which ends whatever user code leaves behind.
+"""Keep a process between the driver and a sandbox process, to end all processes that user code leaves behind.
 
 User code may start processes that start others and end, faster than they can be listed. Where Landlock scopes signals
 (Linux 6.12), the keeper's kill(-1) reaches exactly its descendants, all at once: the kernel lets none of them fork
 meanwhile. Elsewhere the keeper lists and kills them until none is left. It does so when the sandbox process ends, when
-the driver asks for it by SIGTERM, and when the driver ends, however that ends. User code cannot signal the keeper.
+the driver asks for it by SIGTERM, and when the driver ends, for any reason. User code cannot signal the keeper.
 
 This module imports only the standard library.
 """

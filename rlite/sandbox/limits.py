@@ -1,4 +1,4 @@
-"""Limits on sandbox processes: when one is over time or too large, and what its call is told."""
+"""Limits on sandbox processes: checks of time and memory, and the failures of their calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def out_of_memory(call: Call, how: str) -> Failure:
 
     Args:
         call: the call.
-        how: what was seen.
+        how: the observed use of memory, for the message.
     """
     limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
     return Failure("memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed")

@@ -102,7 +102,7 @@ class SandboxPool:
     def _wake(self) -> None:
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(OSError):  # closed: nobody listens any more
+            with contextlib.suppress(OSError):  # closed: no thread listens
                 self._wake_writer.send(b"\0")
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class SandboxPool:
             if idle is None:
                 break
             limit = self._queue[0].memory_limit
-            if limit is not None and idle.memory() > limit:  # others' doing, for which nobody else shall pay
+            if limit is not None and idle.memory() > limit:  # kept by an earlier call: this call must not fail for it
                 self._end(idle)
             elif calls := take_chunk(self._queue, -(-num_waiting // self.num_processes)):
                 idle.give(calls)

@@ -18,7 +18,7 @@ History = Literal["tokens", "template"]
 
 
 class Conversation:
-    """Asks a model again and again, and records it in a transcript.
+    """Asks a model several times, and records the turns in a transcript.
 
         conversation = Conversation(tokenizer, {"messages": [...]})
         while (response := await conversation.ask(engine, gconfig)) is not None:
@@ -232,7 +232,7 @@ def check_history(history: str) -> None:
     """Check that a name is a `History`.
 
     Raises:
-        ConfigError: the name is another.
+        ConfigError: the name is unknown.
     """
     if history not in get_args(History):
         raise ConfigError(f"history={history!r}: expected one of {', '.join(get_args(History))}")

@@ -22,13 +22,13 @@ FEEDBACK = "Your answer is wrong. Check your reasoning and try again."
 class MultiTurnWorkflow(ConversationWorkflow):
     """Attempts at one problem, until an answer is right or `max_turns` is reached.
 
-    The item is as `SingleTurnWorkflow` takes it, and each attempt is verified as that workflow's only one: by its text
+    The item has the form of `SingleTurnWorkflow`. Each attempt is verified like a single answer: by its text
     (`completions`) and its own tokens (`completion_ids`). An attempt that is worth less than `solved` is followed by
     the feedback, a user's message by the chat template, or after a raw prompt a raw text.
 
     The trajectory has the keys of `trajectory()`, all attempts in one sequence (see `Conversation` for
     history="template"), and `sequence_index`, `num_turns` [k]. Its `rewards` [k] are the last attempt's reward times
-    `turn_discount` once for each retry: the discount is in there, and is not applied again. `scores` [k] is the last
+    `turn_discount` once for each retry: the discount is included, and is not applied again. `scores` [k] is the last
     attempt's reward itself.
 
     Args:

@@ -151,7 +151,7 @@ def check_turn_discount(turn_discount: float) -> None:
     """Check that a discount is in [0, 1].
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the discount is out of range.
     """
     if not 0 <= turn_discount <= 1:
         raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")

@@ -23,9 +23,9 @@ from rlite.sandbox.errors import SandboxError
 from rlite.types import AsyncInference
 
 FINAL = (DataError, ConfigError)
-"""errors that another attempt would meet again"""
+"""errors that another attempt would repeat"""
 ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
-"""errors of the engine, which no workflow can help"""
+"""errors of the engine, which a workflow cannot fix"""
 
 
 class EpisodeFailed(Exception):

@@ -1,4 +1,4 @@
-"""The collector: runs workflows in the background of the training program, and hands over whole groups.
+"""The collector: runs workflows in the background of the training program, and returns whole groups.
 
     caller's thread                       the runner's thread, one event loop
     submit ──> waiting ──start───────> running: episodes, each attempted until it succeeds or has no attempt left
@@ -78,7 +78,7 @@ class RolloutCollector:
         self.engine = engine
         self.options = options or CollectorOptions()
         limit = self.options.max_concurrent_rollouts
-        # nobody trains while `collect` or `evaluate` waits, so that their groups do not age
+        # no step trains while `collect` or `evaluate` waits, so that their groups do not age
         self._now = Queue(RolloutLedger(max_concurrent=limit))
         self._tests = Queue(RolloutLedger(max_concurrent=limit), is_training=False)
         self._ahead = Queue(
@@ -160,7 +160,7 @@ class RolloutCollector:
             data: at least one item.
             workflow: runs the episodes.
             group_size: episodes per item.
-            timeout: in seconds; None waits for ever.
+            timeout: in seconds; None sets no limit.
             first_place: position of the first item among those of this policy version. With a seed, an item's position
                 decides its random numbers, so that a batch that continues another one begins after it.
 
@@ -191,7 +191,7 @@ class RolloutCollector:
             data: at least one item.
             workflow: runs the episodes.
             group_size: episodes per item.
-            timeout: in seconds; None waits for ever.
+            timeout: in seconds; None sets no limit.
             first_place: as for `rollout_batch`.
 
         Returns:
@@ -211,13 +211,13 @@ class RolloutCollector:
     ) -> Collected:
         """Run every item now, to measure and not to train.
 
-        Every episode counts alone. A failed one costs no sibling, is counted in the result only, and stops no run.
+        Every episode counts alone. A failed episode costs no sibling, is counted in the result only, and stops no run.
 
         Args:
             data: at least one item.
             workflow: runs the episodes.
             group_size: episodes per item.
-            timeout: in seconds; None waits for ever.
+            timeout: in seconds; None sets no limit.
 
         Returns:
             A batch [N] in the order of the data, whose `group_ids` are the items' indices, and the lost episodes.
@@ -239,7 +239,7 @@ class RolloutCollector:
     def submit(
         self, data: Item, workflow: RolloutWorkflow, group_size: int = 1, should_accept: ShouldAccept | None = None
     ) -> int:
-        """Let one item run when capacity allows; `wait` hands its group over.
+        """Let one item run when capacity allows; `wait` returns its group.
 
         Args:
             data: the item.
@@ -258,7 +258,7 @@ class RolloutCollector:
         Raises:
             CallTimeout: Some groups are late after `timeout` seconds; the error names them.
             ConfigError: `count` is less than 1.
-            RolloutError: So many groups will never be ready.
+            RolloutError: Fewer groups remain than requested.
         """
         if count < 1:
             raise ConfigError(f"wait({count}): expected at least 1 group")
@@ -282,7 +282,7 @@ class RolloutCollector:
             workflow: runs the episodes.
             should_accept: called with a group's padded TensorDict, in the runner's thread. Refused groups are replaced.
             group_size: episodes per item.
-            timeout: in seconds; None waits for ever.
+            timeout: in seconds; None sets no limit.
 
         Raises:
             CallTimeout: Some groups are late; the error names them.
@@ -377,7 +377,7 @@ class RolloutCollector:
         return self._num_submitted
 
     def number_from(self, num_submitted: int) -> None:
-        """Number further groups as after so many submitted ones."""
+        """Set the number of submitted groups."""
         with self._changed:
             self._num_submitted = num_submitted
 

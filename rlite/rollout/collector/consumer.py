@@ -45,7 +45,7 @@ class GroupConsumer:
         Args:
             queue: holds the groups.
             groups: in the order of their submission.
-            timeout: in seconds; None waits for ever.
+            timeout: in seconds; None sets no limit.
 
         Returns:
             The groups that are not lost.
@@ -89,13 +89,13 @@ class GroupConsumer:
         Args:
             queue: holds the groups.
             count: groups of the batch.
-            timeout: in seconds; None waits for ever.
+            timeout: in seconds; None sets no limit.
             is_short: whether too few groups are submitted for the wait to make sense.
             refill: submits more; without it, too few groups are an error.
 
         Raises:
             CallTimeout: Some groups are late; the error names them.
-            RolloutError: So many groups will never be ready, or the run was stopped.
+            RolloutError: Fewer groups remain than requested, or the run was stopped.
         """
         deadline = _deadline(timeout)
         while (batch := self._take(queue, count)) is None:
@@ -171,7 +171,7 @@ class GroupConsumer:
         return bool(misfits)
 
     def _too_few_error(self, queue: Queue, count: int) -> RolloutError:
-        """Return an error that says why `count` groups will never be ready."""
+        """Return an error that says why fewer than `count` groups remain."""
         counters, lost = queue.ledger.counters, queue.ledger.lost
         found = f"{count} groups were asked for, {counters.ready} are ready"
         if len(queue.groups) < count:

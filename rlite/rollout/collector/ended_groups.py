@@ -20,7 +20,7 @@ class Ended:
     item: str
     """name of the data item"""
     status: Status | None
-    """None: consumed, and whoever has consumed it knows what became of it"""
+    """None: consumed; the consumer sets it"""
     reason: str
     """why the group is lost"""
     episodes: list[Episode]

@@ -81,7 +81,7 @@ class Group:
         """Return what a record needs.
 
         Args:
-            status: what became of the group; None if it was consumed.
+            status: status of the group; None if it was consumed.
             reason: why it is lost.
         """
         columns = short_columns(self.data)

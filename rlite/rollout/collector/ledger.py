@@ -168,7 +168,7 @@ class RolloutLedger:
         self._ready_at[age] += 1
 
     def drop(self, group: int, reason: str) -> None:
-        """Mark a group as lost, in whatever state it is. Its place is free again."""
+        """Mark a group in any state as lost. Its place is free again."""
         if group in self._waiting:
             del self._waiting[group]
         elif group in self._running:
@@ -220,7 +220,7 @@ class RolloutLedger:
         return [] if age is None else [group for group, own in self._running.items() if own <= age]
 
     def too_old(self, version: int) -> list[int]:
-        """Return the groups, running or ready, that may not be consumed any more."""
+        """Return the groups, running or ready, that may no longer be consumed."""
         if self.batch_size is None:
             return []
         oldest = version - self._eta
@@ -278,7 +278,7 @@ class RolloutLedger:
 class FailureStreaks:
     """Counts how many groups in a row have failed, in the order of their start.
 
-    The order of their end would not do. If one row in twenty fails at once, the first groups of a large batch to end
+    The order of their end is not suitable. If one row in twenty fails at once, the first groups of a large batch to end
     are all failures.
     """
 

@@ -40,7 +40,7 @@ def kind_of(reason: str) -> str:
 
 
 def cause_of(reason: str) -> str:
-    """Return a reason's kind, and for an exception in the user's code its name: what is told of once."""
+    """Return the key for reporting once: a reason's kind, and for an exception in the user's code its name."""
     kind = kind_of(reason)
     raised = re.match(r"[^\n]* raised (?!.* raised )[^:\n]*", reason) if kind.endswith("Raised") else None
     return raised[0] if raised else kind

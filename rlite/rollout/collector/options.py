@@ -36,7 +36,7 @@ class CollectorOptions(CollectorLimits):
     max_consecutive_rejections: Count = 1024
     """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
     keep_ended: bool = False
-    """keep what became of each group to train on until `RolloutCollector.take_ended` returns it"""
+    """keep each ended group of training until `RolloutCollector.take_ended` returns it"""
     seed: int | None = None
     """draw a request's random numbers from this, the policy version, and the item's, sample's and turn's numbers;
     None: from the order in which requests arrive"""

@@ -1,4 +1,4 @@
-"""Progress of a call of the collector, for people."""
+"""Progress of a call of the collector, in words."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class GroupRunner:
     """Runs the waiting groups of several queues, in one event loop in a thread of its own.
 
     The loop consumes waiting groups and makes them ready or lost. It waits for the ledgers' permission to start more.
-    It is unblocked by whatever may change that: a submission, the end of a group, a higher policy version, the end of
-    a pause. Each of these calls `admit`.
+    It is unblocked by every event that may change this: a submission, the end of a group, a higher policy version, the
+    end of a pause. Each of these calls `admit`.
 
     Callers wait in `wait_until`. They are unblocked when the loop finds their condition true, when the run is stopped,
     and when the loop ends.
@@ -81,7 +81,7 @@ class GroupRunner:
 
         Args:
             is_settled: evaluated by the loop at every change.
-            deadline: by `time.monotonic()`; None waits for ever.
+            deadline: by `time.monotonic()`; None sets no limit.
             is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread every few
                 seconds.
 
@@ -147,14 +147,14 @@ class GroupRunner:
         Args:
             queue: has held the group.
             group: was lost or consumed.
-            status: what became of it; None if it was consumed.
+            status: status of the group; None if it was consumed.
             reason: why it is lost.
         """
         if self._options.keep_ended and queue.is_training:
             self.ended.append(group.ended(status, reason))
 
     def drop_too_old(self) -> None:
-        """Drop the groups that may not be consumed any more. Needs the lock."""
+        """Drop the groups that may no longer be consumed. Needs the lock."""
         version = self._engine.get_version()
         for queue in self._queues:
             for id in queue.ledger.too_old(version):
@@ -256,7 +256,7 @@ class GroupRunner:
         """Drop a group whose task ends.
 
         Returns:
-            False if the group was dropped before: then its error means nothing.
+            False if the group was dropped before: then its error has no effect.
         """
         with self.changed:
             group.task = None

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 BODY_SECONDS = 60.0
 """seconds that a client has to send the body of a request"""
 LINGER_SECONDS = 2.0
-"""for which the rest of a body that nobody reads is thrown away, so that the client reads why"""
+"""seconds for which an unread body is discarded, so that the client reads the reason"""
 CLOSE_SECONDS = 1.0
 """seconds that open connections have when the endpoint closes"""
 

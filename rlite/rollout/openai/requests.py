@@ -82,7 +82,7 @@ class ApiError(RliteError, RuntimeError):
 
 
 def unexpected(error: Exception) -> ApiError:
-    """Return the error for a request that failed for a reason that nobody expected."""
+    """Return the error for a request that failed unexpectedly."""
     return ApiError(f"{type(error).__name__}: {error}", 500)
 
 

@@ -22,7 +22,7 @@ def check_num_scored(request: ModelRequest, prompt_lengths: Sequence[int], limit
         limit: tokens of the model's context, None if unknown.
 
     Raises:
-        ApiError: it does; or a prompt that is scored alone fills the context.
+        ApiError: the request wants more scores; or a prompt that is scored alone fills the context.
     """
     if not request.needs_scores:
         return

@@ -47,8 +47,8 @@ class AgentSession(RecordingOwner):
             chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of prompt and answer together; None is the engine's limit.
-        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request sets.
-        is_recording: keep the turns. False is for an evaluation of many requests that nobody trains on.
+        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, not those of a request.
+        is_recording: keep the turns. False is for an evaluation of many requests that are not trained on.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AgentSession(RecordingOwner):
         self.model = model
         self.recording = Recording()
         self.failure: RliteError | None = None
-        """the engine's own, which no agent can help"""
+        """the engine's error; the agent cannot fix it"""
         self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self._limit = limit = context_length(engine, max_length)
         self._prompts = ChatPrompts(tokenizer, chat_template_options, limit)
@@ -158,7 +158,7 @@ class AgentSession(RecordingOwner):
         """Check that the engine computes the log-probabilities that a request wants.
 
         Raises:
-            ApiError: it does not; or the most likely tokens would be those of another temperature than the answer's.
+            ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
         """
         if not request.needs_scores:
             return

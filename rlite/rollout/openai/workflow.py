@@ -45,7 +45,7 @@ class AgentWorkflow(RolloutWorkflow):
             the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of one sequence; None means the engine's limit.
-        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever the agent asks for: a trainer
+        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, not those of the agent: a trainer
             that computes log-probabilities at another temperature trains on a wrong ratio.
 
     Raises:

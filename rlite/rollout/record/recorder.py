@@ -73,7 +73,7 @@ class FileRecorder:
         return self._writer.has_removed
 
     def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
-        """Record what became of groups in a step of training.
+        """Record the end of groups in a step of training.
 
         Args:
             step: of the run.

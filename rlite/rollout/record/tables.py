@@ -64,7 +64,7 @@ class TrainedBatch:
         """numbers of the groups that the batch holds"""
 
     def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
-        """Return what the trainer made of a sequence, one value for each token; {} if it was not trained on.
+        """Return the trainer's columns of a sequence, one value for each token; {} if it was not trained on.
 
         A column that is NaN for every token is left out: no update has made it.
 
@@ -157,11 +157,11 @@ def make_tables(
 
     Args:
         step: of the run.
-        groups: what became of each; none has the status None.
+        groups: the ended groups; none has the status None.
         texts: decodes the sequences.
         shown: places in `groups` of the groups whose texts and tokens are recorded.
         batch: the batch that was trained on.
-        warn: is told of each trajectory that cannot be read.
+        warn: called with each trajectory that cannot be read.
     """
     trained = None if batch is None else TrainedBatch(batch)
     rows: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ class TokenTexts:
     """Decodes sequences, special tokens included.
 
     Args:
-        tokenizer: the model's tokenizer, for this object alone: other threads may use it no more.
+        tokenizer: the model's tokenizer, for this object alone: no other thread may use it.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reward answers to GSM8K and its like: the number after `####`."""
+"""Reward answers to GSM8K and similar tasks: the number after `####`."""
 
 from __future__ import annotations
 

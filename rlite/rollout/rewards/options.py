@@ -62,7 +62,7 @@ def with_names(given: Any) -> Any:
         given: value of the group `reward`.
 
     Raises:
-        ConfigError: some rewards have a name and another has none, or a name cannot be one.
+        ConfigError: some rewards have a name and another has none, or a name is not valid.
     """
     if isinstance(given, str):
         raise ConfigError(f"reward={given}: expected reward.path={given}")

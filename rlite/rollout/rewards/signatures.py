@@ -1,4 +1,4 @@
-"""Tell apart the signatures of reward functions, and adapt them: rlite's, TRL's and verl's."""
+"""Distinguish the signatures of reward functions, and adapt them: rlite's, TRL's and verl's."""
 
 from __future__ import annotations
 

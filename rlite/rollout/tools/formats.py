@@ -38,7 +38,7 @@ class ToolCallFormat:
     parse: Callable[[str], tuple[str, list[ToolCall]]]
     """text -> (the text outside of calls, the calls); without calls the text as it is"""
     num_settled: Callable[[str], int]
-    """number of characters at the beginning of an unfinished text that are content, whatever follows"""
+    """number of characters at the beginning of an unfinished text that are content in any case"""
     shows_special_tokens: bool = False
     """true if the format's marks may be special tokens, which decoding then must not skip"""
 

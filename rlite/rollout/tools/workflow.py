@@ -1,4 +1,4 @@
-"""Tool use: the model calls tools, reads what they return, and answers."""
+"""Tool use: the model calls tools, reads their results, and answers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 class ToolUseWorkflow(ConversationWorkflow):
     """Turns in which the model calls tools, until it calls none or `max_turns` are over; then a reward.
 
-    The item holds `messages`, or such a `prompt`. The chat template shows the tools and says their results, as messages
-    of the role tool; the calls of one turn are made side by side. What goes wrong with a call, a name that there is
-    not, an exception, a time-out, is a result that the model reads. What it has written is never tokenised again.
+    The item holds `messages`, or such a `prompt`. The chat template renders the tools and their results, as messages of
+    the role tool. The calls of one turn run concurrently. A failed call returns an error result, which the model reads:
+    an unknown name, an exception or a time-out. Generated tokens are never tokenised again.
 
     The reward function is called once, with the item, `completions` (the last turn's text), `completion_ids` (its
     tokens), `prompt` and `prompt_ids` (of the first turn), and `conversation`, all messages from the first to the last.
