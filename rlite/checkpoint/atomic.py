@@ -38,7 +38,7 @@ def staging(path: Path) -> Path:
 
 
 def is_staged(path: Path) -> bool:
-    """Return whether a folder of `staging` is there that was not published."""
+    """Return whether an unpublished folder of `staging` exists."""
     return _staging_of(path).exists()
 
 
@@ -84,7 +84,7 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | N
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`. Whatever `path` held stays in place until the rename and is removed afterwards.
+    """Rename `folder` to `path`. The old content of `path` stays in place until the rename and is removed afterwards.
 
     A symbolic link at `path` is replaced; the link's target stays unchanged.
     """

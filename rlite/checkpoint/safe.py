@@ -1,4 +1,4 @@
-"""Checkpoints that can be read without executing anything a file says.
+"""Checkpoints that can be read without executing code from a file.
 
 torch.distributed.checkpoint stores its table of contents and every value that is not a tensor as pickles. Here the
 table is JSON (`metadata.json`), and `torch.load` runs with `weights_only`, which builds tensors and plain values only.
@@ -141,7 +141,7 @@ class JsonReader(FileSystemReader):
         if not file.exists() and file.with_name(OLD_METADATA).exists():
             raise CheckpointError(
                 f"{self.path}: written by an earlier version of rlite, whose {OLD_METADATA} is a pickle, which could "
-                "run code and is not read any more. Begin from the weights in latest/ of that run"
+                "run code and is no longer read. Begin from the weights in latest/ of that run"
             )
         with naming(file):
             table = json.loads(file.read_text())

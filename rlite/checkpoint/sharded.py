@@ -185,7 +185,7 @@ def load(
     if optimizer is not None and len(own["settings"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{folder}: saved with another optimizer or other parameter groups: {len(own['settings'])} groups, not "
-            f"{len(optimizer.param_groups)}. Resume with the options of that run, or start anew from its weights"
+            f"{len(optimizer.param_groups)}. Resume with the options of that run, or start over from its weights"
         )
 
     def read(state: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ def _take(
     optimizer: torch.optim.Optimizer | None,
     scheduler: Scheduler | None,
 ) -> None:
-    """Take a state into use.
+    """Restore a module and its optimizer from a state.
 
     Args:
         own: the rank's own part of it.

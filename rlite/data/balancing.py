@@ -79,7 +79,7 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, equal_size: bool = 
             raise DataError(f"row {row} has weight {weight!r}; expected a finite number of at least 0")
     parts = [_Part(weights[row], [row]) for row in sorted(range(len(weights)), key=weights.__getitem__, reverse=True)]
     if equal_size:
-        # Every state deals one row to each part, so joining states keeps sizes equal. What is missing to fill the last
+        # Every state gives one row to each part, so joining states keeps sizes equal. What is missing to fill the last
         # one up are parts without a row: they stay apart from each other, hence sizes differ by one at most.
         parts += [_Part(0) for _ in range(-len(parts) % num_parts)]
         states = [parts[i : i + num_parts] for i in range(0, len(parts), num_parts)]

@@ -16,15 +16,15 @@ from rlite.wording import counted
 class BatchLoader:
     """Loader of shuffled batches of token rows, epoch by epoch.
 
-    Iteration continues from the position, which moves when a batch is handed out. So a state saved while a batch is
-    trained on continues with the next batch. Every item occurs once per epoch, except in a mixture with weights. The
-    epoch's last batch may be smaller.
+    Iteration continues from the position, which moves when a batch is yielded. A state that is saved while a batch is
+    trained on therefore continues with the next batch. Every item occurs once per epoch, except in a mixture with
+    weights. The epoch's last batch may be smaller.
 
     Args:
         rows: the data.
         batch_size: items in a batch (a preference pair is one item and two rows).
         seed: seed of the order.
-        n_epochs: epochs to deal.
+        n_epochs: epochs to yield.
     """
 
     def __init__(self, rows: TokenRows, batch_size: int, seed: int = 0, n_epochs: int = 1) -> None:
@@ -51,7 +51,7 @@ class BatchLoader:
 
     @property
     def num_left(self) -> int:
-        """Batches not dealt yet."""
+        """Batches not yielded yet."""
         if (epochs := self._num_epochs - self._order.epoch) < 1:
             return 0
         return -(-self._order.left_in_epoch // self._batch_size) + (epochs - 1) * len(self)

@@ -1,4 +1,4 @@
-"""The order in which items of data are dealt: shuffled, of one table or of a mixture. Both resume exactly."""
+"""The order of data items: shuffled, of one table or of a mixture. Both resume exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Order(Protocol):
 
     @property
     def position(self) -> int:
-        """Numbers dealt so far."""
+        """Numbers returned so far."""
 
     @property
     def epoch(self) -> int:
@@ -42,7 +42,7 @@ class Order(Protocol):
 class ShuffledOrder:
     """Endless sequence of the numbers 0 to num_items - 1. Each epoch has another order, given by seed and epoch.
 
-    `position` counts the numbers dealt so far; set it to continue from there.
+    `position` counts the numbers returned so far; set it to continue from there.
 
     Args:
         num_items: items of data.
@@ -92,17 +92,17 @@ class ShuffledOrder:
         """
         if "num_items" not in state:
             raise CheckpointError(
-                "the checkpoint was made with streaming: resume with it, or start anew from the weights"
+                "the checkpoint was made with streaming: resume with it, or start over from the weights"
             )
         if state["num_items"] != self._num_items:
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_items']} items of data; now there are {self._num_items}: "
-                "resume with the same data and max_length, or start anew from the weights"
+                "resume with the same data and max_length, or start over from the weights"
             )
         if self._digest is not None and state.get("content", digest := self._digest()) != digest:
             raise CheckpointError(
                 "the checkpoint was made with as many items of data, but with another content or in another order: "
-                "resume with the same data, tokenizer and max_length, or start anew from the weights"
+                "resume with the same data, tokenizer and max_length, or start over from the weights"
             )
         self._seed = state["seed"]
         self._epoch = -1
@@ -171,8 +171,8 @@ class Mixture:
 class MixedOrder:
     """Endless sequence of the items of a mixture. Each epoch has the mixture's counts of each source, in random order.
 
-    Every source deals its items as a ShuffledOrder does, and goes on where the last epoch left it: an item of a source
-    comes again after all other items of that source.
+    Every source yields its items as a ShuffledOrder does, and continues across epochs: an item repeats only after all
+    other items of its source.
 
     Args:
         mixture: the sources.
@@ -193,7 +193,7 @@ class MixedOrder:
 
     @property
     def position(self) -> int:
-        """Numbers dealt so far."""
+        """Numbers returned so far."""
         return self._places.position
 
     @property
@@ -218,7 +218,7 @@ class MixedOrder:
         return {**self._places.state_dict(), "sources": sources}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another order's position, with its seed. Other weights hold from there on.
+        """Continue from another order's position, with its seed. New weights apply from there on.
 
         Raises:
             CheckpointError: the sources or their items differ.
@@ -227,7 +227,7 @@ class MixedOrder:
         if found != list(self._orders):
             raise CheckpointError(
                 f"the checkpoint was made with the sources {', '.join(found) or 'of no mixture'}; now there are "
-                f"{', '.join(self._orders)}: resume with the same data, or start anew from the weights"
+                f"{', '.join(self._orders)}: resume with the same data, or start over from the weights"
             )
         for name, order in self._orders.items():
             try:

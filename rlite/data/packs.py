@@ -46,7 +46,7 @@ def check_ragged(batch: Any, what: str) -> None:
     """Check that each ragged key holds the values that its counts announce.
 
     Raises:
-        DataError: it does not; the message begins with `what`.
+        DataError: a key holds another number of values; the message begins with `what`.
     """
     shape = tuple(batch["input_ids"].shape)
     for key, counts in RAGGED.items():

@@ -90,12 +90,12 @@ class PromptStream:
         self._rows = rows
         self._batch_size = batch_size
         self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
-        """order of the rows, unless they are streamed; its `position` counts those dealt so far"""
+        """order of the rows, unless they are streamed; its `position` counts the rows returned so far"""
         self._stream: ShuffledStream[Mapping[str, Any]] | None = (
             None if stream is None else ShuffledStream(stream, seed)
         )
         self.returned: list[Prompt] = []
-        """rows that come before all others: they were dealt, and not used"""
+        """rows that come before all others: they were returned before, and not used"""
 
     def next(self, count: int | None = None) -> list[Prompt]:
         """Return the next `batch_size` rows, or `count` of them; a batch may span two epochs."""
@@ -118,7 +118,7 @@ class PromptStream:
         return taken
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield batches for ever; the first has all `returned` rows, if there are some."""
+        """Yield batches forever; the first has all `returned` rows, if there are some."""
         while True:
             yield self.next(len(self.returned) or None)
 

@@ -99,7 +99,7 @@ def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
 
 
 def described(rows: Rows, has_template: bool) -> str:
-    """Return the format of a table in words, with a remark if its texts could be chats and are none.
+    """Return the format of a table in words, with a remark if its texts could be chats but are not.
 
     Args:
         rows: the table.

@@ -25,8 +25,8 @@ def sft_rows(
 
     All rows have the form of the first row. Raw: `prompt` and `response` are texts; the response and the
     end-of-sequence token after it are learnt. Messages: every turn of the assistant is learnt, with the token that ends
-    it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`, the
-    turns in the completion alone are learnt. A `text` is learnt whole, with the end-of-sequence token. A row longer
+    it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`,
+    only the turns in the completion are learnt. A `text` is learnt whole, with the end-of-sequence token. A row longer
     than `max_length` is cut at its end. `rlite.data.formats.normalise` converts other formats to these.
 
     Args:
@@ -83,7 +83,7 @@ def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> slic
     """Return the assistant's turns that are learnt: all, or those of the row's completion.
 
     Raises:
-        DataError: the turns of the completion cannot be told apart.
+        DataError: the turns of the completion cannot be found.
     """
     if not row.get("completion"):
         return slice(None)

@@ -152,12 +152,12 @@ class Tally:
     num_truncated: int = 0
     """kept items of which a row was cut to max_length"""
     dropped: Counter[str] = field(default_factory=Counter)
-    """rows that each reason cost"""
+    """number of dropped rows by reason"""
     longest: int = 0
     """tokens of the longest row before truncation"""
 
     def __str__(self) -> str:
-        """Return one line for a person, such as "253 of 256 rows; 12 cut to max_length=64 ..."."""
+        """Return one readable line, such as "253 of 256 rows; 12 cut to max_length=64 ..."."""
         parts = [f"{self.num_kept} of {self.num_read} rows"]
         if self.num_truncated:
             parts.append(f"{self.num_truncated} cut to max_length={self.max_length} (the longest has {self.longest})")

@@ -1,4 +1,4 @@
-"""Episodes of an evaluation: each is handed over as soon as it ends, so that nothing that has ended can be lost."""
+"""Episodes of an evaluation: each is returned as soon as it ends, so that no ended episode can be lost."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class EpisodeRunner:
 
         def take_unless_failed(ended: EndedEpisode) -> None:
             nonlocal has_failed
-            if has_failed:  # episodes that wait for their turn are not taken any more
+            if has_failed:  # waiting episodes are no longer started
                 return
             try:
                 on_end(ended)

@@ -29,12 +29,12 @@ Settings = Mapping[str, Any]
 class Journal:
     """The file to which the samples of one model go. Making it checks the file; `begin` opens or makes it.
 
-    Whoever makes it has the folder alone.
+    Its owner holds the folder's lock.
 
     Args:
         path: the file. One that exists is continued.
-        settings: whatever decides the samples.
-        overwrite: begin anew, whatever the file holds.
+        settings: the settings that decide the samples.
+        overwrite: start over, regardless of the content of the file.
 
     Raises:
         ConfigError: the file holds samples of other settings, or is no journal.
@@ -133,7 +133,7 @@ def check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> Non
         path: the journal.
 
     Raises:
-        ConfigError: it was begun with others. The message names them.
+        ConfigError: the journal has other settings. The message names them.
     """
     different = differences(_check_header(header, path), settings)
     if different:
@@ -147,8 +147,8 @@ def differences(there: Settings, here: Settings) -> list[str]:
     """Return the settings that differ, with both values; of many, the first.
 
     Args:
-        there: as they were read.
-        here: others.
+        there: settings of the journal.
+        here: settings to compare.
     """
     before, now = dict(flat(there)), dict(flat(json.loads(json.dumps(here))))
     different = [
@@ -164,7 +164,7 @@ def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
     """Return the settings of a journal.
 
     Raises:
-        ConfigError: it is no journal, or of another version.
+        ConfigError: the file is no journal, or of another version.
     """
     if header is None or not isinstance(header.get("settings"), dict):
         raise ConfigError(f"{path}: no settings of samples in it; choose another folder")
@@ -180,7 +180,7 @@ def _whole_lines(content: bytes, path: Path) -> list[bytes]:
     """Return the lines of a journal without a line that a killed process has cut off.
 
     Raises:
-        ConfigError: it is no journal.
+        ConfigError: the file is no journal.
     """
     if not (content.startswith(_BEGINNING) or _BEGINNING.startswith(content)):
         raise ConfigError(f"{path}: expected the samples of an evaluation, found another file")
@@ -201,7 +201,7 @@ def _value(line: bytes, number: int, path: Path) -> dict[str, Any]:
     """Return the value of a line.
 
     Raises:
-        ConfigError: it is no object of JSON.
+        ConfigError: the line is no object of JSON.
     """
     try:
         value = json.loads(line)

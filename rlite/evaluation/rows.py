@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool) -> Row:
-    """Return the row of an episode. What its sample needs is there even if the record cannot read the trajectory.
+    """Return the row of an episode. The columns of its sample exist even if the record cannot read the trajectory.
 
     Args:
         episode: has ended.

@@ -1,4 +1,4 @@
-"""The score of an evaluated trajectory, and what else its sample says."""
+"""The score of an evaluated trajectory, and further fields of its sample."""
 
 from __future__ import annotations
 

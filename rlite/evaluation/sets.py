@@ -1,4 +1,4 @@
-"""A set of prompts to evaluate on, and what an evaluation of it has found."""
+"""A set of prompts to evaluate on, and the result of its evaluation."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The function is registered with transformers under `PACKED`. On CUDA it is torch's own variable-length flash attention.
 On CPU each sequence is attended by a call of its own, over views of the pack: nothing is padded, masked or gathered,
-and what a sequence gets does not depend on its neighbours. Gathering sequences of like length into common calls was
-measured and left out: only below about 30 tokens does it gain anything (docs/performance.md).
+and the result of a sequence does not depend on its neighbours. Gathering sequences of similar length into common calls
+was measured and rejected: it is faster only below about 30 tokens (docs/performance.md).
 """
 
 from __future__ import annotations

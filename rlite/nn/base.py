@@ -101,7 +101,7 @@ class BaseTrainModule(nn.Module):
             device_type: type of the devices of the workers.
 
         Raises:
-            ConfigError: they are not; the message gives the reason. By default always.
+            ConfigError: they differ; the message gives the reason. The default implementation always raises.
         """
         raise ConfigError(
             f"deterministic=true: {type(self).__name__} has no make_deterministic(). Use a causal language model of "

@@ -191,7 +191,7 @@ def _is_invariant(height: int, out_features: int, in_features: int, has_bias: bo
 
 @cache
 def check_tile(out_features: int, in_features: int, has_bias: bool, num_threads: int) -> None:
-    """Check that the rows of a tile of TILE rows are computed alike, and with the bits of one thread.
+    """Check that the rows of a tile of TILE rows are computed equally, and with the bits of one thread.
 
     Args:
         out_features: columns of the product.
@@ -200,7 +200,7 @@ def check_tile(out_features: int, in_features: int, has_bias: bool, num_threads:
         num_threads: number of threads in use.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the bits differ.
     """
     x, weight, bias = _random_operands(TILE, out_features, in_features, has_bias)
     found = multiply(x, weight, bias)

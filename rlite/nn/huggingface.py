@@ -142,7 +142,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             device_type: type of the devices of the workers.
 
         Raises:
-            ConfigError: it cannot; the message gives the reason.
+            ConfigError: the model is not supported; the message gives the reason.
         """
         reason = obstacle(self, device_type, torch.float32)
         if reason is None and (rate := self.config.attention_dropout):
@@ -290,7 +290,7 @@ def carried_class(
 
 
 def exported_class(module: nn.Module) -> str:
-    """Return the transformers class that a checkpoint of `module` names, whatever the user's subclass is called."""
+    """Return the transformers class that a checkpoint of `module` names, not the user's subclass."""
     known = (cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models."))
     return next(known, type(module)).__name__
 

@@ -263,7 +263,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if replayed is not None:
             grad_logprobs = replayed.take_gradient(grad_logprobs, labels, grad_full_logprobs)
         if grad_entropies is not None and grad_entropies.device.type == "cpu" and not grad_entropies.any():
-            grad_entropies = None  # nobody asked for them; on a GPU asking would take longer than it saves
+            grad_entropies = None  # not requested; on a GPU a check would take longer than it saves
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             rows = slice(first, first + blocks.size)
             logits = kept[number] if number < len(kept) else _logits(hidden, weight, bias, first, blocks)

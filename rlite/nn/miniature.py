@@ -57,7 +57,7 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     Weights are wider than a fresh model's, so that a wrong mask or position changes the outputs visibly. The process's
     random state stays as it was.
 
-    Raises: whatever the class raises for a config that it cannot use.
+    For a config that it cannot use, the class raises its own error.
     """
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Show no progress bars of transformers inside the block, and no warnings of what it will remove.
+    """Show no progress bars of transformers inside the block, and no deprecation warnings.
 
     Yields:
         None.

@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 _START = secrets.token_hex(8)
 
 _subgroups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-_open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long as somebody holds it
+_open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long as it is referenced
 
 
 def process_identity() -> str:
@@ -177,7 +177,7 @@ def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None
     All callers share one group, because a process runs one call at a time, in the same order as its peers. Work that
     runs beside the calls, in another thread, needs its own `purpose`. A group is named by its purpose and ranks:
     torch's own `new_group` names groups by a counter per process, so ranks that were in different numbers of groups
-    would wait for each other for ever.
+    would wait for each other forever.
 
     Args:
         ranks: members, in the order of their ranks in the group.

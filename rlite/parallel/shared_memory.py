@@ -5,7 +5,7 @@ with the last process that maps it, however that process ends. Systems without m
 `handle_of` returns None; weights then travel through a process group.
 
 On a GPU an arena is one allocation that is opened through one CUDA IPC handle. Every handle has to be opened exactly
-once: torch keeps memory whose handle nobody opened, and memory whose handle was opened twice.
+once: torch keeps memory whose handle was never opened, and memory whose handle was opened twice.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def check_gpu_sharing(pid: int) -> None:
     Memory in expandable segments travels as a file descriptor, which unprivileged containers may not copy.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: torch cannot open such memory.
     """
     if has_expandable_segments(os.environ) and (error := _descriptor_error(pid)) is not None:
         raise ConfigError(

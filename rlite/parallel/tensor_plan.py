@@ -37,7 +37,7 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
     """Check that the attention heads divide among the ranks.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the heads do not divide.
     """
     _, heads, key_heads, _ = attention_shape(config)
     for name, num in (("num_key_value_heads", key_heads), ("num_attention_heads", heads)):

@@ -25,7 +25,7 @@ def prompted_answer_encoder(
     """Check rows of a prompt with answers, and return a function that tokenises them.
 
     All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer. An
-    answer is a text, which alone is learnt, with its end: raw, the end-of-sequence token.
+    answer is a text. Only the answer is learnt, with its end: in a raw text, the end-of-sequence token.
 
     Args:
         rows: the table.
@@ -59,8 +59,8 @@ def chat_answer_encoder(
 ) -> Callable[[range], list[list[Tokens]]]:
     """Return a function that tokenises `messages` with each of their answers.
 
-    A sequence ends with the end of its answer, which alone is learnt. Text that a template writes after that end is
-    removed, so a row ends as a generated one does.
+    A sequence ends with its answer. Only the answer is learnt. Text that a template writes after the answer is removed,
+    so a row ends as a generated row does.
 
     Args:
         encoder: encoder of conversations.

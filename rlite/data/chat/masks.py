@@ -79,8 +79,8 @@ class ChatEncoder:
     A turn of the assistant is everything after the generation prompt: thoughts, content and calls of tools as the
     template renders them, and the token that ends the turn. The `{% generation %}` marks of the template show the turns
     if there are any. Otherwise the conversation is rendered again with a stand-in for the content of one turn; the text
-    before and after the stand-in belongs to the template. Nothing is guessed: a template whose turns cannot be told
-    apart in this way is an error.
+    before and after the stand-in belongs to the template. Nothing is guessed: a template whose turns cannot be found in
+    this way is an error.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
@@ -120,7 +120,7 @@ class ChatEncoder:
 
         Raises:
             DataError: a conversation is malformed, the template refuses or leaves out one of its roles, or its turns
-                cannot be told apart. The error names the conversation and the role.
+                cannot be found. The error names the conversation and the role.
         """
         tools = tools or [None] * len(chats)
         if self._is_marked:
@@ -205,7 +205,7 @@ class ChatEncoder:
         """Return the characters of the rendered `text` that the assistant says in message `number`.
 
         Raises:
-            DataError: the characters cannot be told apart from the template's.
+            DataError: the characters cannot be distinguished from the template's.
         """
         try:
             found = self._template.around(messages, number, tools=tools)

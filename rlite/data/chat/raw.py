@@ -58,7 +58,7 @@ def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> li
     """Return the tokens of a text that continues another, at a cost that depends on `limit`, not on the text.
 
     A long text is first tokenised in large pieces. A cut adds few tokens to a piece, so twice as many tokens as fit
-    prove that the text does not fit, whatever the tokenizer leaves out or merges.
+    prove that the text does not fit, even if the tokenizer leaves out or merges characters.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -83,7 +83,7 @@ def answer_encoder(
     """Return a function that tokenises a raw `prompt` with each of its answers.
 
     Prompt and answer are tokenised apart, as they are when an answer is generated. An answer ends with one
-    end-of-sequence token, and is what is learnt.
+    end-of-sequence token. Only the answer is learnt.
 
     Args:
         tokenizer: the model's tokenizer.

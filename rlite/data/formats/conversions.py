@@ -49,7 +49,7 @@ def pair(row: Row, where: str, messages: list[Any]) -> Row:
     """Return a preference pair of a conversation and two answers.
 
     Args:
-        row: has the answers, and perhaps `tools` and a `margin`.
+        row: row with the answers, and optionally `tools` and a `margin`.
         where: the row's name in messages.
         messages: the conversation before the answers.
     """
@@ -70,19 +70,19 @@ def prompted_pair(row: Row, where: str) -> Row:
 
 
 def has_implicit_prompt(row: Row) -> bool:
-    """Return whether both sides are conversations: they begin with a message of somebody else than the assistant."""
+    """Return whether both sides are conversations: they begin with a message that is not the assistant's."""
     return all(_first_role(row[side]) not in (None, "assistant", "gpt") for side in ("chosen", "rejected"))
 
 
 def _first_role(value: Any) -> Any:
-    """Return who says the first message of a list; None if the value is none."""
+    """Return the role of the first message of a list; None if the value is not a list of messages."""
     if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Mapping):
         return None
     return value[0].get("role") or value[0].get("from")
 
 
 def implicit_pair(row: Row, where: str) -> Row:
-    """Return the pair of two conversations. Their prompt is what both begin with, up to the last answer.
+    """Return the pair of two conversations. Their prompt is their common beginning, up to the last answer.
 
     Raises:
         DataError: the conversations do not share a prompt, or go on with more than an answer.

@@ -90,7 +90,7 @@ def _names(row: Row) -> str:
 
 
 def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
-    """Return the message for a first row of no known format: what the nearest format has that the row lacks."""
+    """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
     present = [str(name) for name, value in row.items() if value is not None]
     near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
     lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]

@@ -16,13 +16,13 @@ from rlite.errors import ConfigError
 class StreamLoader:
     """Loader of a number of shuffled batches of a streamed table, epoch by epoch.
 
-    As of a `BatchLoader`, an epoch's last batch may be smaller.
+    As with a `BatchLoader`, an epoch's last batch may be smaller.
 
     Args:
         table: the data.
         batch_size: items in a batch (a preference pair is one item and two rows).
         seed: seed of the order.
-        num_batches: batches to deal.
+        num_batches: batches to yield.
     """
 
     def __init__(self, table: StreamedTable[TokenRows], batch_size: int, seed: int, num_batches: int) -> None:
@@ -41,7 +41,7 @@ class StreamLoader:
 
     @property
     def num_left(self) -> int:
-        """Batches not dealt yet."""
+        """Batches not yielded yet."""
         return max(self.num_batches - self._num_dealt, 0)
 
     def __iter__(self) -> Iterator[TensorDict]:

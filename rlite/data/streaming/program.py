@@ -28,7 +28,7 @@ class ProgramRows:
         if isinstance(rows, Iterator):
             raise ConfigError(
                 f"{key}: {key}.streaming=true iterates the rows again for each epoch and to resume; "
-                f"{type_in_words(rows)} can be iterated once only. Give an object that begins anew in __iter__, such "
+                f"{type_in_words(rows)} can be iterated once only. Give an object that starts over in __iter__, such "
                 "as datasets.IterableDataset.from_generator(...)"
             )
         self.name = key

@@ -19,7 +19,7 @@ class ShuffledStream(Generic[T]):
     """Endless items of a streamed table. Every item occurs once in an epoch, and each epoch has another order.
 
     The files are taken in a random order. Their items fill a buffer, from which the next item is drawn at random. A
-    buffer of one item keeps the order of the files and of their rows. In memory are the buffer, the items of the next
+    buffer of one item keeps the order of the files and of their rows. Memory holds the buffer, the items of the next
     call of `take`, and the first and the current window.
 
     Args:
@@ -49,7 +49,7 @@ class ShuffledStream(Generic[T]):
     def take_placed(self, count: int) -> list[tuple[Place, T]]:
         """Return the next items as `take` does, each with its place: the number of the file, and the place in it.
 
-        All rows that the call needs are read before an item is dealt. So an error leaves the state as it was.
+        All rows that the call needs are read before an item is returned. An error therefore leaves the state unchanged.
 
         Raises:
             StreamedDataError: a row cannot be used, or a file cannot be read.
@@ -59,7 +59,7 @@ class ShuffledStream(Generic[T]):
             self._begin(self._epoch + 1)
             self._read_ahead(count)
         if not self.num_held:
-            raise StreamedDataError("the files of the data have no rows any more")
+            raise StreamedDataError("the files of the data no longer have rows")
         return [self._draw() for _ in range(min(count, self.num_held))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,13 +88,13 @@ class ShuffledStream(Generic[T]):
         """
         if "order" not in state:
             raise CheckpointError(
-                "the checkpoint was made without streaming: resume without it, or start anew from the weights"
+                "the checkpoint was made without streaming: resume without it, or start over from the weights"
             )
         table, num_files = self._table, len(state["order"])
         if num_files != len(table.files):
             raise CheckpointError(
                 f"the checkpoint was made with {counted(num_files, 'file')} of data; now there are {len(table.files)}: "
-                "resume with the same data, or start anew from the weights"
+                "resume with the same data, or start over from the weights"
             )
         self._seed = state["seed"]
         self._begin(state["epoch"])
@@ -154,11 +154,11 @@ class ShuffledStream(Generic[T]):
             if digests[file] != digest:
                 raise CheckpointError(
                     f"{self._table.files[int(file)].name} was changed in the part that the run has read: resume with "
-                    "the same data, or start anew from the weights"
+                    "the same data, or start over from the weights"
                 )
 
 
 _OTHER_CONTENT = (
     "the checkpoint was made with another content of the data: resume with the same data, tokenizer and max_length, or "
-    "start anew from the weights"
+    "start over from the weights"
 )
