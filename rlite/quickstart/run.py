@@ -6,7 +6,7 @@
     2. warm start: it imitates a teacher who is right about short words and too impatient for long ones
     3. GRPO: it tries each word several times, reasoning-gym's verifier says which tries are right, it does more of that
 
-Killed and started again, it goes on where it was.
+If it is stopped, the same command resumes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_LENGTH = 128
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the quickstart, or what is left of an interrupted one."""
+    """Run the quickstart, or continue an interrupted one."""
     options = config.load(QuickstartConfig, argv)
     folder = Path(options.folder)
     train, held_out = problems(options, folder)

@@ -1,4 +1,4 @@
-"""Callbacks: objects that are told of a run's steps, and may stop the run.
+"""Callbacks: objects that a run calls at its steps, and that may stop the run.
 
     start ──> on_start
     step  ──> [evaluation ──> on_evaluate] ──> on_step ──> [checkpoint ──> on_save]
@@ -121,7 +121,7 @@ class Callbacks:
                 getattr(callback, event)(run, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every callback by name. A state that cannot be had is {}, and its error `failure`."""
+        """Return the state of every callback by name. An unavailable state is {}, and its error becomes `failure`."""
         states: dict[str, Any] = {}
         for name, callback in self._by_name.items():
             states[name] = {}

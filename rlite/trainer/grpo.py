@@ -1,4 +1,4 @@
-"""GRPO: reinforcement learning from groups of answers, as DeepSeekMath has it.
+"""GRPO: reinforcement learning from groups of answers, as in DeepSeekMath.
 
     torchrun --nproc_per_node=N -m rlite.trainer.grpo actor.model_name=MODEL train_data.path=prompts.jsonl ...
 

@@ -127,7 +127,7 @@ def named_sets(given: Any, options: type[HeldOutOptions]) -> Any:
         options: class of the options of one set.
 
     Raises:
-        ConfigError: some options have the name of a set and others have none, or a name cannot be one.
+        ConfigError: some options have the name of a set and others have none, or a name is not valid.
     """
     if isinstance(given, str):
         raise ConfigError(f"{KEY}={given}: expected {KEY}.path={given}")

@@ -157,7 +157,7 @@ class PolicyLoss(_TokenMean, _OnCounted):
         }
 
     def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
-        """Return the tokens of a whole batch that the loss treats apart, if it is a loss of `SELECTIONS`.
+        """Return the tokens of a whole batch that the loss treats differently, if it is a loss of `SELECTIONS`.
 
         Args:
             batch: the keys of `data` for the whole batch, in any layout.

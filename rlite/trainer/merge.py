@@ -47,7 +47,7 @@ def adapter_folder(given: str) -> Path:
     """Return the folder with the adapter: the given one, or `adapter/` of an export, or of a run's newest export.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no adapter.
     """
     folder = Path(given).expanduser()
     for place in (folder, folder / "adapter", folder / "latest" / "adapter"):

@@ -117,7 +117,7 @@ class ModelOptions(LayoutOptions):
     weight_decay: Rate = 1e-2
     """weight decay"""
     parameter_groups: dict[str, ParameterGroupOptions] = {}
-    """parameters to train otherwise, by a name of your own, such as {norms: {pattern: norm, weight_decay: 0}}; keys:
+    """optimizer overrides by named group, such as {norms: {pattern: norm, weight_decay: 0}}; keys:
     pattern (a regular expression), lr_factor, weight_decay, freeze"""
     max_grad_norm: Positive = 1.0
     """global norm to which gradients are clipped"""
@@ -395,13 +395,13 @@ class RunOptions(Options):
     """steps between two evaluations on test_data, if there is some"""
     stop_at: dict[str, float] = {}
     """metrics of evaluations and their thresholds, such as {NAME/accuracy: 0.9}: the run stops when all are reached. A
-    loss is reached from above"""
+    loss stops the run when it falls to its threshold"""
     load_ckpt_from: str | None = None
     """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
     damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
-    starts anew in a folder without one"""
+    starts a new run in a folder without one"""
     overwrite: bool = False
-    """start anew, and delete the checkpoints and metrics of the run that is in save_dir"""
+    """start over, and delete the checkpoints and metrics of the run that is in save_dir"""
     sinks: list[str] = ["jsonl"]
     """destinations of metrics besides the console: jsonl, tensorboard, wandb, trackio"""
     use_wandb: bool = False
@@ -415,7 +415,7 @@ class RunOptions(Options):
     console: Literal["auto", "all"] | list[str] = "auto"
     """metrics in the console's line for each step: auto, all, or a list such as [reward, kl, seconds]"""
     callbacks: list[str] = []
-    """names of registered callbacks, which are told of steps and may stop the run; rlite.trainer.callbacks"""
+    """names of registered callbacks, which are called at steps and may stop the run; rlite.trainer.callbacks"""
     trace: bool = False
     """draw who waited for whom into trace.json, which ui.perfetto.dev opens"""
     trace_steps: list[int] = []
@@ -541,7 +541,7 @@ class ServingOptions(EngineOptions):
     """An engine that generates."""
 
     deterministic: bool = False
-    """the same tokens bit by bit, whatever else is generated; executor torch alone, slower"""
+    """the same tokens bit by bit, independent of other requests; executor torch alone, slower"""
 
     def build_options(self, num_devices: int) -> dict[str, Any]:
         """Return keyword arguments of an inference engine's `build` that fills so many devices.
@@ -668,7 +668,7 @@ class DpoActorOptions(PreferenceModelOptions):
     lr: Rate = 5e-7
     """peak learning rate"""
     beta: Positive = 0.1
-    """strength of the tie to the reference"""
+    """strength of the regularisation towards the reference"""
     preference_loss: PreferenceLossOptions = Field(default_factory=PreferenceLossOptions)
     """the loss to minimise"""
 
@@ -696,7 +696,7 @@ class KtoActorOptions(PreferenceModelOptions):
     lr: Rate = 1e-6
     """peak learning rate"""
     beta: Positive = 0.1
-    """strength of the tie to the reference"""
+    """strength of the regularisation towards the reference"""
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto measures rewards from an estimate of the KL to the reference, apo_zero_unpaired from 0: it takes two forward
     passes less in each step"""

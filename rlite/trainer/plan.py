@@ -1,4 +1,4 @@
-"""A dry run: the memory that a model would take on each device, before anybody rents one.
+"""A dry run: the memory that a model would take on each device, before you rent one.
 
     rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
     rlite plan ... optimizer=muon rollout.tp_size=4 rollout.max_model_len=8192 device_memory_gib=80

@@ -283,7 +283,7 @@ class PpoTrainer:
         return metrics | self.run.evaluation_time.take() if metrics else {}
 
     def _judge(self, evaluation: Mapping[str, float]) -> None:
-        """Keep the model if it is the best so far, and tell callbacks and thresholds of its evaluation."""
+        """Keep the model if it is the best so far, and pass its evaluation to callbacks and thresholds."""
         step = self.ended.step if self.ended.evaluations else self.run.step
         is_trained = step > 0
         if is_trained:
@@ -291,7 +291,7 @@ class PpoTrainer:
         self.run.evaluated(evaluation, is_trained)
 
     def _valid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics of evaluations without those of which too many episodes have failed."""
+        """Return metrics without evaluations that had too many failed episodes."""
         first_losses = self.evaluations.collector.first_losses if self.ended.evaluations else {}
         invalid = [each.set.name for each in self.ended.evaluations if not self.alarms.is_valid(each, first_losses)]
         return {} if UNNAMED in invalid else without_sets(invalid, evaluation)

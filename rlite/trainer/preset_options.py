@@ -82,7 +82,7 @@ class GrpoActorOptions(ActorOptions):
 
 
 class GrpoConfig(PpoConfig):
-    """Options of `rlite grpo`: GRPO as DeepSeekMath has it (arXiv:2402.03300)."""
+    """Options of `rlite grpo`: GRPO as in DeepSeekMath (arXiv:2402.03300)."""
 
     preset_of: ClassVar[str] = "ppo"
 

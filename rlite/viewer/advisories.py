@@ -1,4 +1,4 @@
-"""Advice on a run, with its reasons. It asks for a person's attention and changes nothing."""
+"""Advice on a run, with its reasons. Advice changes nothing in the run."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 
 def _finished(run: ViewedRun, table: pa.Table) -> pa.Table:
-    """Return the rows of finished steps. A run that ends records what is under way in the step after its last."""
+    """Return the rows of finished steps. A run that ends records the rollouts under way in the step after its last."""
     last = run.metrics.last_step
     return table.filter(pc.less_equal(table["step"], last)) if last else table
 

@@ -1,4 +1,4 @@
-"""The results of an evaluation of finished models, with the prompts that tell two of them apart."""
+"""The results of an evaluation of finished models, with the prompts on which two of them differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page as one file: the answers to its questions are in it, so it opens from disk and asks nobody."""
+"""The page as one file: the answers to its questions are in it, so it opens from disk and needs no server."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RunFrames:
 
 
 def load(run: str | PathLike[str]) -> RunFrames:
-    """Return the metrics and the record of a run as DataFrames. What cannot be read is left out, see `problems`.
+    """Return the metrics and the record of a run as DataFrames. Unreadable files are left out, see `problems`.
 
     Args:
         run: the run's folder.

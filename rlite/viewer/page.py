@@ -40,7 +40,7 @@ def served_page() -> tuple[str, str]:
 
 
 def single_page(packed: bytes) -> str:
-    """Return the page as one file that asks nobody.
+    """Return the page as one file that needs no server.
 
     Args:
         packed: the answers to all questions of the page, as gzipped JSON.

@@ -27,7 +27,7 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     """Return the prompts of a run, the most often tried first.
 
     An item is a row's number if its data has no ids, so that training data and each test set have an item 0. The set
-    tells them apart.
+    distinguishes them.
 
     Args:
         run: the run.
@@ -151,7 +151,7 @@ def _around(prompt: str, text: str) -> str:
 
 
 def _shown(known: str | None, hit: str | None, text: str) -> str | None:
-    """Return the beginning of a prompt, or the place that has a text if the beginning has it not."""
+    """Return the beginning of a prompt, or the matching excerpt if the beginning lacks the text."""
     return known if hit is None or (known and text.lower() in known.lower()) else hit
 
 

@@ -54,7 +54,7 @@ class ResultsFile:
         return self._content.get("comparison")
 
     def questions(self, model: str) -> str | None:
-        """Return what identifies the questions that a model answered; None if the results do not tell."""
+        """Return the identity of the questions that a model answered; None if the results lack it."""
         settings = self._content.get("settings", {}).get(model, {})
         content = (settings.get("questions") or {}).get("content")
         return None if content is None else str(content)

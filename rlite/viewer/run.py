@@ -46,7 +46,7 @@ class ViewedRun:
         """Unix time of the newest change"""
 
     def refresh(self) -> set[Change]:
-        """Read what is new. An unforeseen error becomes a problem of this run, so that other runs are still followed.
+        """Read new content. An unforeseen error becomes a problem of this run, so that other runs are still followed.
 
         Returns:
             The kinds of files that have changed.

@@ -33,7 +33,7 @@ TRACE_EVERY_S = 10.0
 """least seconds between two messages about a trace, which grows all the time and is long"""
 KEEP_ALIVE_S = 15.0
 MAX_STREAMS = 32
-"""pages that hear of changes"""
+"""pages that receive news of changes"""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -177,7 +177,7 @@ class PageServer:
                 return
 
     async def _look(self) -> None:
-        """Look for what other processes have written to the runs' folders."""
+        """Look for changes that other processes have made in the runs' folders."""
         news: set[Change] = set()
         trace_due = 0.0
         while True:

@@ -47,7 +47,7 @@ SAME = ("questions", "scores", "tasks")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate one model or two, print the metrics, and say where they are."""
+    """Evaluate one model or two, print the metrics, and name their folder."""
     options = config.load(EvalConfig, EvalConfig.arguments(argv))
     print_result(evaluate(options))
     if (folder := options.folder) is not None:
@@ -117,7 +117,7 @@ def check_source(options: EvalConfig, models: Sequence[str]) -> None:
         models: paths of the models.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no source of scores.
     """
     if not options.sources_of_scores:
         raise ConfigError(
@@ -171,7 +171,7 @@ def check_comparable(models: Sequence[Answered]) -> None:
     """Check that all models have the same questions, scored in the same way.
 
     Raises:
-        ConfigError: they have not. The message names the settings.
+        ConfigError: the models differ. The message names the settings.
     """
     first = models[0]
     for other in models[1:]:

@@ -113,7 +113,7 @@ class _Settings(_Shape):
 
     @property
     def places(self) -> set[Hashable]:
-        """Places of a complete journal: group and sample, or names of tasks, whose lines tell of further samples."""
+        """Places of a complete journal: group and sample, or names of tasks, whose lines give further samples."""
         if self.tasks.tasks:
             return set(self.tasks.tasks)
         return set(product(range(self.questions.number), range(self.sampling.samples)))

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: who may write it, and whose samples and results it holds."""
+"""The folder of an evaluation: its lock, and the samples and results that it holds."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def first_problem(error: ValidationError) -> str:
 
 
 def check_no_run(folder: Path) -> None:
-    """Check that a folder is none of a training run or a model.
+    """Check that a folder does not belong to a training run or a model.
 
     Args:
         folder: of the evaluation; it need not exist.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the folder belongs to a run or a model.
     """
     for name, whose in _OF_OTHERS.items():
         if (folder / name).exists():
@@ -161,7 +161,7 @@ def check_alone(folder: Path, names: Collection[str]) -> None:
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:
-    """Remove samples and records of other models than these, and results.json if it tells of them.
+    """Remove samples and records of other models than these, and results.json if it contains them.
 
     Args:
         folder: of the evaluation.
@@ -198,7 +198,7 @@ def _others(folder: Path, names: Collection[str], is_lenient: bool = False) -> l
     Args:
         folder: of the evaluation.
         names: names of the models that are evaluated.
-        is_lenient: take a results.json that cannot be read for one without names.
+        is_lenient: treat an unreadable results.json as one without names.
 
     Raises:
         ConfigError: results.json cannot be read.

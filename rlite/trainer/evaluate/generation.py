@@ -55,7 +55,7 @@ class Generation:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
 
         Raises:
-            RolloutError: nothing but failures.
+            RolloutError: all samples failed.
         """
         continuing(self.candidate.name, len(self._all) - len(self.missing), len(self._all), "samples")
         engine = build_engine(self.candidate.model, self._options, self._context)
@@ -75,10 +75,10 @@ class Generation:
             engine.release()
 
     def _keep(self, episode: EndedEpisode) -> None:
-        """Write a sample. Failed ones are held back until one succeeds: a broken reward is no result.
+        """Write a sample. Failed samples are held back until one succeeds: a broken reward gives no result.
 
         Raises:
-            RolloutError: nothing but failures.
+            RolloutError: all samples failed.
         """
         item = episode.place.item
         has_tokens = item < self._options.record_tokens

@@ -58,7 +58,7 @@ def candidate(
     Args:
         given: folder of a model or of a run, or hub name.
         name: name of the model in the record.
-        settings: whatever else decides the samples.
+        settings: further settings that decide the samples.
         folder: holds the journals.
         options: of the command.
         journals: closes the journal at its end.
@@ -77,7 +77,7 @@ def candidate(
 
 
 def begin(candidates: Sequence[Candidate], folder: Path) -> None:
-    """Begin the journals, after all checks. Of a model that begins anew, former results and answers are removed.
+    """Begin the journals, after all checks. A restart removes earlier results.
 
     Args:
         candidates: models that answer now.

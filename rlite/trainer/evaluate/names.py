@@ -17,8 +17,8 @@ _GENERAL = ("latest", "best", "")
 def names_of(model: str, other: str | None) -> list[str]:
     """Return a name for each model: that of its folder, or of the run that has written it.
 
-    Two models of one name are told apart by what follows in their paths, such as `latest` and `best` of a run, or else
-    by the folders above: `a/model` and `b/model` are a-model and b-model.
+    Two models of one name are distinguished by the next parts of their paths, such as `latest` and `best` of a run, or
+    else by the folders above: `a/model` and `b/model` are a-model and b-model.
 
     Args:
         model: folder or hub name of the first model.

@@ -39,7 +39,7 @@ def check_name(name: str) -> str:
     """Return the name of an evaluation, which is also that of files.
 
     Raises:
-        ValueError: it is no name of a file in each folder.
+        ValueError: the name is not valid for a file.
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"{name!r}: expected letters, digits, _, . and -, and none of . and - first")

@@ -14,7 +14,7 @@ QUIET_S = 10.0
 
 @contextmanager
 def told(progress: Callable[[], str]) -> Iterator[None]:
-    """Tell until the end of the block how far the evaluation is.
+    """Show the progress of the evaluation until the end of the block.
 
     Args:
         progress: returns it in words; called in another thread.

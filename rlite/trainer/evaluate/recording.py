@@ -22,8 +22,8 @@ COST = 0.05
 def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
     """Keep the record of a model up to date during the block, and write it once more if the block raises.
 
-    Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill it lacks
-    what has ended since its last version. The evaluation that continues writes it anew.
+    Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill, the record
+    lacks the samples that have ended since its last version. The continued evaluation writes it again.
 
     Args:
         candidate: the model, whose journal grows.

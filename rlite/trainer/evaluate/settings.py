@@ -48,7 +48,7 @@ def settings_of(options: EvalConfig, given: Given, rows: Sequence[Mapping[str, A
 
 
 def model_settings(folder: str) -> dict[str, str]:
-    """Return what tells a checkpoint from others: its folder, and sizes and times of its files."""
+    """Return the identity of a checkpoint: its folder, and sizes and times of its files."""
     path = local_checkpoint(folder).resolve()
     files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS and file.is_file())
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]

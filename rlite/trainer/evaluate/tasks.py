@@ -93,7 +93,7 @@ class TaskAnswers:
             engine.release()
 
     def _do(self, name: str, model: Any) -> None:
-        """Do the missing samples of a task. The first one tells whether there are others."""
+        """Do the missing samples of a task. The first one shows whether there are others."""
         num_samples, sample = self._num_samples.get(name, 1), self._done[name]
         continuing(f"{self.candidate.name}, task {name}", sample, num_samples, "samples")
         while sample < num_samples:

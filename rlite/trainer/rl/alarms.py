@@ -1,4 +1,4 @@
-"""Alarms: conditions that a person should hear of during a run, reported when they begin and not at every step."""
+"""Alarms: conditions of a run that need attention, reported when they begin and not at every step."""
 
 from __future__ import annotations
 

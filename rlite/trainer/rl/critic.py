@@ -26,7 +26,7 @@ class NoCritic:
 
 
 class Critic:
-    """A model that predicts returns, and learns from what came of them.
+    """A model that predicts returns, and learns from the observed returns.
 
     Args:
         options: the run's config.

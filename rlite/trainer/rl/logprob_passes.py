@@ -13,7 +13,7 @@ from rlite.trainer.rl.engines import Engines
 
 
 class LogprobPasses:
-    """The forward passes that a run needs to know how likely other policies find its rollouts.
+    """The forward passes that compute log-probabilities of rollouts under other policies.
 
     Args:
         options: the run's config.

@@ -1,4 +1,4 @@
-"""The record of a reinforcement-learning run: what became of every rollout, step by step."""
+"""The record of a reinforcement-learning run: the status of every rollout, step by step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Layout = frozenset[tuple[Any, ...]]
 class RunRecord(EvaluationRecord):
     """Joins the groups that the collector has kept with the batch that was trained on.
 
-    A run that is resumed at step S deletes what was recorded of later steps. What is under way when a run ends is
-    recorded as aborted, under the step that follows the last one.
+    A run that resumes at step S deletes records of later steps. Groups that are under way when a run ends are recorded
+    as aborted, under the step that follows the last one.
 
     Args:
         options: the run's config.
@@ -60,7 +60,7 @@ class RunRecord(EvaluationRecord):
         self._tell_of_limit()
 
     def _end(self, reason: str) -> None:
-        """Record what is under way, and close."""
+        """Record the groups under way, and close."""
         ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
         self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
         super()._end(reason)
@@ -73,7 +73,7 @@ def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
 
 
 def decided(group: Ended, trained: Set[int], layouts: frozenset[Layout] = frozenset(), aborted: str = "") -> Ended:
-    """Return a group with what the trainer has made of it.
+    """Return a group with the status that the trainer has given it.
 
     Args:
         group: was lost or consumed.

@@ -78,7 +78,7 @@ def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:
 
     Args:
         fit: trains in a session of its own.
-        options: the run's config. `trainer.overwrite` counts for the first call alone.
+        options: the run's config. `trainer.overwrite` applies to the first call only.
 
     Raises:
         SnapshotLost: the budget of recoveries is used up.

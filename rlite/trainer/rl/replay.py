@@ -21,7 +21,7 @@ def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
         extras: names of the columns that the executor offers.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the executor does not return them.
     """
     if _cut(rollout) and "kept_ids" not in extras:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Metrics of everything that a step has generated, also of what a filter has dropped."""
+"""Metrics of everything that a step has generated, including trajectories that a filter has dropped."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def make_sets(
 
     Raises:
         ConfigError: a set samples several responses that are all the same, a workflow or options are of no set, or a
-            name cannot be one.
+            name is not valid.
     """
     by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
     own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
@@ -122,7 +122,7 @@ def check_samples(chosen: EvaluationSet) -> None:
         chosen: a set.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the samples are all the same.
     """
     gconfig = chosen.workflow.gconfig
     if chosen.samples > 1 and gconfig is not None and (gconfig.greedy or gconfig.temperature == 0):

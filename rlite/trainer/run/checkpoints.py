@@ -43,7 +43,7 @@ class Checkpoints:
         """Return the checkpoint to resume from; None for a new run.
 
         Raises:
-            CheckpointError: it does not exist.
+            CheckpointError: the checkpoint does not exist.
             DamagedCheckpointError: all are damaged.
         """
         if wanted is None:

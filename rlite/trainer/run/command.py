@@ -1,7 +1,7 @@
 """A trainer as a command: errors of rlite become one readable message, and signals say how to continue.
 
-`start` checks the options before it imports the trainer: loading torch takes seconds, and what is wrong with the
-options, or what begins, is said before. This module imports no torch.
+`start` checks the options before it imports the trainer: loading torch takes seconds, so option errors and the first
+line are printed before. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
 FINAL = (ConfigError, DataError, DivergedError)
-"""errors that the same command meets again"""
+"""errors that the same command would repeat"""
 
 
 _at_end = ExitStack()
@@ -79,7 +79,7 @@ def _tell(text: str) -> None:
 
 
 def announce(name: str, options: AnnouncedOptions) -> None:
-    """Print what begins, in one line, on rank 0.
+    """Print the start of the command in one line, on rank 0.
 
     Args:
         name: name of the command.

@@ -40,7 +40,7 @@ class DivergenceWatch:
         return not self.cause
 
     def _explosion(self, metrics: Mapping[str, float]) -> str:
-        """Return how a finite loss shows that nothing is learnt any more; an empty text if it does not."""
+        """Return how a finite loss shows that training no longer learns; an empty text if it does not."""
         if not self._has_absolute_loss or not {"loss", "grad_norm"} <= metrics.keys():
             return ""
         loss = metrics["loss"]

@@ -1,4 +1,4 @@
-"""The record of what a run's evaluations found, sample by sample."""
+"""The record of a run's evaluations, sample by sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE = "test"
 
 
 class EvaluationRecord:
-    """Records evaluations. A run that is resumed at step S deletes what was recorded of later steps.
+    """Records evaluations. A run that resumes at step S deletes records of later steps.
 
     The end of a `with` block closes the record. All methods but `open` raise StorageError if an earlier step could not
     be written.
@@ -85,7 +85,7 @@ class EvaluationRecord:
         self.close()
 
     def close(self) -> None:
-        """Write everything to disk. What is evaluated later is not recorded."""
+        """Write everything to disk. Later evaluations are not recorded."""
         recorder, self._recorder = self._recorder, NoRecorder()
         recorder.close()
 

@@ -56,7 +56,7 @@ def checkpoint_to_load(
     Args:
         folder: the run's folder; it need not exist.
         load_ckpt_from: a path, "latest", "latest_good", or None.
-        is_overwritten: start a new run, whatever the folder holds.
+        is_overwritten: start a new run, regardless of the content of the folder.
         options: the run's config, as `rlite.config.to_container` gives it.
 
     Returns:
@@ -87,7 +87,7 @@ def checkpoint_to_load(
 
 
 def clear(folder: Path) -> None:
-    """Delete what the run that is overwritten has left; opening its metrics replaces them."""
+    """Delete the files of the overwritten run; opening its metrics replaces them."""
     for name in ("state", "best", "evaluated", "latest", RECORD, TRACE):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):

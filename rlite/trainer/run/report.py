@@ -1,4 +1,4 @@
-"""The report of a run to a person: the console, what improved, and where the results are."""
+"""The report of a run: the console, the improvements, and the places of the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_EARLY = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedMetrics:
-    """The names of the metrics that a run shows to a person."""
+    """The names of the metrics that a run shows."""
 
     of_steps: Sequence[str] = ()
     """metrics of every step for the console, the most important first"""
@@ -80,7 +80,7 @@ class RunReport:
         self._console.log(step, metrics)
 
     def end(self, title: str, best: str = "") -> None:
-        """Show what improved, and where the results are.
+        """Show the improvements, and the places of the results.
 
         Args:
             title: how the run ended.

@@ -33,7 +33,7 @@ from rlite.trainer.run.report import ReportedMetrics, RunReport
 class TrainingRun:
     """The folder of a run: checkpoints, metrics, and the step from which a resumed run continues.
 
-    `step` counts finished steps. Callbacks are told of them here, for every trainer.
+    `step` counts finished steps. Callbacks are notified here, for every trainer.
 
     Args:
         resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
@@ -43,7 +43,7 @@ class TrainingRun:
         callbacks: callbacks besides the callbacks that the config names.
 
     Raises:
-        ConfigError: the folder holds another run, or a callback is none.
+        ConfigError: the folder holds another run, or an object is not a callback.
         CallbackError: a callback could not be made.
     """
 
@@ -146,9 +146,9 @@ class TrainingRun:
         self._follow_trace()
         self._report_resume()
         reporting.report_step(self.step, self.total_steps)
-        INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
+        INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or starts over if there is none.")
         if self.is_over:
-            self._callbacks = Callbacks(())  # they were told of the end when it came
+            self._callbacks = Callbacks(())  # they were notified when the run ended
         self._callbacks.call("on_start", self, {})
         if self._callbacks.failure is not None:
             self.close()
@@ -253,7 +253,7 @@ class TrainingRun:
             self._callbacks.call("on_step", self, metrics)
 
     def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
-        """Tell the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
+        """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
 
         Args:
             metrics: metrics of the evaluation.
@@ -316,7 +316,7 @@ class TrainingRun:
         """Return the error that ends the run. `latest` now ignores checkpoints that no good step followed."""
         aside, good = self._checkpoints.set_aside()
         bad = "an earlier one, if the metrics were bad before"
-        way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
+        way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start over"
         moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
         return DivergedError(
             f"training diverged at step {self.step}: {cause}. Bad steps: {self._watch.describe()}.{moved} "
@@ -408,7 +408,7 @@ class TrainingRun:
         self._best.see(self.step if step is None else step, metrics, save or self._engine.save)
 
     def close(self) -> None:
-        """Wait for the last checkpoint, tell the callbacks, then close the sinks and the progress bar.
+        """Wait for the last checkpoint, notify the callbacks, then close the sinks and the progress bar.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
