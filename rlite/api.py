@@ -67,8 +67,8 @@ def train(
 ) -> TrainedRun:
     """Train a model, as the command of the same name does.
 
-    A session that the program has begun (`rlite.init`) is used, else the run has one of its own. Under torchrun, ranks
-    other than 0 serve the run and exit.
+    If the program has begun a session (`rlite.init`), the run uses it. Otherwise the run has its own session. Under
+    torchrun, ranks other than 0 serve the run and exit.
 
     Args:
         algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo" or "ppo".
@@ -122,7 +122,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a model, or compare two, as `rlite eval` does.
 
-    A session that the program has begun (`rlite.init`) is used, else the evaluation has one of its own.
+    If the program has begun a session (`rlite.init`), the evaluation uses it. Otherwise it has its own session.
 
     Args:
         model: folder of a model, of a run, or of an earlier evaluation; or hub name.

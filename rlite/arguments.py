@@ -1,4 +1,4 @@
-"""Texts that a user gives: the arguments of a command, and yaml files. `rlite.config` says what they mean."""
+"""Texts that a user gives: the arguments of a command, and yaml files. `rlite.config` interprets them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the arguments with a key before each of the first that have none, in the order of `names`.
+    """Return the arguments, with keys added to the first arguments that have none, in the order of `names`.
 
     With the names `model` and `prompt`, `["runs/sft", "2+3=", "n=4"]` is `["model=runs/sft", "prompt=2+3=", "n=4"]`.
     A text without a key is literal: `${...}` in it is no interpolation.
@@ -44,7 +44,7 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
     """Return the arguments with `--NAME VALUE`, `--NAME=VALUE` and `NAME=VALUE` as `KEY=VALUE`.
 
     With the spellings `{"data": "data.path"}`, `["--data", "test.jsonl"]` is `["data.path=test.jsonl"]`. A value in
-    braces is of the whole group, and keeps its name. Keys inside of a group keep theirs, too: `--data.columns VALUE`.
+    braces belongs to the whole group, so its name stays. Keys inside of a group stay, too: `--data.columns VALUE`.
 
     Args:
         argv: arguments of the command line.
@@ -73,7 +73,7 @@ def _check_flag(name: str, known: Iterable[str]) -> None:
     """Check that an unknown flag is no mistyped name.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the flag is a mistyped name.
     """
     if name not in _FLAGS and (nearest := difflib.get_close_matches(name, [*known, *_FLAGS], n=1)):
         raise ConfigError(f"argument '--{name}': no such option; did you mean '--{nearest[0]}'?")
@@ -161,14 +161,14 @@ def read_value(key: str, text: str) -> Any:
 
 
 def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
-    """Return a tree with the keys that are meant in place of their other spellings.
+    """Return a tree in which the keys take the place of their aliases.
 
     Args:
         tree: values of a file.
-        aliases: other spelling of a key -> the key.
+        aliases: alias of a key -> the key.
 
     Raises:
-        ConfigError: a key is there in two spellings.
+        ConfigError: a key is given by its name and by an alias.
     """
     for alias, key in aliases.items():
         *groups, leaf = alias.split(".")

@@ -84,7 +84,7 @@ class Options(BaseModel):
     )
 
     preset_of: ClassVar[str] = ""
-    """the command whose options, those of the base class, these are with other defaults"""
+    """the command of the base class, whose options these are with other defaults"""
     help_example: ClassVar[str] = ""
     """arguments of a typical call, which `--help` shows"""
     help_first: ClassVar[tuple[str, ...]] = ()
@@ -287,7 +287,7 @@ def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
 
 
 def _preset(cls: type[Options]) -> str:
-    """Return which defaults are other than those of the command that this is a preset of, as a command."""
+    """Return the command that a preset stands for, such as `rlite ppo kl.coef=1`; "" without a preset."""
     if not cls.preset_of:
         return ""
     before = {path: value for path, _, value in _keys(cls.__mro__[1])}
@@ -408,7 +408,7 @@ class _Problems(Generic[C]):
         return tree
 
     def _known(self, key: str, source: str) -> _Location | None:
-        """Return where a key leads; None, and a problem, if it leads nowhere."""
+        """Return the location of a key; None, and a problem, for an unknown key."""
         at = _locate(self.root, key.split("."))
         if at.is_exact or _is_open(at.hint):
             return at
@@ -481,7 +481,7 @@ class _Problems(Generic[C]):
 
 
 class _Location(NamedTuple):
-    """The last option on the way to a key, and whether it is the whole way."""
+    """The last option on the path of a key, and whether the path ends there."""
 
     key: str
     hint: Any
@@ -507,7 +507,7 @@ def _locate(root: type[Options], way: Sequence[int | str]) -> _Location:
 
 
 def _joined(way: Sequence[int | str]) -> str:
-    """Return a way as a key. The name of an entry that its user did not name is empty, and left out."""
+    """Return a path as a key. The name of an unnamed entry is empty, and left out."""
     return ".".join(str(part) for part in way if part != "")
 
 

@@ -469,14 +469,14 @@ def deal(
 ) -> list[Call]:
     """Return the arguments of each member of a role group.
 
-    `NeedParallel` is split. With `auto_shard`, lists are dealt out one item per member if every list among the other
+    `NeedParallel` is split. With `auto_shard`, lists are split, one item per member, if every list among the other
     arguments has exactly one item per member. Everything else is copied.
 
     Args:
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         num_targets: members of the group.
-        auto_shard: deal lists out.
+        auto_shard: split lists.
         allow_empty: give members without rows empty containers instead of refusing the call.
 
     Raises:

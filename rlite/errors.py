@@ -91,7 +91,7 @@ class DivergedError(RliteError, ArithmeticError):
 
 
 class WorkerError(RliteError, RuntimeError):
-    """A worker cannot serve calls any more; the engine has to be built again."""
+    """A worker can no longer serve calls; the engine has to be built again."""
 
 
 class WorkerDied(WorkerError):
@@ -103,7 +103,7 @@ class WorkerDied(WorkerError):
 
 
 class SnapshotLost(WorkerError):
-    """A part of a snapshot in memory went with the node that held it; a checkpoint on disk is left."""
+    """A part of a snapshot in memory was lost with its node; a checkpoint on disk is left."""
 
 
 class CallTimeout(RliteError, TimeoutError):

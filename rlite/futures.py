@@ -37,7 +37,7 @@ async def result_of(future: Future[T]) -> T:
 
 
 class _Mailbox:
-    """The futures that have ended and whose event loop does not know yet."""
+    """Ended futures of which their event loop has not been notified."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
@@ -48,7 +48,7 @@ class _Mailbox:
         self._ended.append((waiting, done))
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
                 waiting.get_loop().call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:

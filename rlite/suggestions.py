@@ -25,7 +25,7 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
 
 
 def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> str:
-    """Return a hint for the end of a message: the keys that are meant, or all keys of the group.
+    """Return a hint for the end of a message: the keys that are probably meant, or all keys of the group.
 
     Args:
         key: the unknown key.

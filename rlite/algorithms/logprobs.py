@@ -218,8 +218,8 @@ class _GatherLogprobs(torch.autograd.Function):
 
         Args:
             ctx: context of the forward pass.
-            grad_logprobs: gradient with respect to the log-probabilities; None if nobody used them.
-            grad_entropies: gradient with respect to the entropies; None if nobody used them.
+            grad_logprobs: gradient with respect to the log-probabilities; None if they were not used.
+            grad_entropies: gradient with respect to the entropies; None if they were not used.
         """
         logits, labels, log_sums, entropies = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -6,7 +6,7 @@ Truncated sampling (top-p, top-k) draws token a from the policy p, restricted to
 
 Training uses the same S for the old and the new policy. Otherwise the ratio compares other distributions than the one
 that was sampled, and the policy gradient is biased ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section
-3.1). The sums are made in float64, so that their order does not show.
+3.1). The sums are made in float64, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KeptIds:
         return cls.of(tokens - 1, data["kept_ids"], len(counts))
 
     def select(self, chosen: Int[Tensor, " chosen"]) -> KeptIds:
-        """Return the kept ids of some rows, numbered anew.
+        """Return the kept ids of some rows, renumbered.
 
         Args:
             chosen: the number of each chosen row, each at most once; -1 is a row that keeps the vocabulary.

@@ -13,5 +13,5 @@ class Finding(NamedTuple):
     level: Literal["ok", "note", "FAILED"] = "ok"
 
     def __str__(self) -> str:
-        """Return one line for a person."""
+        """Return one readable line."""
         return f"{self.level:<6}  {self.topic:<18}  {self.text}"

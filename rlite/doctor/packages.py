@@ -53,7 +53,7 @@ def state_of(topic: str, requirements: Iterable[Requirement], version_of: Versio
         topic: name of the check.
         requirements: the packages, with their versions.
         version_of: returns the installed version of a package; None if it is not installed.
-        extra: the extra that adds the packages. What it lacks is no failure.
+        extra: the extra that adds the packages. Missing packages are not failures.
     """
     versions = {each: version_of(each.name) for each in requirements}
     wrong = [

@@ -19,7 +19,7 @@ from rlite.doctor.packages import check_packages
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what the checks find; exit with 1 if one of them failed."""
+    """Print the findings of the checks; exit with 1 if a check failed."""
     options = config.load(DoctorConfig, argv)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": check_versions,
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield what a check finds. An exception is a failed check.
+    """Yield the findings of a check. An exception is a failed check.
 
     Args:
         name: name of the check.
@@ -49,7 +49,7 @@ def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
     """
     try:
         yield from check()
-    except Exception as error:  # whatever is broken on this machine is what the doctor is asked for
+    except Exception as error:  # the doctor reports anything that is broken on this machine
         yield Finding(name, f"{type(error).__name__}: {error}", "FAILED")
 
 

@@ -100,7 +100,7 @@ def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
 
 
 def number(key: str, value: float) -> str:
-    """Return a metric's value for a person: three digits of seconds, whole tokens per second, four digits of the rest.
+    """Return a metric's value as text: three digits of seconds, whole tokens per second, four digits of the rest.
 
     Args:
         key: name of the metric.

@@ -39,7 +39,7 @@ _PLAIN_WIDTH = 9
 
 
 class ConsoleReporter:
-    """A metric sink for people. Its methods may be called in any thread.
+    """A metric sink for readers. Its methods may be called in any thread.
 
     `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a
     longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
@@ -252,7 +252,7 @@ def _lost(metrics: Mapping[str, float]) -> str:
 
 
 def _lagging(step: int, metrics: Mapping[str, float]) -> str:
-    """Return in words of which step the evaluated weights are, if they are older than the step; else ""."""
+    """Return the step of the evaluated weights in words, if it is an earlier step; else ""."""
     sets = {name.rpartition("/"): lag for name, lag in metrics.items()}
     lags = {name: lag for (name, _, metric), lag in sets.items() if metric == LAG and lag}
     return ", ".join(f"{f'evaluation {name}'.strip()} of step {step - lag:g}" for name, lag in lags.items())

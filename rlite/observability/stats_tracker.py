@@ -1,10 +1,10 @@
-"""Collects numbers where they arise, under names that say where that was.
+"""Collect numbers at their source, under names that contain the scopes of the source.
 
     with stats_tracker.record_timing("train_step"), stats_tracker.scope("actor"):
         stats_tracker.denominator(tokens=mask)                    # bool mask
         stats_tracker.stat(denominator="tokens", entropy=entropy) # a tensor of the mask's shape
         stats_tracker.scalar(loss=loss, lr=lr)                    # the mean of all calls
-        stats_tracker.count(lost=3)                               # their sum
+        stats_tracker.count(lost=3)                               # the sum of all calls
     stats_tracker.export()
     # {"actor/tokens": 812.0, "actor/entropy/mean": ..., "actor/entropy/min": ..., "actor/entropy/max": ...,
     #  "actor/loss": ..., "actor/lr": ..., "timeperf/train_step": ...}
@@ -13,10 +13,10 @@ The functions work on one tracker of the process; make a `StatsTracker` for one 
 the thread or task that set them, the collected numbers to the tracker: any thread may record. Tensors stay on their
 device until `export`, so recording does not wait for a GPU.
 
-What a module's method records on the workers arrives, when the call returns, in the tracker of the program that called
-it, under the scopes of the call. Sums and counts are added over the data-parallel ranks, so every element weighs alike,
-however the elements were split; workers that compute the same on the same data count once. A timing is the mean over
-ranks. With a trace under way, timings are drawn in it.
+Statistics that a module's method records on the workers arrive, when the call returns, in the tracker of the calling
+program, under the scopes of the call. Sums and counts are added over the data-parallel ranks, so every element has the
+same weight for any split. Workers that duplicate work count once. A timing is the mean over ranks. With a trace under
+way, timings are drawn in it.
 """
 
 from __future__ import annotations

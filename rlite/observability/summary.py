@@ -42,7 +42,7 @@ class History:
                 self.add(metrics.pop("step"), {key: float(value) for key, value in metrics.items()})
 
     def rows(self) -> dict[str, str]:
-        """Return what became of each metric that has at least two values, in words. Equal texts appear once."""
+        """Return the change of each metric that has at least two values, in words. Equal texts appear once."""
         evaluated = {key: self._of_evaluations(key) for key in self._evaluated}
         trained = {key: _of_steps(key, self._values[key]) for key in self._trained}
         first_with = {text: key for key, text in reversed({**evaluated, **trained}.items()) if text}

@@ -5,15 +5,15 @@
         ...
     with trace.task("reward", item=3):               # one of many that run in turns on an event loop
         ...
-    trace.stage("group", 17, "waiting")              # a thing passes through stages, in whatever thread
+    trace.stage("group", 17, "waiting")              # an item passes through stages, in any thread
     trace.stage("group", 17, "running")
     trace.finish("group", 17, "consumed")
     trace.stop()
 
-There is one trace in a process, and none until `start`: then each of these costs a fraction of a microsecond. What is
-recorded is held for a moment and written in pieces, so memory stays bounded, and a file that a killed process leaves
-behind opens, too. A trace that cannot be written, such as on a full disk, ends with a warning; the program goes on.
-Times are those of `time.perf_counter`, written in microseconds since `start`.
+There is one trace in a process, and none until `start`: then each of these costs a fraction of a microsecond. Events
+are buffered briefly and written in pieces, so memory stays bounded, and the file of a killed process opens, too. A
+trace that cannot be written, such as on a full disk, ends with a warning; the program goes on. Times are those of
+`time.perf_counter`, written in microseconds since `start`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ P = ParamSpec("P")
 class Tracer:
     """One trace, from its first event to `close`. Any thread may add to it.
 
-    If the file cannot be written, one warning tells of it, and later events are dropped.
+    If the file cannot be written, one warning is logged, and later events are dropped.
 
     Args:
         path: where it is written; an older file is replaced.

@@ -89,7 +89,7 @@ Selection = Callable[..., Flags]
 POLICY_LOSSES: Table[PolicyLossFunction] = Table("policy loss", given=("inputs",))
 """policy losses by name"""
 SELECTIONS: dict[str, Selection] = {}
-"""for a loss that treats a few tokens of the batch apart: the function that chooses them, by the loss's name"""
+"""by the name of a loss that treats a few tokens of the batch differently: the function that chooses these tokens"""
 
 
 def register_policy_loss(
@@ -102,7 +102,7 @@ def register_policy_loss(
 
     Args:
         name: the value of `actor.policy_loss.name`.
-        select: for a loss that treats a few tokens of the whole batch apart: `(inputs, **options) -> Bool`. It is
+        select: for a loss that treats a few tokens of the whole batch differently: `(inputs, **options) -> Bool`. It is
             called
             with the whole batch and the loss's options. Each part of the batch then has its share of the result as
             `LossInputs.selected`.
@@ -148,7 +148,7 @@ def policy_loss(
 def select_tokens(
     loss: str | PolicyLossFunction, inputs: LossInputs, options: Mapping[str, Any] | None = None
 ) -> Flags:
-    """Return the tokens that a loss of `SELECTIONS` treats apart, chosen by a statistic over all tokens of `inputs`.
+    """Return the tokens that a loss of `SELECTIONS` treats differently, by a statistic over all tokens of `inputs`.
 
     A loss that gets its part of the result as `LossInputs.selected` has the same value however the batch is split.
 
@@ -166,7 +166,7 @@ def select_tokens(
 
 
 def is_selective(loss: str | PolicyLossFunction) -> bool:
-    """Return whether a loss treats tokens apart that `select_tokens` chooses."""
+    """Return whether a loss treats the tokens that `select_tokens` chooses differently."""
     return POLICY_LOSSES.name_of(loss) in SELECTIONS
 
 

@@ -84,7 +84,7 @@ def preference_loss(
         ref_rejected_logps: sum over the rejected response under the reference, `[P]`.
         loss: a name of `PREFERENCE_LOSSES`, a function with the same signature, or a weighted sum of several,
             `{"sigmoid": 0.8, "bco": 0.2}` as in mixed preference optimisation (arXiv:2411.10442).
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         divergence: divergence from the reference. The implicit reward is its derivative: log u for the reverse KL
             (DPO's),
             1 - 1/u for the forward KL, log 2u / (1 + u) for Jensen-Shannon (f-DPO, arXiv:2309.16240).

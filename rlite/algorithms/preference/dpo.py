@@ -28,7 +28,7 @@ def dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         label_smoothing: e of conservative DPO, (1 - e) L(d) + e L(-d) (Mitchell 2023, "A note on DPO with noisy
             preferences").
         margin: subtracted from b d.
@@ -46,7 +46,7 @@ def robust_dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         label_smoothing: e, the share of flipped labels for which the loss is unbiased.
 
     Raises:
@@ -68,7 +68,7 @@ def hinge(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
     """
     return relu(1 - beta * (chosen - rejected))
 
@@ -82,7 +82,7 @@ def ipo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
     """
     return (chosen - rejected - 0.5 / beta).square()
 
@@ -96,7 +96,7 @@ def exo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         label_smoothing: e, the share of flipped labels.
 
     Raises:
@@ -118,7 +118,7 @@ def nca(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
     """
     return -logsigmoid(beta * chosen) - 0.5 * (logsigmoid(-beta * chosen) + logsigmoid(-beta * rejected))
 
@@ -132,7 +132,7 @@ def bco(chosen: Pairs, rejected: Pairs, *, beta: float, shift: float = 0.0) -> P
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         shift: offset of the rewards; in the paper their running mean.
     """
     return -logsigmoid(beta * chosen - shift) - logsigmoid(shift - beta * rejected)
@@ -147,7 +147,7 @@ def sppo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
     """
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
@@ -161,7 +161,7 @@ def apo_zero(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
     """
     return sigmoid(-beta * chosen) + sigmoid(beta * rejected)
 
@@ -177,7 +177,7 @@ def apo_down(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
     """
     return sigmoid(beta * chosen) + sigmoid(-beta * (chosen - rejected))
 
@@ -191,7 +191,7 @@ def discopop(chosen: Pairs, rejected: Pairs, *, beta: float, tau: float = 0.05) 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         tau: temperature of the blend m.
     """
     logits = beta * (chosen - rejected)
@@ -221,7 +221,7 @@ def aot_loss(
         rejected_logps: sum over the rejected response, `[P]`.
         ref_chosen_logps: sum over the chosen response under the reference, `[P]`.
         ref_rejected_logps: sum over the rejected response under the reference, `[P]`.
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         label_smoothing: as in `dpo`.
         paired: compare the policy's margins with the reference's. Otherwise compare the chosen log ratios with the
             rejected log ratios.

@@ -31,9 +31,9 @@ def kto_loss(
         ref_logps: sum of log-probabilities over each response under the reference, `[R]`.
         is_desirable: 1 for a desirable response, `[R]`.
         kl: `kto_reference_point`; 0 is the unpaired form of APO-zero (arXiv:2408.06266).
-        beta: strength of the tie to the reference.
+        beta: strength of the regularisation towards the reference.
         desirable_weight: w of a desirable response.
-        undesirable_weight: w of the others.
+        undesirable_weight: w of an undesirable response.
 
     Returns:
         The loss, and the metric `rewards`, the implicit rewards beta (logp - ref).

@@ -1,4 +1,4 @@
-"""Tolerant reading of a record: what can be read is shown, and what cannot is named with its reason.
+"""Tolerant reading of a record: readable files are shown, and unreadable files are named with the reason.
 
 A record may grow, be compacted, or be cut off by a crash while it is read. Files are immutable, so each is read once.
 """
