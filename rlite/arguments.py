@@ -175,7 +175,7 @@ def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
         parent = OmegaConf.select(tree, ".".join(groups)) if groups else tree
         if isinstance(parent, DictConfig) and leaf in parent:
             if OmegaConf.select(tree, key) is not None:
-                raise ConfigError(f"{alias} is another spelling of {key}: give only one of them")
+                raise ConfigError(f"{alias} is an alias of {key}: give only one of them")
             OmegaConf.update(tree, key, parent.pop(leaf))
             while groups and not OmegaConf.select(tree, ".".join(groups)):  # groups that only the alias needed
                 leaf = groups.pop()

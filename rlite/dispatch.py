@@ -174,7 +174,7 @@ def num_rows(value: Any, where: str = "value") -> int:
     if _is_tensor(value):
         if value.ndim:
             return int(value.shape[0])
-        raise TypeError(f"{where} is a {type(value).__name__} without dimensions; splitting needs a first one of rows")
+        raise TypeError(f"{where} is a {type(value).__name__} without dimensions; splitting needs a first dimension")
     if isinstance(value, Mapping):
         counts = {key: num_rows(entry, f"{where}, key {key!r}") for key, entry in value.items()}
         if len(set(counts.values())) == 1:

@@ -540,7 +540,7 @@ class _Waiter:
             return
         self._has_warned = True
         logger.warning(
-            "%s: returned on %s; for %g s and more waits in a collective: %s. Each rank has to come to the same "
+            "%s: returned on %s; for %g s and more waits in a collective: %s. Each rank has to reach the same "
             "collectives, equally often and in the same order: look for an early return, or a branch on the rank or on "
             "data that differs between ranks.",
             self._what,
@@ -568,8 +568,8 @@ def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
     if len(replicas) * group.replica_size == len(group):
         return f"{group.name} was stopped; build the engine again."
     return (
-        f"Replica {', '.join(map(str, sorted(replicas)))} of {group.name} was stopped, the others go on; what needs "
-        "all of them does not, until the engine is released and built again."
+        f"Replica {', '.join(map(str, sorted(replicas)))} of {group.name} was stopped, the others go on; calls on all "
+        "replicas fail until the engine is released and built again."
     )
 
 

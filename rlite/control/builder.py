@@ -155,7 +155,7 @@ class RLJobBuilder:
 
     def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
         if role in self._roles:
-            raise ConfigError(f"{role} is there already")
+            raise ConfigError(f"{role} is already in the job")
         self._classes[role] = _given(workload, class_name)
         self._roles[role] = {}
         return RoleBuilder(self, self._roles[role])

@@ -48,7 +48,7 @@ class Rendezvous:
             StaleRendezvous: the rendezvous is not valid.
         """
         if role not in self._known:
-            raise StaleRendezvous(f"no workload of {role} can say which rendezvous its peers know")
+            raise StaleRendezvous(f"no workload of {role} knows the rendezvous of its peers")
         address, port = self._known[role]
         now = group.devices[0].ip
         if address != now and not (address == "127.0.0.1" and _is_on_one_node(group)):

@@ -120,7 +120,7 @@ class JobSpec(Options):
             yield from self._problems_of_program()
             return
         if self.num_processes > 1:
-            yield "num_processes: only of a trainer that is started by module path; set total and per_node of a role"
+            yield "num_processes: only for a trainer that is started by module path; set total and per_node of a role"
         if self.actor is None:
             yield "actor: a job needs one, with workload, total and per_node"
             return
@@ -164,7 +164,7 @@ class JobSpec(Options):
             if role not in self.roles():
                 raise ConfigError(f"collocations: {role} has no workloads; has: {', '.join(self.roles())}")
             if named.count(role) > 1:
-                raise ConfigError(f"collocations: {role} is there twice; a role is in one group at most")
+                raise ConfigError(f"collocations: {role} occurs twice; a role is in one group at most")
         return groups
 
     def layout(self) -> Layout:

@@ -107,7 +107,7 @@ class BaseTrainer(ABC):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self._groups is None:
             raise UnboundGroup(
-                f"{name} is not there in __init__, which only sets attributes; use it in init() or fit()"
+                f"{name} does not exist in __init__, which only sets attributes; use it in init() or fit()"
             )
         if name not in self._groups:
             raise UnboundGroup(f"{name}: the job has no such role; it has {', '.join(self._groups)}")

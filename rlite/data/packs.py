@@ -38,7 +38,7 @@ def check_batch(batch: Any) -> None:
     mask = batch["attention_mask"].bool()
     if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
         row = int(((mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).nonzero()[0])
-        raise DataError(f"row {row}: attention_mask must be ones and then zeros (right padding), at least one one")
+        raise DataError(f"row {row}: attention_mask must be ones and then zeros (right padding), and not all zeros")
     check_ragged(batch, "the batch")
 
 

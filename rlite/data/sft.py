@@ -90,7 +90,7 @@ def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> slic
     turns = [number for number, message in enumerate(_conversation(row)) if message["role"] == "assistant"]
     if len(turns) != len(chat.turns):
         raise DataError(
-            f"{where}: the chat template shows {len(chat.turns)} of {len(turns)} turns of the assistant, so the "
-            "completion's cannot be told apart"
+            f"{where}: the chat template shows {len(chat.turns)} of {len(turns)} turns of the assistant, so "
+            "the turns of the completion cannot be found"
         )
     return slice(sum(number < len(row["messages"]) for number in turns), None)

@@ -380,7 +380,9 @@ class RliteInferenceEngine(ElasticReplicas):
     @rollout_options.setter
     def rollout_options(self, options: CollectorOptions) -> None:
         if self._collector is not None:
-            raise ConfigError("rollout_options: the engine has already begun with others; set them before its rollouts")
+            raise ConfigError(
+                "rollout_options: rollouts have begun with other options; set them before the first rollout"
+            )
         self._rollout_options = options
 
     @property

@@ -48,8 +48,8 @@ def changed_methods(old: type, new: type) -> list[str]:
     if _library_bases(old) != _library_bases(new):
         before, after = (", ".join(base.__name__ for base in _library_bases(cls)) for cls in (old, new))
         raise ConfigError(
-            f"reload_methods: {new.__name__} is now a subclass of {after}, and was of {before}. The weights are of the "
-            "former: release() the engine, and build an engine of a new module"
+            f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}. "
+            f"The weights belong to {before}: release() the engine, and build an engine of a new module"
         )
     before_methods, after_methods = _own_methods(old), _own_methods(new)
     changed = [
@@ -77,9 +77,7 @@ def take_class(module: nn.Module, new: type) -> None:
     try:
         module.__class__ = new
     except TypeError as error:
-        raise ConfigError(
-            f"reload_methods: {new.__name__} cannot take the place of its earlier self: {error}"
-        ) from error
+        raise ConfigError(f"reload_methods: {new.__name__} cannot replace its earlier class: {error}") from error
 
 
 @contextmanager

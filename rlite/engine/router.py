@@ -229,7 +229,7 @@ class Router:
             died = error.workers if isinstance(error, WorkerDied) else ()
             loss = ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error))
             logger.warning(
-                "%s lost replica %d (%s): its %d requests in flight go on at the others",
+                "%s lost replica %d (%s): its %d requests in flight continue on the others",
                 self.name,
                 index,
                 "; ".join(died) or error,

@@ -86,8 +86,7 @@ def saved(model: PreTrainedModel) -> Iterator[str]:
                 model.save_pretrained(folder)
         except (OSError, SafetensorError) as error:
             raise StorageError(
-                f"{folder}: a small model, which tells whether this one works, could not be written: "
-                f"{why_not_written(error)}"
+                f"{folder}: a small model for the check of this model could not be written: {why_not_written(error)}"
             ) from error
         yield folder
 

@@ -190,7 +190,7 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
             raise DataError(f"{what}: {key} is {_describe(trajectory[key])}; expected whole numbers")
     mask = trajectory["attention_mask"].bool()
     if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
-        raise DataError(f"{what}: attention_mask must be ones and then zeros (right padding), at least one one")
+        raise DataError(f"{what}: attention_mask must be ones and then zeros (right padding), and not all zeros")
     if "loss_mask" in trajectory:
         chosen = trajectory["loss_mask"].bool()
         if (chosen & ~mask).any():
@@ -221,7 +221,7 @@ def _check_kept_ids(trajectory: TensorDict, what: str) -> None:
         row, position = divmod(int(wrong[0]), counts.shape[1])
         raise DataError(
             f"{what}: token {int(tokens[wrong[0]])} at position {position} of row {row} is not among its kept_ids, or "
-            "is there twice; expected the ids among which it was drawn"
+            "occurs twice; expected the ids among which it was drawn"
         )
     if (values < 0).any():
         raise DataError(f"{what}: kept_ids holds {int(values.min())}; expected token ids")

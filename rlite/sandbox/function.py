@@ -117,7 +117,7 @@ class SandboxFunction:
         with trace.task(code.what.removeprefix("the ")):
             value = read(answer := await self.call(**keywords))
         if value is None:
-            raise code.errors["invalid"](f"{code.what} answered {answer!r:.200}, which is not what was asked for")
+            raise code.errors["invalid"](f"{code.what} answered {answer!r:.200}, which is not the expected form")
         return value
 
 

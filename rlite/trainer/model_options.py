@@ -71,7 +71,7 @@ class GenerateConfig(AnswerOptions):
         if bool(self.prompt) == (self.prompt_file is not None):
             yield 'prompt: expected a prompt, as in `rlite generate MODEL "PROMPT"`, or prompt_file=FILE, and not both'
         if self.chat is False and (self.system_prompt is not None or self.chat_template_options):
-            yield "chat=false: system_prompt and chat_template_options are of a chat; leave them or chat out"
+            yield "chat=false: system_prompt and chat_template_options are options of a chat; leave them or chat out"
 
 
 class MergeConfig(Options):

@@ -57,7 +57,7 @@ class ParameterGroupOptions(Options):
         except re.error as error:
             yield f"pattern={self.pattern}: no regular expression: {error}"
         if self.freeze and (self.lr_factor != 1 or self.weight_decay is not None):
-            yield "freeze=true: lr_factor and weight_decay are of parameters that are trained; leave them out"
+            yield "freeze=true: lr_factor and weight_decay are options of parameters that are trained; leave them out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, powe
         power: exponent of the polynomial schedule; None if it is another model's.
     """
     if scheduler is not None and power not in (None, 1.0) and scheduler != "polynomial":
-        yield f"power={power} is of scheduler=polynomial; scheduler={scheduler} has none"
+        yield f"power={power} is an option of scheduler=polynomial, not of scheduler={scheduler}"
     if lr_end and scheduler == "constant":
         yield f"lr_end={lr_end}: scheduler=constant never falls; use linear, cosine or polynomial"
     elif lr_end and lr_end >= lr:
@@ -591,7 +591,7 @@ class SftConfig(SupervisedConfig):
         for name, own in self.test_data.items():
             if own.of_answers and not own.is_generated:
                 yield (
-                    f"{key_of(name)}.{own.of_answers[0]} is of answers that the model generates; give "
+                    f"{key_of(name)}.{own.of_answers[0]} is an option of answers that the model generates; give "
                     f"{key_of(name)}.reward.path as well, or leave it out"
                 )
         if self.actor.avg_level == "constant":

@@ -515,7 +515,7 @@ def test_a_threshold_that_ends_a_run_leaves_no_set_out(model: str, tmp_path: Pat
         (
             "sft",
             "test_data.path={sft}; test_data.samples=4",
-            "test_data.samples is of answers that the model generates",
+            "test_data.samples is an option of answers that the model generates",
         ),
     ],
 )

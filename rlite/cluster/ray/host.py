@@ -129,7 +129,7 @@ def plain_class(given: Any) -> tuple[type, dict[str, Any]]:
     if taken := sorted(options.keys() - set(KEPT_OPTIONS)):
         raise ConfigError(
             f"{cls.__name__}: @ray.remote({taken[0]}={options[taken[0]]!r}): the job decides about resources and "
-            f"restarts. Remove it, and say .resource(...) or .on_failure(...) in the job. Accepted: "
+            f"restarts. Remove it, and use .resource(...) or .on_failure(...) in the job. Accepted: "
             f"{', '.join(KEPT_OPTIONS)}"
         )
     return cls, options

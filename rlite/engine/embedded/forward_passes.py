@@ -129,7 +129,7 @@ class ForwardPasses:
             found = ", ".join(names[:3]) or "in the shard of another rank"
             raise DivergedError(
                 f"the served weights of policy version {version} hold NaN or infinity ({found}), and give logits "
-                "that are not finite; release() and build() the engine to go on with others"
+                "that are not finite; release() and build() the engine to go on with other weights"
             )
         for sequence in sequences:
             cache.clear(sequence.slot)

@@ -49,7 +49,7 @@ class Transcript:
             DataError: the prompt is empty.
         """
         if not prompt:
-            raise DataError("a prompt has no tokens: there is nothing to go on from")
+            raise DataError("a prompt has no tokens: there is nothing to continue")
         self._sequences.append(TokenHistory())
         self.read(prompt)
 

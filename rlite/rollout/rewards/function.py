@@ -206,7 +206,7 @@ class RewardFunction:
             RewardInvalid: the result is None, or a text that describes an unusable result.
         """
         if result is None:
-            raise RewardInvalid(f"{self.what} answered {answer!r:.200}, which is not what was asked for")
+            raise RewardInvalid(f"{self.what} answered {answer!r:.200}, which is not the expected form")
         if isinstance(result, str):
             raise RewardInvalid(f"{self.what} returned {result}; expected a finite number")
         return result

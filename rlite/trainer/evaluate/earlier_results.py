@@ -187,7 +187,7 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
             raise ConfigError(f"{path}, line {number}: {first_problem(error)}; choose another folder") from error
         if found.place not in missing:
             raise ConfigError(
-                f"{path}, line {number}: {found.place} is there twice, or not of this evaluation; remove the line, or "
+                f"{path}, line {number}: {found.place} occurs twice, or is not of this evaluation; remove the line, or "
                 "choose another folder"
             )
         missing.remove(found.place)

@@ -134,7 +134,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
         if self.tasks and self.data.path is not None:
             yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
-            yield "num_fewshot, task_path and chat are of tasks; give tasks=[NAME], or leave them out"
+            yield "num_fewshot, task_path and chat are options of tasks; give tasks=[NAME], or leave them out"
         if sources and self.k is not None and self.k > self.samples:
             yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt; change one of them"
         if self.samples > 1 and self.temperature == 0:

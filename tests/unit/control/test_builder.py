@@ -65,7 +65,7 @@ def with_actor(total: int = 1, per_node: int = 1) -> RLJobBuilder:
         (lambda: with_actor().node_num(0), "node_num=0"),
         (lambda: with_actor().with_collocation("actor", "critc"), "unknown role 'critc'.*'CRITIC'"),
         (lambda: with_actor().with_collocation("actor", "critic"), "CRITIC has no workloads"),
-        (lambda: with_actor().with_collocation("actor", "actor"), "ACTOR is there twice"),
+        (lambda: with_actor().with_collocation("actor", "actor"), "ACTOR occurs twice"),
         (lambda: with_actor(3, 3).with_collocation("actor"), r"3 \(ACTOR\) = 3.*multiple of device_per_node=4"),
         (lambda: with_actor(24, 24).with_collocation("actor"), "at most 5 times"),
         (lambda: with_actor(5, 5), "per_node=5.*device_per_node=4"),
@@ -92,7 +92,7 @@ def test_a_config_that_is_no_mapping_is_refused(config: Any) -> None:
 
 
 def test_a_role_twice_and_a_bad_job_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="ACTOR is there already"):
+    with pytest.raises(ConfigError, match="ACTOR is already in the job"):
         with_actor().actor(Actor)
     for name in ("", "a/b", "../x", "é"):
         with pytest.raises(ConfigError, match="job name"):
@@ -141,7 +141,7 @@ def test_a_trainer_without_a_class_is_a_program_on_devices_of_one_node() -> None
         ({"num_processes": 3}, "num_processes=3 need a device each, and device_per_node=2"),
         ({"node_num": 2}, "node_num=2: the processes of a program are on one node"),
         ({"actor": {"workload": "a:B", "total": 1, "per_node": 1}}, "actor: .*is a program without workloads"),
-        ({"trainer": "a:B", "num_processes": 2}, "num_processes: only of a trainer that is started by module path"),
+        ({"trainer": "a:B", "num_processes": 2}, "num_processes: only for a trainer that is started by module path"),
     ],
 )
 def test_a_program_that_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -56,7 +56,7 @@ def test_sequence_lengths_count_the_mask() -> None:
         ({"rewards": torch.zeros(3)}, r"rewards \(3,\): expected \[2\] or \[2, 3\]"),
         ({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, "row 1: .*right padding"),
         ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "row 0: .*right padding"),
-        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1: .*at least one one"),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1: .*and not all zeros"),
     ],
 )
 def test_a_batch_of_another_form_is_refused_with_the_key_or_row(changes: dict, words: str) -> None:

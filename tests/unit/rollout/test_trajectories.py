@@ -131,7 +131,7 @@ def test_kept_ids_are_padded_and_trajectories_without_them_join_as_untruncated()
     ("kept_ids", "words"),
     [
         ([[3], [5]], "token 4 at position 3 of row 0 is not among its kept_ids"),
-        ([[3, 3], [4]], "or is there twice"),
+        ([[3, 3], [4]], "or occurs twice"),
         ([[3, -2], [4]], "kept_ids holds -2"),
         ([[3]], r"kept_counts has shape \[1, 3\]"),
     ],

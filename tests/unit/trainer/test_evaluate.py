@@ -101,7 +101,7 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
             "k=3: expected at most samples=2, the answers to each prompt; change one of them",
         ),
         (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
-        (["chat=true"], "are of tasks"),
+        (["chat=true"], "are options of tasks"),
         (["b", "name=x"], "two models have the names of their folders"),
         (["name=x/y"], "expected letters, digits"),
         (["name=."], "none of . and - first"),

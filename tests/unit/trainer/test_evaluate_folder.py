@@ -262,8 +262,8 @@ def test_damaged_settings_are_refused(settings: Any, message: str, tmp_path: Pat
     [
         ([[1], row(1)], "line 2: expected an object of JSON"),
         ([row(0)], "an unfinished evaluation: 1 of 2 samples are missing"),
-        ([row(0), row(0)], r"line 3: \(0, 0\) is there twice"),
-        ([row(0), row(2)], r"line 3: \(2, 0\) is there twice, or not of this evaluation"),
+        ([row(0), row(0)], r"line 3: \(0, 0\) occurs twice"),
+        ([row(0), row(2)], r"line 3: \(2, 0\) occurs twice, or is not of this evaluation"),
         ([row(0), row(1, reward="1")], "line 3: reward: "),
         ([row(0), row(1, reward=float("nan"))], "line 3: reward: Input should be a finite number"),
         ([row(0), row(1, reward=None)], "line 3: .*expected a score, or a reason why there is none"),
@@ -293,5 +293,5 @@ def test_tasks_are_complete_by_their_names(tmp_path: Path) -> None:
     assert found is not None
     assert [(each["group"], each["sample"]) for each in rows_of(found)] == [(0, 0), (0, 1), (1, 0)]
     write(tmp_path, "a", gsm8k, gsm8k, settings=settings)
-    with pytest.raises(ConfigError, match="line 3: gsm8k is there twice"):
+    with pytest.raises(ConfigError, match="line 3: gsm8k occurs twice"):
         earlier_result(str(tmp_path))

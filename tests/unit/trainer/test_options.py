@@ -107,7 +107,7 @@ PPO = ["actor.model_name=a"]
         (SftConfig, [*SFT, "actor.lr=nan"], r"^actor\.lr=nan: expected"),
         (SftConfig, [*SFT, "actor.lr_end=1e-5"], r"^actor\.lr_end=1e-05: expected less than lr=5e-06"),
         (SftConfig, [*SFT, "actor.scheduler=constant", "actor.lr_end=1e-7"], r"scheduler=constant never falls"),
-        (SftConfig, [*SFT, "actor.power=2"], r"^actor\.power=2\.0 is of scheduler=polynomial"),
+        (SftConfig, [*SFT, "actor.power=2"], r"^actor\.power=2\.0 is an option of scheduler=polynomial"),
         (SftConfig, [*SFT, "actor.scheduler=polynomial", "actor.power=0"], r"^actor\.power=0\.0: expected"),
         (PpoConfig, [*PPO, "critic.lr_end=1"], r"^critic\.lr_end=1\.0: expected less than lr=5e-06"),
         (SftConfig, [*SFT, "actor.weight_decay=-1"], r"^actor\.weight_decay=-1\.0: expected"),

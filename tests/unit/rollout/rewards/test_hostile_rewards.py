@@ -289,7 +289,7 @@ def test_a_value_that_was_not_asked_for_is_an_invalid_reward(monkeypatch: pytest
 
     for value in ([1.0], {"a": 1}, b"x"):
         reward = RewardFunction(answer_something_else)
-        with pytest.raises(RewardInvalid, match="which is not what was asked for"):
+        with pytest.raises(RewardInvalid, match="which is not the expected form"):
             asyncio.run(reward.run(value=value))
         assert reward.outcomes == {"invalid": 1}
 
