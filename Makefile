@@ -9,7 +9,7 @@ RLITE_TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
 SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py docs/generate_screenshots.py
-# files of tests are dealt to this many processes: more than two cores, because tests also wait
+# test files are distributed to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each, and threads of tests that ask for more sleep when idle: they would spin on cores that others need
 DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder

@@ -2,10 +2,10 @@
 
     python -m benchmarks.streaming --mib 512
 
-Writes prompts as JSON lines and as Parquet, and deals an epoch of each in new processes: streamed, with a checkpoint
+Writes prompts as JSON lines and as Parquet, and reads an epoch of each in new processes: streamed, with a checkpoint
 halfway from which another stream goes on, and as a whole. Memory is the peak beyond that after the imports; a process
 that reads Parquet for the stream counts as a whole. Exits with 1 if streamed rows take more than `--limit-mib`, if a
-row is missing or occurs twice, or if the other stream deals other rows.
+row is missing or occurs twice, or if the other stream yields other rows.
 """
 
 from __future__ import annotations

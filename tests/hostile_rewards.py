@@ -34,7 +34,7 @@ class Bomb:
 
 
 def sockets() -> list[int]:
-    """Descriptors that lead to somebody else."""
+    """Descriptors that lead to other processes."""
     found = []
     for descriptor in range(3, 256):
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def sockets() -> list[int]:
 
 
 def write_to_all(data: bytes) -> None:
-    """Write to whoever listens, until it is taken or nobody does."""
+    """Write to any listener, until the data is taken or no listener is left."""
     for descriptor in sockets():
         with contextlib.suppress(OSError):
             os.write(descriptor, data)
@@ -88,7 +88,7 @@ def flood(marker: str) -> None:
 
 
 def flood_of_frames(marker: str) -> None:
-    """Frames that are sound, and that nobody waits for."""
+    """Valid frames that no call waits for."""
     while True:
         write_to_all(frame('["ready",0,null]') * 1000)
 

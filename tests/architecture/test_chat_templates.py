@@ -10,7 +10,7 @@ READER = ROOT / "data/chat"
 
 
 def reads_template(node: ast.AST) -> bool:
-    """Whether an expression calls `apply_chat_template`, or reads the template of a tokenizer."""
+    """Return whether an expression calls `apply_chat_template`, or reads the template of a tokenizer."""
     match node:
         case ast.Call(func=ast.Attribute(attr="apply_chat_template" | "get_chat_template")):
             return True

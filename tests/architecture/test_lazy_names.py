@@ -1,4 +1,4 @@
-"""Names that are loaded when they are first used are there whatever was used before."""
+"""Lazy names load at first use, in any order of use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages draw and tell, in a real browser: tokens, searches, windows of the timeline, and what a file lacks."""
+"""Pages in a real browser: tokens, searches, windows of the timeline, and what a file lacks."""
 
 from __future__ import annotations
 

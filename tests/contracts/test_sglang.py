@@ -82,7 +82,7 @@ def engine(path: Path, session: None, installed: None) -> Iterator[RliteInferenc
 
 @pytest.fixture(scope="module")
 def server(path: Path, installed: None) -> Iterator[ServerProcess]:
-    """A server that somebody else started, with SGLang's defaults."""
+    """A server that another program started, with SGLang's defaults."""
     process = ServerProcess("127.0.0.1", {"model_path": str(path), "dtype": "float32"}, "its key", [])
     process.wait_until_ready(60)
     yield process

@@ -84,7 +84,7 @@ def session() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def train(models: dict[str, Path]) -> RliteTrainEngine:
-    """Built anew by each test that finds it broken: `sound(train)`."""
+    """Built again by each test that finds it broken: `sound(train)`."""
     return RliteTrainEngine(on_meta(Fragile, models["llama"]))
 
 

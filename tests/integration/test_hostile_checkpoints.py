@@ -1,4 +1,4 @@
-"""No file of a checkpoint runs code, whoever wrote it."""
+"""No file of a checkpoint runs code, even if an attacker wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of two replicas is killed: what it was making goes on at the other, and nobody who waits for it notices.
+"""One of two replicas is killed: its requests continue on the other, and their callers are not affected.
 
 Here a lost replica stays lost; `test_replaced_replicas.py` tests its replacement.
 """

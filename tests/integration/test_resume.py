@@ -113,7 +113,7 @@ Whole = Callable[[str, int], Path]
 
 @pytest.fixture(scope="module")
 def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """whole(trainer, ranks): the results of a run that nobody disturbed, with all its checkpoints.
+    """whole(trainer, ranks): the results of an undisturbed run, with all its checkpoints.
 
     The killed processes are forks of one. Here ranks of torchrun are new ones, which share nothing with them or with
     each other (the seed of hashes).

@@ -225,7 +225,7 @@ requests = st.fixed_dictionaries(
 
 
 def check(ledger: Ledger, request: PlacementRequest, executors: Executors) -> None:
-    """Check the properties of every placement, whatever the algorithm."""
+    """Check the properties of every placement, for any algorithm."""
     taken = [device for executor in executors for device in executor]
     assert len(set(taken)) == len(taken)
     assert set(taken) <= set(ledger.devices)

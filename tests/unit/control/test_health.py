@@ -1,4 +1,4 @@
-"""Stopped, hung and busy told apart, on reports that are given and on a real process."""
+"""Stopped, hung and busy processes are distinguished, on given reports and on a real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of decode steps in C: the numbers of PyTorch, whatever the batch and the threads."""
+"""Attention of decode steps in C: the numbers of PyTorch, for any batch and any number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gates in C: the numbers of PyTorch, whatever the batch and the threads."""
+"""Norms, rotary embeddings and gates in C: the numbers of PyTorch, for any batch and any number of threads."""
 
 from __future__ import annotations
 

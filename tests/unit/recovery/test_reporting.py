@@ -1,4 +1,4 @@
-"""Reports of programs: to a file, or to nobody."""
+"""Reports of programs: to a file, or to no watcher."""
 
 from __future__ import annotations
 

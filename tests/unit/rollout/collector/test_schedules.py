@@ -35,7 +35,7 @@ class Unreliable(RolloutWorkflow):
 
 
 class Numbers:
-    """A loader that goes on where it was, whoever reads it: what a trainer's position in its data does."""
+    """A loader that continues from its position for any reader, like a trainer's position in its data."""
 
     def __init__(self) -> None:
         self.count = itertools.count()

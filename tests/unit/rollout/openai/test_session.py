@@ -1,4 +1,4 @@
-"""A session in memory: tokens in, tokens out, whatever the template and the agent do."""
+"""A session in memory: tokens in, tokens out, with any template and any agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures of reward functions are told apart, and their columns are checked, before anything is built."""
+"""Signatures of reward functions are distinguished, and their columns are checked, before anything is built."""
 
 from __future__ import annotations
 
