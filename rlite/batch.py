@@ -108,7 +108,7 @@ def check_has(batch: Any, *names: str) -> None:
     """Check that a batch has these keys.
 
     Raises:
-        DataError: A key is missing; the message says who writes it and what it holds.
+        DataError: A key is missing; the message names its writer and its content.
     """
     for name in names:
         if name not in batch:

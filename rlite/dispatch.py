@@ -65,7 +65,7 @@ class Shares:
     """The rows of each rank. A share of consecutive rows is a `range`, so that slices of tensors stay views."""
 
     rows: tuple[Sequence[int], ...]
-    """`rows[rank]` = indices into the input; every row of the input is there exactly once"""
+    """`rows[rank]` = indices into the input; every row of the input occurs exactly once"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(_as_range(rows) for rows in self.rows))

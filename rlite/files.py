@@ -32,7 +32,7 @@ def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """Return when a file was changed, in nanoseconds, and its size; None if it is not there."""
+    """Return when a file was changed, in nanoseconds, and its size; None if it does not exist."""
     try:
         state = path.stat()
     except OSError:

@@ -3,7 +3,7 @@
     python examples/control/trl_sft.py FOLDER [STEPS]
 
 The example needs TRL (pip install trl) and runs on CPU, with a tiny model of random weights. `train` knows nothing of
-rlite: it is what a script of one's own would do.
+rlite: it is what your own script would do.
 """
 
 import os

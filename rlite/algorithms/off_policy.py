@@ -282,7 +282,7 @@ def off_policy_metrics(
         `sampler_log_perplexity`: their logarithms. `log_perplexity_gap`: the trained policy's less the sampler's, with
         `_abs`, `_max` and `_min`. `perplexity_ratio`: exponential of the gap. `chi2_token`, `chi2_sequence`: E[w^2] - 1
         for the importance weight w of a token or a sequence (|log w| at most 20). They estimate the chi-squared
-        divergence, which says how many samples the weights are worth.
+        divergence, which measures how many samples the weights are worth.
     """
     mask = mask.bool()
     is_occupied = _is_occupied(mask, cu_seqlens)

@@ -103,7 +103,7 @@ def trainer_class(given: Any) -> type[BaseTrainer]:
 
 
 def check_program(module: str) -> None:
-    """Check that a trainer's module is there. It is not imported.
+    """Check that a trainer's module exists. It is not imported.
 
     Raises:
         ConfigError: there is no such module.

@@ -79,7 +79,7 @@ class ElasticReplicas(ReplacedReplicas):
                 self._start_all(vacant)
 
     def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
-        """Scale the engine as a policy says, until the engine is released or another policy is given.
+        """Scale the engine by a policy, until the engine is released or another policy is given.
 
         Args:
             policy: chooses the number of replicas from the load; None ends the scaling.

@@ -69,7 +69,8 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Bounds]:
         """The keys [K] int64 that the share's segments see, one segment's after the other's, and the bounds of both.
 
-        Keys that two segments see are there twice. Made on the host and copied: nothing waits for the device.
+        Keys that two segments see occur twice. The tensors are made on the host and copied: nothing waits for the
+        device.
         """
         assert self.share is not None
         slices = [(segment.queries, segment.keys) for segment in self.share.segments]

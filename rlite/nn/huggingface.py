@@ -117,7 +117,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         return with_dropout(self.config, self._dropout)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """Return the blocks that transformers says must not be split, by default the entries of module lists."""
+        """Return the blocks that transformers does not allow to split, by default the entries of module lists."""
         names = set(self._no_split_modules or ())
         head = self.get_output_embeddings()  # type: ignore[operator]
         # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it

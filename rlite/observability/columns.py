@@ -43,7 +43,7 @@ def find(key: str, metrics: Collection[str], evaluated: Collection[str] = ()) ->
 
 
 class Columns:
-    """Columns of a table that grows by one row for each step. A column is there from the first row that has its metric.
+    """Columns of a table that grows by one row for each step. A column begins with the first row that has its metric.
 
     Args:
         choice: metrics to show.

@@ -59,7 +59,7 @@ class Tracer:
 
     Args:
         path: where it is written; an older file is replaced.
-        max_events: how many it keeps; later ones are counted, and the last event says how many they were.
+        max_events: largest number of events; later events are counted, and the last event has their number.
 
     Raises:
         StorageError: the file cannot be made.

@@ -4,9 +4,10 @@
       └── failed ──────────────────────────────^  │ ^                 any ──budget used up, stopped──> ERROR
                                  RUNNING ──failed─┘ └─ failed again
 
-A failure restarts a workload, a role or the job, as the role's policy says. A recovery has a ticket. A failure during a
-recovery replaces the recovery by a new one, and the result of the old one is then stale. Each process has an identity
-(attempt of the job, epoch of the role, incarnation of the workload), so a second report of one failure is stale, too.
+A failure restarts a workload, a role or the job, according to the role's policy. A recovery has a ticket. A failure
+during a recovery replaces the recovery by a new one, and the result of the old one is then stale. Each process has an
+identity (attempt of the job, epoch of the role, incarnation of the workload), so a second report of one failure is
+stale, too.
 
 The state is small for a job of any size: it lists only workloads that were restarted or lost.
 """

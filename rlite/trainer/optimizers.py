@@ -30,7 +30,7 @@ class ParameterGroup:
 
 
 def parameter_groups(module: BaseTrainModule, options: OptimizerOptions) -> list[ParameterGroup]:
-    """Divide a module's parameters into groups, and freeze those whose group says so.
+    """Divide a module's parameters into groups, and freeze the groups with `freeze`.
 
     Muon takes matrices inside of layers. Embeddings, heads, norms and biases stay with AdamW.
 

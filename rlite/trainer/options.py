@@ -333,7 +333,7 @@ class DataOptions(TableOptions):
 
 
 class AnnouncedOptions(Options):
-    """Options of a command that says what begins before it loads torch."""
+    """Options of a command that prints its first line before it loads torch."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """other spellings of keys"""

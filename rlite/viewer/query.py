@@ -13,7 +13,7 @@ MAX_WHOLE = 2**63 - 1
 
 
 class UnknownPlace(DataError):
-    """A page asks for a run, a source, a step or a rollout that is not there."""
+    """A page asks for a run, a source, a step or a rollout that does not exist."""
 
 
 class Query:

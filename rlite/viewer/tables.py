@@ -103,7 +103,7 @@ def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
 
 
 def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
-    """Return how often each value of a column is there in each step."""
+    """Return how often each value of a column occurs in each step."""
     counts = table.group_by(["step", column]).aggregate([([], "count_all")]).to_pylist()
     steps = sorted({row["step"] for row in counts})
     place = {step: index for index, step in enumerate(steps)}

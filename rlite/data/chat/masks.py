@@ -1,4 +1,4 @@
-"""Conversations to tokens, with the tokens that the assistant says marked.
+"""Convert conversations to tokens, and mark the tokens of the assistant.
 
 The tokens are those of `apply_chat_template(messages, tokenize=True)`: a conversation is rendered and tokenised whole,
 and the tokenizer's offsets map characters to tokens. Turns are never tokenised one by one, because that would give
@@ -74,7 +74,7 @@ def check_messages(messages: Any, where: str, key: str = "messages") -> None:
 
 
 class ChatEncoder:
-    """Tokenises conversations with one tokenizer and marks the tokens that the assistant says.
+    """Tokenises conversations with one tokenizer and marks the tokens of the assistant.
 
     A turn of the assistant is everything after the generation prompt: thoughts, content and calls of tools as the
     template renders them, and the token that ends the turn. The `{% generation %}` marks of the template show the turns
@@ -202,7 +202,7 @@ class ChatEncoder:
         self._ends_with_special_token = bool(self._special_token.search(self._closing))
 
     def _turn(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
-        """Return the characters of the rendered `text` that the assistant says in message `number`.
+        """Return the characters of the assistant's message `number` in the rendered `text`.
 
         Raises:
             DataError: the characters cannot be distinguished from the template's.

@@ -65,7 +65,7 @@ class ChatTemplate:
             options: keyword arguments. They take precedence over the options of this template.
 
         Returns:
-            Text or tokens, as the options say.
+            Text or tokens, depending on the options.
 
         Raises:
             TemplateRefusal: the template fails. The cause is the template's own error.

@@ -53,7 +53,7 @@ class Fsdp2Options(Options):
     use_liger_kernel: bool = False
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
-    """keep the optimizer state in host memory except during a step; on CPU slots it is there anyway"""
+    """keep the optimizer state in host memory except during a step; on CPU slots it is always there"""
     seed: int = 0
     """seed of torch's generator in each worker's process when the engine is built; the data rank is added"""
 

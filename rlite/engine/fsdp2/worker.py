@@ -263,7 +263,7 @@ class Fsdp2Worker(BatchRunner):
         give_back_cached_memory()
 
     def _move(self, device: torch.device) -> None:
-        """Move parameters, gradients and optimizer state. On a CPU slot they are there already."""
+        """Move parameters, gradients and optimizer state. On a CPU slot they are already in place."""
         if self._device.type == "cpu":
             return
         self.module.to(device)

@@ -62,7 +62,7 @@ def in_full(reason: str, error: BaseException | None, item: Mapping[str, Any]) -
 
 
 def in_a_line(reason: str) -> str:
-    """Return a reason without the traceback in it: the kind, and the line that says why."""
+    """Return a reason without the traceback in it: the kind, and the line with the cause."""
     lines = reason.strip().splitlines() or [""]
     return lines[0] if len(lines) == 1 else f"{kind_of(reason)}: {lines[-1].strip()}"
 

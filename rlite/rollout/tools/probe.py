@@ -34,7 +34,7 @@ def tool_call_format(
 
     Args:
         form: a ToolCallFormat, which is taken as it is; the name of one; or None for the format that the tokenizer's
-            response template or chat template has. A template that writes no calls says nothing: then it is hermes.
+            response template or chat template has. For a template that writes no calls, the format is hermes.
         tokenizer: the model's tokenizer.
         chat_template_options: further keyword arguments for `apply_chat_template`.
 

@@ -215,7 +215,7 @@ def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
-    """Write the record, and then results.json, which appears when all is there.
+    """Write the record, and then results.json, which appears when everything is written.
 
     Args:
         folder: of the evaluation.

@@ -173,7 +173,7 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
         Names of tasks with the numbers of their samples, or (group, sample).
 
     Raises:
-        ConfigError: settings or lines have another form, or a line is there twice.
+        ConfigError: settings or lines have another form, or a line occurs twice.
     """
     try:
         expected = _Settings.model_validate(settings)

@@ -169,7 +169,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
 
     @property
     def sources_of_scores(self) -> list[str]:
-        """Options that say where scores come from; an evaluation needs one."""
+        """Options that name a source of scores; an evaluation needs one."""
         sources = {"reward": self.reward, "env_path": self.env_path, "workflow": self.workflow, "tasks": self.tasks}
         return [key for key, value in sources.items() if value]
 

@@ -31,7 +31,7 @@ def told(progress: Callable[[], str]) -> Iterator[None]:
 
 
 def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
-    """Print that an evaluation continues, if a part of it is there.
+    """Print that an evaluation continues, if a part of it exists.
 
     Args:
         name: name of the model.

@@ -14,8 +14,8 @@ from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"
 DRIFT_LIMIT = 0.1
-"""mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
-rollouts run ahead, the policy has moved too far since"""
+"""mean |log p(trainer) - log p(engine)| per token, in nats. Above it, the two are not the same policy; if rollouts run
+ahead, the policy has moved too far"""
 LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
 NUM_REASONS = 3
 """reasons for failed episodes that the console lists"""

@@ -460,7 +460,7 @@ class PpoConfig(LaunchOptions):
 
     @property
     def sources_of_rewards(self) -> list[str]:
-        """Options that say where rewards come from; a run needs one."""
+        """Options that name a source of rewards; a run needs one."""
         sources = {
             "reward": self.reward,
             "rollout.env_path": self.rollout.env_path,

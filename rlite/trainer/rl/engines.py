@@ -144,7 +144,7 @@ class Engines:
                 engine.cpu()
 
     def move_to_device(self, engine: Engine) -> None:
-        """Move an engine to the device, and the engine that is there away, if they take turns."""
+        """Move an engine to the device, and the current engine away, if they take turns."""
         if not self._takes_turns[engine] or self._resident is engine:
             return
         self._leave()

@@ -213,7 +213,7 @@ class Beside(Evaluations):
 
 
 def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, sets: Sets) -> Evaluations:
-    """Return the evaluations of a run, where `trainer.evaluate` says.
+    """Return the evaluations of a run, as `trainer.evaluate` chooses.
 
     Args:
         options: the run's config.
