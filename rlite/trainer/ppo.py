@@ -40,13 +40,14 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import UNNAMED, key_of, prefixed, without_sets
-from rlite.trainer.held_out.prompt_sets import ACCURACIES, make_sets, reported_metrics
+from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import Ended, make_evaluations
+from rlite.trainer.rl.evaluation_sets import make_sets
 from rlite.trainer.rl.kl_coef_state import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses

@@ -17,8 +17,8 @@ from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
 from rlite.trainer.commands.options import GenerateConfig
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.held_out.prompt_sets import own_rewards
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rl.workflows import own_rewards
 from rlite.trainer.run.program_objects import NOTHING
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]

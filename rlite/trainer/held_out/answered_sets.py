@@ -19,11 +19,10 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.trainer.held_out.options import held_out_sources, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
-from rlite.trainer.held_out.prompt_sets import check_samples
+from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
 from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.options import SamplingOptions
-from rlite.trainer.rl.workflows import own_rewards
 from rlite.trainer.run.program_objects import Given
 
 
