@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.session import current_session
-from rlite.engine.replica import InFlightRequest
-from rlite.engine.router import Router
+from rlite.engine.inference_executor import InFlightRequest
+from rlite.engine.replicas.router import Router
 from rlite.engine.sglang.options import SglangOptions, server_arguments
 from rlite.engine.sglang.replica import SglangReplica
 from rlite.engine.sglang.server import CallRefused, ServerProcess
