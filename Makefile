@@ -30,8 +30,8 @@ test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests, in thre
 	$(PYTEST) tests
 
 test-fast: JOBS = 2
-test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in less than three minutes
-	$(QUICKLY) tests --ignore=tests/integration --ignore=tests/peers
+test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes and browsers, in less than three minutes
+	$(QUICKLY) tests $(addprefix --ignore=tests/,browser integration peers)
 
 test-vllm: JOBS = 3
 test-vllm: CONTRACTS = test_inference_executors test_declared_methods test_actor_program

@@ -31,7 +31,7 @@ from benchmarks.sft import ROWS_PER_STEP, build_rows, token_rows
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import OwnLogprobs, SftLoss
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.trainer.options import OptimizerOptions
 
 NEW_TOKENS = 128

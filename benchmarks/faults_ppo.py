@@ -24,12 +24,12 @@ from rlite.recovery import reporting
 from rlite.recovery.faultpoints import FaultBoard
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.trainer.launch import init_devices
-from rlite.trainer.modules import load_tokenizer
+from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.lengths import context_limit
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.command import run
+from rlite.trainer.run.launch import init_devices
 
 SAVING_S = 0.05
 """within which a fault during a checkpoint happens"""

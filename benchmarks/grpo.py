@@ -29,7 +29,7 @@ from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.record.recorder import Amount
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.types import GenerationHyperparameters
 
 STOP_PROBABILITY = 0.0235

@@ -14,7 +14,7 @@ from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout.openai import AgentWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions
 from rlite.types import GenerationHyperparameters
 
 

@@ -17,7 +17,7 @@ from rlite.rollout import GymEnvironment, GymWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
 
 
 class TwoAttempts:

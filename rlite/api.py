@@ -36,12 +36,12 @@ from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.commands.generate import prompt_item
 from rlite.trainer.evaluate.command import evaluate as run_evaluation
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.generate import prompt_item
-from rlite.trainer.held_out import KEY, UNNAMED, key_of
+from rlite.trainer.held_out.options import KEY, UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
-from rlite.trainer.program_objects import IN_MEMORY, REWARD, Given
+from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, Given
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With

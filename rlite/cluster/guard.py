@@ -1,13 +1,17 @@
 """Clean-up of processes that a program leaves running. A companion process watches the driver, even through SIGKILL.
 
-A mark in the environment, which children inherit, identifies the processes. This file runs as a program of its own. It
-imports nothing but psutil, so that the companion starts quickly and stays small.
+A mark, which children inherit, identifies the processes. It stands in the environment and, on Linux, in a resource
+limit that the kernel no longer enforces. A program that sets its title may overwrite the environment, as Ray's agents
+do. This file runs as a program of its own. It imports nothing but psutil, so that the companion starts quickly and
+stays small.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +26,8 @@ MARK = "RLITE_OWNED_BY"
 POLL_S = 0.25
 SETTLE_S = 60.0
 """seconds after the driver's death in which the companion still looks for new processes"""
+_MAX_LOCKS = 10
+"""RLIMIT_LOCKS: since Linux 2.4.25 it limits nothing"""
 
 
 class Guard:
@@ -32,8 +38,9 @@ class Guard:
         command = [sys.executable, os.path.abspath(__file__), self._mark, str(os.getpid())]
         # not marked itself: if this process belongs to another guard, the companion must outlive it to end what is left
         unmarked = {name: value for name, value in os.environ.items() if name != MARK}
-        # a session of its own: an interrupt from the terminal is for the driver alone
-        self._companion = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=unmarked)
+        with _max_locks(resource.RLIM_INFINITY):
+            # a session of its own: an interrupt from the terminal is for the driver alone
+            self._companion = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=unmarked)
 
     @property
     def mark(self) -> dict[str, str]:
@@ -53,7 +60,8 @@ class Guard:
         """
         os.environ[MARK] = self._mark
         try:
-            yield
+            with _max_locks(_number_of(self._mark)):
+                yield
         finally:
             os.environ.pop(MARK, None)
 
@@ -66,22 +74,52 @@ class Guard:
 
 
 def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
-    """Return living processes with this mark in an environment variable, except the caller."""
+    """Return living processes with this mark, except the caller.
+
+    Args:
+        mark: mark of the processes.
+        variable: environment variable that holds the mark. Only a guard's own variable has a limit beside it.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended just now, or belongs to another user
             is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and _started_with(process, variable, mark):
+            if is_alive and (
+                _started_with(process, variable, mark) or (variable == MARK and _is_limited(process, mark))
+            ):
                 found.append(process)
     return found
+
+
+def _is_limited(process: psutil.Process, mark: str) -> bool:
+    return sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
 
 
 def _started_with(process: psutil.Process, variable: str, value: str) -> bool:
     if sys.platform != "linux":
         return process.environ().get(variable) == value
-    # Ray's agents overwrite the first variables with their title, where psutil ends its search
+    # a title may overwrite the first variables, where psutil ends its search
     with open(f"/proc/{process.pid}/environ", "rb") as environment:
         return f"{variable}={value}".encode() in environment.read().split(b"\0")
+
+
+def _number_of(mark: str) -> int:
+    return int.from_bytes(hashlib.blake2b(mark.encode(), digest_size=7).digest())
+
+
+@contextmanager
+def _max_locks(limit: int) -> Iterator[None]:
+    """Set the limit inside the block. Children inherit it. Other systems than Linux have no such limit."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = resource.getrlimit(_MAX_LOCKS)
+    with suppress(ValueError, OSError):  # a lower hard limit: the environment alone marks
+        resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(_MAX_LOCKS, before)
 
 
 def reap(mark: str, variable: str = MARK) -> None:

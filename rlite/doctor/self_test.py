@@ -19,7 +19,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import RliteError
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.trainer.losses import OwnLogprobs, SftLoss
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.trainer.options import OptimizerOptions
 
 LIMIT_S = 60.0

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
-from rlite.engine.elastic import ElasticReplicas
-from rlite.engine.replica import InFlightRequest
+from rlite.engine.inference_executor import InFlightRequest
+from rlite.engine.replicas.elastic import ElasticReplicas
 from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of

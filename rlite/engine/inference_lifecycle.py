@@ -12,9 +12,9 @@ from typing import ClassVar
 from transformers import AutoConfig
 
 from rlite.engine.base import Engine, Weights
+from rlite.engine.inference_executor import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.registry import Backend, Kind
-from rlite.engine.replica import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
-from rlite.engine.router import ReplicaLost, Router
+from rlite.engine.replicas.router import ReplicaLost, Router
 from rlite.engine.workers import Executor, Part, together
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.nn.huggingface import local_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlite.engine.replica import Replica
+from rlite.engine.inference_executor import Replica
 from rlite.engine.workers import together
 from rlite.errors import ConfigError, DataError
 from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs

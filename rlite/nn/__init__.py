@@ -8,8 +8,8 @@ from rlite import lazy
 
 if TYPE_CHECKING:
     from rlite.nn.base import BaseTrainModule
+    from rlite.nn.head_logprobs import linear_logprobs
     from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
-    from rlite.nn.logprobs import linear_logprobs
     from rlite.nn.lora import LoraTrainModule
     from rlite.nn.options import LoraOptions
 

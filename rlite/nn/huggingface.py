@@ -26,7 +26,7 @@ from rlite.nn.attention import PACKED, PackedLayout, attention, causal_attention
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
 from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
-from rlite.nn.logprobs import logprobs_of
+from rlite.nn.head_logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.context_parallel import ContextShare
 from rlite.parallel.fsdp import shard_group
@@ -230,9 +230,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Compute log-probabilities as the base class does, without logits of the whole pack if the model allows it.
 
         The model's own forward runs with an output embedding that returns log-probabilities and entropies [1, T, 2]
-        instead of logits; see `rlite.nn.logprobs.logprobs_of`. A model that changes its logits afterwards (scales or
-        caps them) would change those. It is recognised by its output and gets logits from then on, like a model without
-        a linear output embedding.
+        instead of logits; see `rlite.nn.head_logprobs.logprobs_of`. A model that changes its logits afterwards (scales
+        or caps them) would change those. It is recognised by its output and gets logits from then on, like a model
+        without a linear output embedding.
 
         Args:
             data: the pack, as for `compute_logits`.

@@ -32,10 +32,10 @@ from rlite.quickstart.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.trainer.options import OptimizerOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import (
+from rlite.trainer.rl.options import (
     ActorOptions,
     EvaluationSamplingOptions,
     PpoConfig,

@@ -13,9 +13,9 @@ from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.special_tokens import plain_text
 from rlite.data.chat.template import ChatTemplate, Tokenizer
 from rlite.errors import DataError, RliteError
-from rlite.rollout.background import beside_loop
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
+from rlite.rollout.text_threads import beside_loop
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 

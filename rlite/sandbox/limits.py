@@ -1,8 +1,10 @@
-"""Limits on sandbox processes: checks of time and memory, and the failures of their calls."""
+"""Decide when a sandbox process is killed: after too much time or memory. Return the failure of its call.
+
+The pool asks here after each wait, and kills the processes.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,17 +36,17 @@ def deadline(worker: Worker) -> float:
     return worker.since + (worker.calls[0].timeout if worker.is_computing else LOAD_TIMEOUT)
 
 
-def seconds_to_next_check(workers: Sequence[Worker]) -> float | None:
+def seconds_to_next_check(workers: Sequence[Worker], now: float) -> float | None:
     """Return how long the pool may wait for processes; None if none has a limit."""
-    patience = min(map(deadline, workers), default=float("inf")) - time.monotonic()
+    patience = min(map(deadline, workers), default=float("inf")) - now
     if any(worker.calls and worker.calls[0].memory_limit is not None for worker in workers):
         patience = min(patience, MEMORY_INTERVAL)
     return None if patience == float("inf") else max(patience, 0.0)
 
 
-def time_failure(worker: Worker) -> Failure | None:
+def time_failure(worker: Worker, now: float) -> Failure | None:
     """Return the failure of a process that is over time, None if it is in time."""
-    if deadline(worker) > time.monotonic():
+    if deadline(worker) > now:
         return None
     if not worker.is_ready or worker.unsent or not worker.calls:
         return Failure("", f"was not ready in {LOAD_TIMEOUT:g} s")

@@ -1,7 +1,7 @@
 """Manage processes that run user code and can be killed.
 
-One thread owns the processes. It starts them, gives them calls, reads their answers, and kills late processes. Callers
-only put calls into a queue and hold a future.
+One thread owns the processes. It starts them, gives them calls, reads their answers, and kills processes that are late
+or too large, as `limits` decides. Callers only put calls into a queue and hold a future.
 
     call:     queued ──> sent ──> started ──> answered ──> settled
                  ^         └─────────┴───────────┴──── its process died or was changed because of another call
@@ -130,7 +130,7 @@ class SandboxPool:
 
     def _wait(self) -> None:
         """Wait for frames, ends of processes, new calls and deadlines, and handle the frames."""
-        for event, ready in self._selector.select(limits.seconds_to_next_check(self._workers)):
+        for event, ready in self._selector.select(limits.seconds_to_next_check(self._workers, time.monotonic())):
             worker = event.data
             if worker is None:
                 self._wake_reader.recv(4096)
@@ -217,31 +217,34 @@ class SandboxPool:
                 self._end(worker)
 
     def _end_late_ones(self) -> None:
-        for worker in [worker for worker in self._workers if limits.time_failure(worker)]:
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if limits.time_failure(worker, now)]:
             self._receive(worker)  # the answer may be here
-            failure = limits.time_failure(worker) if worker in self._workers else None
+            failure = limits.time_failure(worker, time.monotonic()) if worker in self._workers else None
             if failure is None:
                 continue
             if failure.outcome:
                 self._end(worker, *failure)
-            elif worker.is_ready:
-                self._lost(worker)
             else:
-                self._end(worker)
-                self._start_failed(failure.text)
+                self._lost(worker, failure.text)
 
     def _end_large_ones(self) -> None:
         for worker in list(self._workers):
             if failure := limits.memory_failure(worker):
                 self._end(worker, *failure)
 
-    def _lost(self, worker: Worker) -> None:
-        """Kill a process that ended itself, closed its channel, or sent an invalid frame."""
+    def _lost(self, worker: Worker, how: str = "") -> None:
+        """Kill a process that ended itself, closed its channel, sent an invalid frame, or is late outside of a call.
+
+        Args:
+            worker: the process.
+            how: what happened to it; default: its exit code.
+        """
         if worker not in self._workers:
             return
         code = self._kill(worker)
         if not worker.is_ready:
-            self._start_failed(ending(code))
+            self._start_failed(how or ending(code))
         elif worker.calls and (worker.is_computing or worker.calls[0].was_lost):
             self._blame(worker, *self._describe_crash(worker.calls[0], code))
         elif worker.calls:

@@ -27,7 +27,7 @@ from rlite.data.tokens import TokenRows
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import DpoLoss
-from rlite.trainer.reference import Reference
+from rlite.trainer.model.reference import Reference
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
 
 

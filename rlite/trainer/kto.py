@@ -29,7 +29,7 @@ from rlite.data.tokens import TokenRows
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import KtoLoss, OwnLogprobs
-from rlite.trainer.reference import Reference
+from rlite.trainer.model.reference import Reference
 from rlite.trainer.supervised import SupervisedTrainer
 
 DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"

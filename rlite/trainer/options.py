@@ -13,15 +13,15 @@ from pydantic import AllowInfNan, Field, field_validator
 import rlite
 from rlite.config import Count, Natural, Options, Positive, Rate, Share, single_or_named
 from rlite.data.source import Source
-from rlite.engine.fsdp2.options import BalanceBy, Dtype
+from rlite.engine.fsdp2.options import BalanceBy
 from rlite.errors import ConfigError
 from rlite.imports import import_own_code
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.observability.sinks.base import sink_problems
 from rlite.parallel.dims import ParallelDims
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.trainer.held_out import HeldOutOptions, key_of, named_sets
-from rlite.trainer.rl.held_out import GeneratedOptions
+from rlite.trainer.held_out.options import HeldOutOptions, key_of, named_sets
+from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
@@ -723,37 +723,3 @@ class KtoConfig(SupervisedConfig):
                 "data.batch_size=1: the estimate of the KL pairs each prompt with the answer to another prompt of the "
                 "batch; use at least 2, or actor.loss_type=apo_zero_unpaired"
             )
-
-
-class RolloutPlanOptions(EngineOptions):
-    """The engine that generates, in `rlite plan`; the names and defaults are those of `rlite ppo`."""
-
-    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """type of the served weights and of the KV cache"""
-    max_model_len: int | None = None
-    """longest prompt and response together, in tokens; default: the model's own limit, with executor torch at most
-    4096"""
-
-
-class PlanConfig(LayoutOptions):
-    """Options of `rlite plan`."""
-
-    help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
-
-    num_devices: int
-    """devices in the world"""
-    param_dtype: Dtype = "float32"
-    """master weights, gradients and optimizer state"""
-    compute_dtype: Dtype = "bfloat16"
-    """forward and backward"""
-    optimizer: OptimizerName = "adamw"
-    """adamw has two numbers for each parameter; muon has one for the matrices inside of layers, and two for the rest"""
-    device_memory_gib: Positive | None = None
-    """memory of one device; with it, the KV cache is what gpu_memory_utilization leaves, as the executors take it"""
-    rollout: RolloutPlanOptions | None = None
-    """the engine that generates on the same devices; null plans training alone"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for a replica size that does not divide the devices."""
-        if self.rollout is not None and self.num_devices % self.rollout.tp_size:
-            yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_devices}"

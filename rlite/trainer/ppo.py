@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.command import start
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
@@ -39,16 +39,16 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out import UNNAMED, key_of, prefixed, without_sets
-from rlite.trainer.launch import serve_if_worker, session_of
+from rlite.trainer.held_out.options import UNNAMED, key_of, prefixed, without_sets
+from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.program_objects import NOTHING, Given
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import Ended, make_evaluations
-from rlite.trainer.rl.kl_coefficient import KlCoefficient
+from rlite.trainer.rl.evaluation_sets import make_sets
+from rlite.trainer.rl.kl_coef_state import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
 from rlite.trainer.rl.prompts import read_prompts
@@ -58,9 +58,10 @@ from rlite.trainer.rl.report import batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
-from rlite.trainer.rl.sets import ACCURACIES, make_sets, reported_metrics
 from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.launch import serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, Given
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")

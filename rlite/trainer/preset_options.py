@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from rlite.config import Positive, Rate, quick_checks
 from rlite.trainer.options import DpoActorOptions, DpoConfig, EpochOptions, PreferenceLossOptions, TrainerOptions
-from rlite.trainer.rl.config import ActorOptions, AdvantageOptions, KlOptions, PpoConfig
+from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig
 from rlite.types import Aggregation
 
 with quick_checks():  # the others import torch; a run makes them

@@ -30,6 +30,6 @@ TRAINERS: Mapping[str, TrainerEntry] = {
     "simpo": TrainerEntry("rlite.trainer.simpo", "SimpoTrainer", f"{_PRESETS}:SimpoConfig"),
     "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
     "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.options:KtoConfig"),
-    "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.config:PpoConfig"),
+    "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.options:PpoConfig"),
     "grpo": TrainerEntry("rlite.trainer.grpo", "GrpoTrainer", f"{_PRESETS}:GrpoConfig"),
 }

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 from rlite.data.preferences import preference_rows
 from rlite.trainer.losses import RewardModelLoss
-from rlite.trainer.modules import critic_module
+from rlite.trainer.model.modules import critic_module
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
 
 

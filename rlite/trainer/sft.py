@@ -26,16 +26,16 @@ from typing import Any
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import EvaluationSet
-from rlite.trainer.answered_sets import Generation, read_generated
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.evaluation_plan import answers_plan, topic_of
-from rlite.trainer.held_out import prefixed
+from rlite.trainer.held_out.answered_sets import Generation, read_generated
+from rlite.trainer.held_out.evaluation_plan import answers_plan, topic_of
+from rlite.trainer.held_out.options import prefixed
+from rlite.trainer.held_out.prompt_options import GeneratedOptions
+from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.modules import load_tokenizer
-from rlite.trainer.program_objects import Given
-from rlite.trainer.rl.held_out import GeneratedOptions
-from rlite.trainer.rl.sets import ACCURACIES, reported_metrics
+from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.run.evaluation_record import EvaluationRecord
+from rlite.trainer.run.program_objects import Given
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 

@@ -11,10 +11,10 @@ import pytest
 
 import rlite
 from rlite import RliteInferenceEngine, register_executor
-from rlite.engine import replica, workers
+from rlite.engine import inference_executor, workers
 from rlite.engine.embedded.replica import PumpedWorker
+from rlite.engine.inference_executor import InferenceBackend
 from rlite.engine.registry import find_backend
-from rlite.engine.replica import InferenceBackend
 from rlite.engine.sglang.replica import ServerWorker
 from rlite.engine.train_executor import TrainExecutor
 from rlite.engine.vllm.replica import FetchedWorker
@@ -23,10 +23,10 @@ from tests.third_party_executor.replica import PushedWorker
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
-DRIVER = sorted(path for pattern in ("*.py", "*/replica.py") for path in ENGINE.glob(pattern))
+DRIVER = sorted(path for pattern in ("*.py", "replicas/*.py", "*/replica.py") for path in ENGINE.glob(pattern))
 WORKERS = {"torch": PumpedWorker, "vllm": FetchedWorker, "sglang": ServerWorker, "pushing": PushedWorker}
 """the protocol of each inference executor's workers"""
-HANDLES = (workers.Resident, replica.Replica)
+HANDLES = (workers.Resident, inference_executor.Replica)
 CALLS = {"call", "ask", "keep"}
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
 from rlite.engine import registry
+from rlite.engine.inference_executor import InferenceBackend, InFlightRequest
 from rlite.engine.registry import Backend, find_backend
-from rlite.engine.replica import InferenceBackend, InFlightRequest
 from rlite.errors import ConfigError, DataError, ResidencyError, RliteError, UnknownOptionError, WeightSyncError
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, SequenceRequest, TokenChunk
 from tests.contracts.executors import installed_executors

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.session import current_session
-from rlite.engine.replica import InFlightRequest
-from rlite.engine.router import Router
+from rlite.engine.inference_executor import InFlightRequest
+from rlite.engine.replicas.router import Router
 from rlite.engine.sglang.options import SglangOptions, server_arguments
 from rlite.engine.sglang.replica import SglangReplica
 from rlite.engine.sglang.server import CallRefused, ServerProcess
@@ -204,8 +204,8 @@ def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
 ) -> None:
     other = RliteInferenceEngine(path, executor="sglang")
     other.build(max_model_len=256, colocate_with=engine)
-    running = Running(other, request_of())
     (server,) = [process for process in psutil.process_iter() if is_server_of(other, process)]
+    running = Running(other, request_of())
     began = time.monotonic()
     server.send_signal(number)
     error = running.wait()

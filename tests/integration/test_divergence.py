@@ -23,7 +23,7 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.types import GenerationHyperparameters

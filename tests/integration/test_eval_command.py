@@ -26,13 +26,16 @@ from tests import forked_python
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
 
-REWARD = """
-import os, pathlib
+REWARD = r"""
+import os, pathlib, time
 calls = []
 
 def correct(prompt, completions, prompt_ids, completion_ids, answer, **row):
     calls.append(prompt)
-    if len(calls) == 6 and pathlib.Path(__file__).with_name("kill").exists():
+    if len(calls) == 6 and (kill := pathlib.Path(__file__).with_name("kill")).exists():
+        journal, deadline = pathlib.Path(kill.read_text()), time.monotonic() + 20
+        while journal.read_bytes().count(b"\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
         os.kill(os.getpid(), 9)
     if answer == "raise":
         raise ValueError("no such answer")
@@ -154,19 +157,19 @@ def of_rows(rows: list[dict[str, Any]]) -> list[Sample]:
 def test_a_killed_evaluation_continues_with_the_missing_samples(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reward kills the process at its sixth call: five samples have ended by then."""
+    """The reward kills the process at its sixth call, when at least one of five samples is in the journal."""
     arguments = [
         *(folder / "before", *sources(folder), *SHORT, "samples=3", "deterministic=true", "dtype=float32"),
         *("top_p=0.9", "record_tokens=4"),
     ]
     run(monkeypatch, *arguments, f"out={folder}/whole")
     whole = samples(folder / "whole", "before")
-    (folder / "kill").touch()
+    journal = folder / "killed" / "samples" / "before.jsonl"
+    (folder / "kill").write_text(str(journal))
     program = [forked_python.python(), "-m", "rlite.cli", "eval", *map(str, arguments), f"out={folder}/killed"]
     killed = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (folder / "kill").unlink()
-    journal = folder / "killed" / "samples" / "before.jsonl"
     kept = journal.read_bytes()
     before = samples(folder / "killed", "before")
     assert 0 < len(before) <= 5

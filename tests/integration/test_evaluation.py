@@ -23,7 +23,8 @@ from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import (
+from rlite.trainer.rl.engines import without_evaluation
+from rlite.trainer.rl.options import (
     ActorOptions,
     HeldOutPromptOptions,
     PpoConfig,
@@ -32,7 +33,6 @@ from rlite.trainer.rl.config import (
     SamplingOptions,
     SetSamplingOptions,
 )
-from rlite.trainer.rl.engines import without_evaluation
 from tests import forked_python
 from tests.integration.rewards import digits
 from tests.integration.worlds import MARK, environment, ray_session

@@ -25,10 +25,10 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.losses import OwnLogprobs
-from rlite.trainer.modules import critic_module, policy_module
+from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.options import OptimizerOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import (
+from rlite.trainer.rl.options import (
     ActorOptions,
     AdvantageOptions,
     KlOptions,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rlite
 from rlite import RliteTrainEngine
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.trainer.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss
 

@@ -13,7 +13,7 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.rl.config import (
+from rlite.trainer.rl.options import (
     ActorOptions,
     AdvantageOptions,
     CriticOptions,

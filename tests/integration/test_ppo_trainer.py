@@ -19,7 +19,7 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import (
+from rlite.trainer.rl.options import (
     ActorOptions,
     EvaluationSamplingOptions,
     PpoConfig,

@@ -15,7 +15,7 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, MultiTurnWorkflow, RolloutWorkflow, SingleTurnWorkflow, trajectory
 from rlite.rollout.openai import AgentWorkflow
 from rlite.trainer.losses import OwnLogprobs
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import digits
 

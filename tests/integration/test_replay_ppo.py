@@ -14,14 +14,14 @@ from tensordict import TensorDict
 import rlite
 from rlite.engine import registry
 from rlite.engine.embedded.backend import BACKEND
-from rlite.engine.replica import Capabilities
+from rlite.engine.inference_executor import Capabilities
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import (
+from rlite.trainer.rl.options import (
     ActorOptions,
     KlOptions,
     PpoConfig,

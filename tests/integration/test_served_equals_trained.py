@@ -17,7 +17,7 @@ from rlite.nn import LoraOptions
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.losses import OwnLogprobs
-from rlite.trainer.modules import critic_module, policy_module
+from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.types import GenerationHyperparameters
 from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta
 from tests.integration.rewards import digits

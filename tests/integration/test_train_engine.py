@@ -20,7 +20,7 @@ from rlite.data.packs import pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.trainer.losses import OwnLogprobs
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.trainer.options import frozen_build_options
 from tests.integration.modules import (
     LlamaPolicy,

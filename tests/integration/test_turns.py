@@ -11,7 +11,7 @@ from rlite.rollout.tools.formats import ToolCall, ToolCallFormat
 from rlite.trainer import ppo
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
 from tests.recorded import recorded, said
 from tests.tiny import build_model_dir
 

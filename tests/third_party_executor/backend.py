@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlite.engine.replica import Capabilities, InferenceBackend
+from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.engine.workers import RankChoice
 from rlite.errors import ConfigError
 from tests.third_party_executor.replica import PushedReplica

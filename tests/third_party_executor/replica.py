@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.engine.inference_executor import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor, Worker
 from rlite.errors import RliteError, WorkerError
 from rlite.types import PromptLogprobs, TokenChunk

@@ -10,7 +10,7 @@ from rlite.config import load, schema
 from rlite.errors import ConfigError
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.preset_options import GrpoConfig
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rm import RmConfig
 from rlite.trainer.sft import SftConfig
 

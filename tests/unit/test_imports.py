@@ -11,7 +11,8 @@ import pytest
 from rlite.config import load, save
 from rlite.errors import ConfigError, ImportFailed
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.trainer.options import PlanConfig, SftConfig
+from rlite.trainer.commands.options import PlanConfig
+from rlite.trainer.options import SftConfig
 
 NEEDED = ["actor.model_name=x", "data.path=x"]
 OWN = """

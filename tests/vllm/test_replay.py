@@ -14,7 +14,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.losses import OwnLogprobs
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import digits
 from tests.tiny import build_model_dir

@@ -67,7 +67,7 @@ class LossInputs:
             loss: name of the loss that needs them, for the error message.
 
         Raises:
-            ConfigError: they are missing.
+            ConfigError: the tensor is missing.
         """
         if self.behaviour_logprobs is None:
             raise ConfigError(f"policy loss {loss} needs behaviour_logprobs, which LossInputs does not have here")

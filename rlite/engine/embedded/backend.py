@@ -9,7 +9,7 @@ from rlite.engine.embedded.architecture_check import check_served
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.replica import PumpedReplica
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.engine.replica import Capabilities, InferenceBackend
+from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.parallel.processes import subgroup
 
 

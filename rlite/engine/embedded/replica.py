@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.engine.inference_executor import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor
 from rlite.errors import RliteError
 from rlite.observability import trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from rlite.engine.replica import Capabilities, InferenceBackend
+from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.engine.sglang.options import SglangOptions
 from rlite.engine.sglang.replica import SglangReplica
 from rlite.engine.sglang.worker import SglangWorker

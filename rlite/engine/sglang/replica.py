@@ -16,7 +16,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.engine.inference_executor import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.sglang.options import SglangOptions
 from rlite.engine.sglang.requests import (
     TokenStream,

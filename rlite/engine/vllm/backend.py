@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig
 
-from rlite.engine.replica import Capabilities, InferenceBackend
+from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.engine.vllm import releases
 from rlite.engine.vllm.options import VllmOptions
 from rlite.engine.vllm.replica import FetchingReplica

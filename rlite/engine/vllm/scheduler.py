@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rlite.engine.vllm.holding import Holding
+from rlite.engine.vllm.step_batching import Holding
 
 
 class HoldingScheduler(Holding, Scheduler):

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypedDict, get_args
 from rlite.data.chat.raw import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
 from rlite.errors import ConfigError
-from rlite.rollout.background import beside_loop
 from rlite.rollout.chat.transcript import Transcript, continuation
+from rlite.rollout.text_threads import beside_loop
 from rlite.rollout.workflow import PromptWorkflow, RolloutError, context_length, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 

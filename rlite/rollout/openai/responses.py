@@ -14,10 +14,10 @@ from functools import cache, cached_property
 from typing import Any
 
 from rlite.data.chat.template import Message
-from rlite.rollout.background import beside_loop
 from rlite.rollout.openai.prompts import Prompt
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest, unexpected
+from rlite.rollout.text_threads import beside_loop
 from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import PromptLogprobs, TokenChunk

@@ -13,15 +13,15 @@ from typing import Any
 from rlite.data.chat.raw import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal
 from rlite.errors import ConfigError, DataError, RliteError
-from rlite.rollout.background import beside_loop
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.openai import responses
+from rlite.rollout.openai.prompt_logprob_limits import check_num_scored, sequences, slices
 from rlite.rollout.openai.prompts import ChatPrompts
 from rlite.rollout.openai.recording import Recording, RecordingOwner, Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion, unknown_model
 from rlite.rollout.openai.responses import Choice, Delta, Exchange, Reply
-from rlite.rollout.openai.scores import check_num_scored, sequences, slices
 from rlite.rollout.openai.text import TextStream
+from rlite.rollout.text_threads import beside_loop
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.workflow import Tokenizer, context_length

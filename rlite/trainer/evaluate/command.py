@@ -37,9 +37,9 @@ from rlite.trainer.evaluate.report import print_result
 from rlite.trainer.evaluate.settings import settings_of
 from rlite.trainer.evaluate.task_metrics import summary_of_tasks
 from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
-from rlite.trainer.launch import has_waiting_ranks, serve_if_worker, session_of
-from rlite.trainer.program_objects import NOTHING, Given
 from rlite.trainer.run.interruption import INTERRUPTION
+from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, Given
 
 Answers = Generation | TaskAnswers
 SAME = ("questions", "scores", "tasks")

@@ -10,11 +10,11 @@ from typing import Any
 
 from rlite.evaluation.journal import Journal
 from rlite.evaluation.rows import Row
+from rlite.trainer.commands.generate import check_writes, model_folder
 from rlite.trainer.evaluate.earlier_results import EarlierResult, missing_places
 from rlite.trainer.evaluate.folder import SAMPLES, remove_model
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.settings import model_settings
-from rlite.trainer.generate import check_writes, model_folder
 
 
 @dataclass(frozen=True)

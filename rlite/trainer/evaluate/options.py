@@ -17,8 +17,8 @@ from rlite.errors import ConfigError
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
+from rlite.trainer.commands.options import AnswerOptions
 from rlite.trainer.evaluate.names import name_of_questions, names_of
-from rlite.trainer.model_options import AnswerOptions
 from rlite.trainer.options import LaunchOptions, ServingOptions, SingleTableOptions
 from rlite.types import GenerationHyperparameters
 

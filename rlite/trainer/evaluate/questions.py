@@ -20,8 +20,8 @@ from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.modules import load_tokenizer
-from rlite.trainer.program_objects import Given
+from rlite.trainer.model.modules import load_tokenizer
+from rlite.trainer.run.program_objects import Given
 from rlite.types import GenerationHyperparameters
 
 NUM_EPISODES = 100

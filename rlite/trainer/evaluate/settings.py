@@ -9,9 +9,9 @@ from typing import Any
 
 from rlite import config
 from rlite.nn.huggingface import local_checkpoint
-from rlite.trainer.evaluate.code import code_of, digest
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.program_objects import Given
+from rlite.trainer.evaluate.scorer_digest import code_of, digest
+from rlite.trainer.run.program_objects import Given
 
 WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
 """files of a checkpoint that decide its answers"""

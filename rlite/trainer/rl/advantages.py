@@ -24,7 +24,7 @@ from rlite.batch import with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
-from rlite.trainer.rl.config import AdvantageOptions, KlOptions
+from rlite.trainer.rl.options import AdvantageOptions, KlOptions
 
 
 def compute_advantages(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from rlite.evaluation.sets import Evaluation
 from rlite.rollout.collector.lost_groups import cause_of, kind_of
-from rlite.trainer.held_out import key_of
-from rlite.trainer.rl.config import PpoConfig
-from rlite.trainer.rl.held_out import HeldOutPromptOptions
+from rlite.trainer.held_out.options import key_of
+from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"

@@ -9,8 +9,8 @@ from rlite.batch import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import ValueLoss, own_values
-from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import loss_stats
 
 

@@ -14,10 +14,10 @@ from rlite.checkpoint.atomic import discard, publish
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate
 from rlite.rollout.collector.collector import RolloutCollector
-from rlite.trainer.held_out import KEY
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.held_out.options import KEY
+from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.held_out import HeldOutPromptOptions
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
 
 EVALUATED = "evaluated"

@@ -17,7 +17,7 @@ from rlite.data.rows import place_of, stream_of
 from rlite.errors import DataError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout import RolloutWorkflow
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 
 MANY_ROWS = 10_000
 """number of rows from which on a progress bar is shown"""

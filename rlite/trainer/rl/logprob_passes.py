@@ -8,8 +8,8 @@ from rlite.algorithms import importance_weights, off_policy_metrics, weight_metr
 from rlite.batch import with_keys
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import BothLogprobs, OwnLogprobs
-from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.options import PpoConfig
 
 
 class LogprobPasses:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
-from rlite.trainer.held_out import held_out_sources
-from rlite.trainer.program_objects import NOTHING, Given
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.held_out.options import held_out_sources
+from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.run.program_objects import NOTHING, Given
 
 
 def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, dict[str, Rows]]:

@@ -12,8 +12,8 @@ from rlite.observability.record.schema import Status
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
-from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.training_run import TrainingRun
 

@@ -13,8 +13,8 @@ from rlite.engine.train_lifecycle import MemorySnapshot
 from rlite.errors import SnapshotLost, WorkerError
 from rlite.observability import stats_tracker
 from rlite.recovery.budget import RestartBudget
-from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.options import PpoConfig
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import RolloutWorkflow
-from rlite.trainer.rl.config import RolloutOptions
+from rlite.trainer.rl.options import RolloutOptions
 
 REMEDY = "sample with top_p=1 and top_k=0"
 

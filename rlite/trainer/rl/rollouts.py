@@ -13,9 +13,9 @@ from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
-from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.filtering import VariedGroups, replace_uniform_groups
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.replay import check_kept
 from rlite.trainer.rl.rollout_metrics import Generated
 

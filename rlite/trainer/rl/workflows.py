@@ -15,12 +15,12 @@ from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
-from rlite.trainer.held_out import key_of
-from rlite.trainer.modules import load_tokenizer
-from rlite.trainer.program_objects import REWARD, Given
-from rlite.trainer.rl.config import PpoConfig, RolloutOptions, SamplingOptions
-from rlite.trainer.rl.held_out import GeneratedOptions
+from rlite.trainer.held_out.options import key_of
+from rlite.trainer.held_out.prompt_sets import own_rewards
+from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.rl.lengths import context_limit
+from rlite.trainer.rl.options import PpoConfig, RolloutOptions, SamplingOptions
+from rlite.trainer.run.program_objects import Given
 
 OPTIONS_KEY = "train_data.chat_template_options"
 Tables = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -86,18 +86,6 @@ def held_out_workflows(
             rewards.check_columns(rows, key)
         found[name] = make_own(options.rollout.sampling_of(own.sampling))
     return found
-
-
-def own_rewards(options: GeneratedOptions, key: str, given: Given) -> ChosenRewards:
-    """Return the rewards that a set to evaluate on has of its own.
-
-    Args:
-        options: of the set.
-        key: the set's group of options.
-        given: reward functions of a program, in place of those of the paths.
-    """
-    where = f"{key}.{REWARD}"
-    return ChosenRewards(options.reward, given.functions(where), where)
 
 
 def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., RolloutWorkflow]:

@@ -1,1 +1,1 @@
-"""The life of a run: folder, checkpoints, resume, divergence, signals, throughput."""
+"""The life of a run: start, objects of the program, folder, checkpoints, resume, divergence, signals, throughput."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlite.errors import ConfigError, did_you_mean
 from rlite.evaluation.samples import reaches
 from rlite.observability.columns import number
-from rlite.trainer.held_out import KEY
+from rlite.trainer.held_out.options import KEY
 from rlite.trainer.options import RunOptions
 
 logger = logging.getLogger(__name__)

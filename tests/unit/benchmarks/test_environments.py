@@ -23,7 +23,7 @@ from benchmarks.environments import (
     training_rise,
 )
 from rlite import config
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.sft import SftConfig
 
 

@@ -54,6 +54,34 @@ def test_a_process_whose_title_is_written_over_its_first_variables_is_found() ->
     assert not psutil.pid_exists(titled.pid)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the memory of the environment")
+def test_a_process_whose_environment_is_overwritten_is_found_with_its_children() -> None:
+    child = f"import subprocess; print(subprocess.Popen({SLEEP}, env={{}}).pid, flush=True); input()"
+    guard = Guard()
+    with guard.marking():
+        parent = subprocess.Popen([sys.executable, "-c", child], env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    orphan = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    guard.close(patience_s=0.1)
+    orphan.wait(timeout=30)
+
+
+def test_guard_inside_a_marked_program_outlives_the_end_of_marked_processes() -> None:
+    program = "from rlite.cluster.guard import Guard; print(Guard()._companion.pid, flush=True); input()"
+    guard = Guard()
+    with guard.marking():
+        marked = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert marked.stdout is not None
+    companion = psutil.Process(int(marked.stdout.readline()))
+    guard.end()
+    assert marked.wait(timeout=30) is not None
+    assert companion.is_running()
+    guard.close()
+    companion.wait(timeout=30)  # its program is gone, and nothing is left to end
+
+
 def test_close_ends_running_processes() -> None:
     guard = Guard()
     with guard.marking():

@@ -21,7 +21,7 @@ from rlite.nn.batch_invariant import (
     linear,
     silu,
 )
-from rlite.nn.logprobs import linear_logprobs
+from rlite.nn.head_logprobs import linear_logprobs
 
 
 @pytest.fixture(params=[1, 2])

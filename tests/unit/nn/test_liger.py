@@ -9,7 +9,7 @@ import pytest
 import rlite
 from rlite.errors import ConfigError
 from rlite.nn.liger import check_liger
-from rlite.trainer.modules import policy_module
+from rlite.trainer.model.modules import policy_module
 from tests.tiny import build_model_dir
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.lora import merge
-from rlite.trainer.modules import critic_module, policy_module
+from rlite.trainer.model.modules import critic_module, policy_module
 from tests.tiny import build_model_dir
 
 

@@ -22,7 +22,7 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.rewards import gsm8k_reward, math_verify_reward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.dpo import DpoConfig
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rm import RmConfig
 
 ROOT = Path(__file__).parents[3]

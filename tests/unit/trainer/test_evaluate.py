@@ -21,14 +21,14 @@ from rlite.evaluation.samples import Sample
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.evaluate import progress
-from rlite.trainer.evaluate.code import code_of, digest_of
 from rlite.trainer.evaluate.command import advice, evaluate
 from rlite.trainer.evaluate.options import EvalConfig, check_name
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
+from rlite.trainer.evaluate.scorer_digest import code_of, digest_of
 from rlite.trainer.evaluate.task_metrics import summary_of_tasks, task_metrics, task_values
 from rlite.trainer.evaluate.tasks import find_tasks, task_rows
-from rlite.trainer.program_objects import NOTHING, Given
+from rlite.trainer.run.program_objects import NOTHING, Given
 from tests.unit.trainer.test_evaluate_folder import row, write
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -170,7 +171,8 @@ def begun(folder: Path) -> Candidate:
 
 
 def recorded_items(folder: Path) -> list[str]:
-    return [item for file in all_files(folder) for item in pq.read_table(file.path)["item"].to_pylist()]
+    contents = [file.path.read_bytes() for file in all_files(folder)]  # at once: files are replaced meanwhile
+    return [item for content in contents for item in pq.read_table(pa.BufferReader(content))["item"].to_pylist()]
 
 
 def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from rlite.trainer.losses import (
     predicts_counted,
 )
 from rlite.trainer.options import PreferenceLossOptions
-from rlite.trainer.rl.config import ActorOptions, PpoConfig
+from rlite.trainer.rl.options import ActorOptions, PpoConfig
 
 
 def pack(lengths, prompt=2, vocab=11, seed=0):

@@ -10,7 +10,7 @@ from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
 from rlite.trainer.options import DpoConfig, KtoConfig
 from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.sft import SftConfig
 from rlite.types import GenerationHyperparameters
 

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from rlite.algorithms import gae, group_advantages
 from rlite.errors import ConfigError
 from rlite.trainer.rl.advantages import compute_advantages, token_rewards
-from rlite.trainer.rl.config import AdvantageOptions, KlOptions
+from rlite.trainer.rl.options import AdvantageOptions, KlOptions
 
 
 def batch(**more):

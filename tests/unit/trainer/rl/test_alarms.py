@@ -16,7 +16,7 @@ from rlite.observability.console import ConsoleReporter
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.collector import Collected
 from rlite.trainer.rl.alarms import REPEAT_AFTER, Alarms
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 
 
 def told(metrics: Mapping[int, Mapping[str, float]], *settings: str) -> list[str]:

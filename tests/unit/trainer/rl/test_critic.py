@@ -1,5 +1,5 @@
 from rlite.config import load
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 
 
 def test_the_critic_is_as_the_actor_where_it_does_not_say():

@@ -15,8 +15,8 @@ from rlite.data.streaming.table import WINDOW
 from rlite.errors import DataError, StreamedDataError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
-from rlite.trainer.rl.config import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions
 from rlite.trainer.rl.lengths import Context, check_lengths, check_openings, context_limit, make_context
+from rlite.trainer.rl.options import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions
 from tests.tiny import build_model_dir
 
 

@@ -24,7 +24,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.rollouts import make_rollouts
 
 NUM_ROWS = 200

@@ -17,7 +17,7 @@ from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, RunRecord, decided, layouts_of
 from rlite.trainer.rl.rollouts import make_rollouts
 from tests.recorded import recorded

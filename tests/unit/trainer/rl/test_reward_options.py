@@ -11,7 +11,7 @@ import pytest
 from rlite.config import load, save, schema
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout.rewards.options import RewardOptions
-from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.options import PpoConfig
 
 MODEL = "actor.model_name=x"
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.rollout_metrics import Generated, mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 

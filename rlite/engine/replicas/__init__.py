@@ -1,0 +1,1 @@
+"""The replicas of a serving inference engine: routing, replacement of lost replicas, and scaling."""

@@ -1,0 +1,1 @@
+"""Commands on a model that train nothing: `rlite generate`, `rlite merge` and `rlite plan`."""

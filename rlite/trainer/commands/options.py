@@ -1,0 +1,123 @@
+"""Options of `rlite generate`, `rlite merge` and `rlite plan`. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt
+
+from rlite.config import Count, Natural, Options, Positive, Share
+from rlite.engine.fsdp2.options import Dtype
+from rlite.trainer.options import EngineOptions, LayoutOptions, OptimizerName
+from rlite.types import GenerationHyperparameters
+
+
+class AnswerOptions(Options):
+    """The sampling of answers on the command line."""
+
+    max_new_tokens: Count = 1024
+    """longest answer in tokens, in each turn"""
+    temperature: Annotated[float, Ge(0)] | None = None
+    """0 is greedy; default: 0 with samples=1, else 1"""
+    top_p: Annotated[Share, Gt(0)] = 1.0
+    """1 is off"""
+    top_k: Natural = 0
+    """0 is off"""
+    stop: list[str] = []
+    """texts that end an answer"""
+
+    def gconfig(self, **changes: Any) -> GenerationHyperparameters:
+        """Return these options as a request takes them, with changes."""
+        given = {name: getattr(self, name) for name in AnswerOptions.model_fields}
+        return GenerationHyperparameters(**{**given, "stop": tuple(self.stop), **changes})
+
+
+class GenerateConfig(AnswerOptions):
+    """Options of `rlite generate MODEL "PROMPT"`."""
+
+    help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
+    help_first: ClassVar[tuple[str, ...]] = ("prompt", "prompt_file", "chat", "system_prompt", "n")
+
+    model: str
+    """folder of a model or of a run (its newest model), or hub name; the first argument without a key"""
+    prompt: str = ""
+    """the prompt; the second argument without a key"""
+    prompt_file: str | None = None
+    """text file with one prompt in each line, - is the standard input; in place of prompt"""
+    chat: bool | None = None
+    """true: the prompt is the user's message in the model's chat template; null: true if the model has a template"""
+    system_prompt: str | None = None
+    """message of the system before the prompt, in a chat"""
+    chat_template_options: dict[str, Any] = {}
+    """options of the chat template, such as {enable_thinking: false}"""
+    n: Count = 1
+    """answers to each prompt"""
+    max_new_tokens: Count = 512
+    """longest answer in tokens"""
+    temperature: Annotated[float, Ge(0)] = 1.0
+    """0 is greedy"""
+    seed: int | None = None
+    """seed of the sampling; null draws one"""
+    executor: str = "torch"
+    """inference executor"""
+    tp_size: Count = 1
+    """devices that share the model"""
+    dtype: str | None = None
+    """type of the weights; default: the checkpoint's"""
+    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
+    """launcher of the workers; default: one process"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a prompt that is missing or given twice, and for options of a chat without one."""
+        if bool(self.prompt) == (self.prompt_file is not None):
+            yield 'prompt: expected a prompt, as in `rlite generate MODEL "PROMPT"`, or prompt_file=FILE, and not both'
+        if self.chat is False and (self.system_prompt is not None or self.chat_template_options):
+            yield "chat=false: system_prompt and chat_template_options are options of a chat; leave them or chat out"
+
+
+class MergeConfig(Options):
+    """Options of `rlite merge ADAPTER OUT`."""
+
+    help_example: ClassVar[str] = "runs/sft/latest/adapter merged"
+
+    adapter: str
+    """folder of a PEFT adapter, or of a run or an export with one; the first argument without a key"""
+    out: str
+    """folder to write, which must not exist or be empty; the second argument without a key"""
+    base_model: str | None = None
+    """folder or hub name of the model that the adapter belongs to; default: the adapter's config names it"""
+
+
+class RolloutPlanOptions(EngineOptions):
+    """The engine that generates, in `rlite plan`; the names and defaults are those of `rlite ppo`."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """type of the served weights and of the KV cache"""
+    max_model_len: int | None = None
+    """longest prompt and response together, in tokens; default: the model's own limit, with executor torch at most
+    4096"""
+
+
+class PlanConfig(LayoutOptions):
+    """Options of `rlite plan`."""
+
+    help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
+
+    num_devices: int
+    """devices in the world"""
+    param_dtype: Dtype = "float32"
+    """master weights, gradients and optimizer state"""
+    compute_dtype: Dtype = "bfloat16"
+    """forward and backward"""
+    optimizer: OptimizerName = "adamw"
+    """adamw has two numbers for each parameter; muon has one for the matrices inside of layers, and two for the rest"""
+    device_memory_gib: Positive | None = None
+    """memory of one device; with it, the KV cache is what gpu_memory_utilization leaves, as the executors take it"""
+    rollout: RolloutPlanOptions | None = None
+    """the engine that generates on the same devices; null plans training alone"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a replica size that does not divide the devices."""
+        if self.rollout is not None and self.num_devices % self.rollout.tp_size:
+            yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_devices}"

@@ -1,0 +1,145 @@
+"""A dry run: the memory that a model would take on each device, before you rent one.
+
+    rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
+    rlite plan ... optimizer=muon rollout.tp_size=4 rollout.max_model_len=8192 device_memory_gib=80
+
+The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlite import config
+from rlite.errors import RliteError
+from rlite.observability.console import ConsoleReporter
+from rlite.parallel.dims import ParallelDims
+from rlite.parallel.fsdp import local_tensor, shard
+from rlite.parallel.mesh import make_mesh
+from rlite.trainer.commands.options import PlanConfig
+from rlite.trainer.commands.rollout_memory import RolloutMemory, rollout_memory
+from rlite.trainer.model.modules import policy_module
+from rlite.trainer.options import OptimizerOptions
+
+ADAMW_STATES, MUON_STATES = 2, 1
+"""numbers of an optimizer for each parameter"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the first device of a world; the other devices hold as much, or a little less."""
+
+    num_parameters: int
+    """parameters of the whole model"""
+    dims: ParallelDims
+    weights: int
+    """master weights"""
+    gradients: int
+    optimizer: int
+    """AdamW's two moments; Muon's momentum for the matrices inside of layers"""
+    gathered: int
+    """the largest FSDP unit and the next one, gathered in compute_dtype while they compute"""
+    kept: int
+    """with gradient checkpointing: the input of every layer for one full microbatch"""
+    rollout: RolloutMemory | None = None
+    """generation on the same device"""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts of training together."""
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.kept
+
+
+def plan(options: PlanConfig) -> MemoryPlan:
+    """Return the memory that a model would take, counted after sharding it on meta.
+
+    Raises:
+        RliteError: the process is in a process group already.
+        ConfigError: the sizes do not divide the devices or the model, or there is no such checkpoint.
+    """
+    if dist.is_initialized():
+        raise RliteError("a plan is made in a process of its own: this one is in a process group already")
+    module = policy_module(options.model_name, _optimizer(options))
+    dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    generation = None
+    if options.rollout is not None:
+        generation = rollout_memory(options.rollout, module.config, num_parameters, options.device_memory_gib)
+    dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
+    try:
+        mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
+        if dims.tensor > 1:
+            module.parallelize(mesh.tensor)
+        units = module.fsdp_units()
+        compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
+        gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
+        shard(module, units, mesh, compute, master)
+        weights = _local_numel(module) * master.itemsize
+        num_states = sum(
+            (MUON_STATES if group.is_muon else ADAMW_STATES) * local_tensor(module.get_parameter(name)).numel()
+            for group in module.parameter_groups
+            for name in group.names
+        )
+    finally:
+        dist.destroy_process_group()
+    hidden = module.config.get_text_config().hidden_size
+    return MemoryPlan(
+        num_parameters=num_parameters,
+        dims=dims,
+        weights=weights,
+        gradients=weights,
+        optimizer=num_states * master.itemsize,
+        gathered=gathered,
+        kept=len(units) * options.max_length_per_device * hidden * compute.itemsize,
+        rollout=generation,
+    )
+
+
+def _optimizer(options: PlanConfig) -> OptimizerOptions:
+    return OptimizerOptions(
+        name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
+    )
+
+
+def _local_numel(module: nn.Module) -> int:
+    return sum(local_tensor(parameter).numel() for parameter in module.parameters())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print a plan."""
+    options = config.load(PlanConfig, argv)
+    made = plan(options)
+    parts = {
+        f"weights, {options.param_dtype}": made.weights,
+        "gradients": made.gradients,
+        f"optimizer, {options.optimizer}": made.optimizer,
+        f"gathered units, {options.compute_dtype}": made.gathered,
+        "layers' inputs": made.kept,
+        "training together": made.total,
+    }
+    if options.rollout is not None and (rollout := made.rollout) is not None:
+        cache = f"KV cache, {rollout.num_seqs} sequences of {rollout.max_model_len} tokens"
+        parts |= {
+            f"rollout weights, {options.rollout.dtype}": rollout.weights,
+            cache: rollout.kv_cache,
+            "generation together": rollout.total,
+            "both, if they do not take turns": made.total + rollout.total,
+        }
+    rows = {
+        "model": f"{options.model_name}, {made.num_parameters / 1e9:.2f} B parameters",
+        "devices": f"{options.num_devices} = {made.dims}",
+        **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
+        "not counted": "activations inside one layer, and what the libraries take for themselves",
+    }
+    ConsoleReporter().report("rlite plan", rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

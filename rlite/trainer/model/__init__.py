@@ -1,0 +1,1 @@
+"""The modules to train, their optimizers, and the reference model."""

@@ -1,0 +1,146 @@
+"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule.
+
+The tokenizer of a checkpoint is loaded here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlite.algorithms import lr_factor
+from rlite.engine.train import RliteTrainEngine
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class, local_checkpoint
+from rlite.nn.lora import LoraTrainModule
+from rlite.nn.options import LoraOptions
+from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
+from rlite.trainer.options import ModelOptions, OptimizerOptions
+
+
+class _Optimized(LoraTrainModule):
+    """A module with the optimizer described by `optimizer_options`. Without options it is a reference model."""
+
+    optimizer_options: OptimizerOptions | None = None
+    parameter_groups: Sequence[ParameterGroup] = ()
+
+    def on_weights_materialized(self) -> None:
+        """Create the optimizer and the learning-rate scheduler."""
+        options = self.optimizer_options
+        if options is None:
+            return
+        self.optimizer = make_optimizer(self, self.parameter_groups)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
+
+    def on_state_loaded(self) -> None:
+        """Set the peak learning rates and the weight decay of this run's options.
+
+        The saved state may have other values.
+        """
+        options, scheduler = self.optimizer_options, self.lr_scheduler
+        if options is None or self.optimizer is None or scheduler is None:
+            return
+        factor = schedule(scheduler.last_epoch, options)
+        scheduler.base_lrs = [group.lr for group in self.parameter_groups]
+        for held, group in zip(self.optimizer.param_groups, self.parameter_groups, strict=True):
+            held.update(initial_lr=group.lr, lr=group.lr * factor, weight_decay=group.weight_decay)
+
+
+class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
+    """A causal language model."""
+
+    _keeps_dropout = False
+
+
+class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
+    """A model with one number per token: a critic's values, or a reward model's scores."""
+
+    _keeps_dropout = False
+
+
+def schedule(step: int, options: OptimizerOptions) -> float:
+    """Return the factor of the peak rate at a step: linear warm-up to 1, then the schedule down to `lr_end`."""
+    return lr_factor(
+        step,
+        options.scheduler,
+        total_steps=options.total_steps,
+        warmup_steps=options.warmup_steps,
+        min_factor=options.lr_end / options.lr if options.lr else 0.0,
+        power=options.power,
+    )
+
+
+def policy_module(
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
+) -> PolicyModule:
+    """Return a train module on the meta device, built from a causal model's checkpoint.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        optimizer_options: options of the optimizer; None makes a model that is not trained.
+        lora: train adapters beside the weights, and only the adapters.
+        disable_dropout: train without the dropout of the checkpoint's config.
+    """
+    with init_empty_weights():
+        module = causal_lm_class(path, _carrier(PolicyModule, disable_dropout)).from_pretrained(path)
+    return _optimized(module, optimizer_options, lora)
+
+
+def critic_module(
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
+) -> CriticModule:
+    """Return a train module on the meta device, built from the checkpoint of a causal model or of an earlier critic.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        optimizer_options: options of the optimizer; None makes a model that is not trained.
+        lora: train the head, and adapters beside the other weights.
+        disable_dropout: train without the dropout of the checkpoint's config.
+    """
+    return _optimized(score_module(path, _carrier(CriticModule, disable_dropout)), optimizer_options, lora)
+
+
+def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
+    """Return the engine of a model that is trained; it is not built yet.
+
+    Args:
+        make_module: `policy_module` or `critic_module`.
+        model: options of the model.
+        total_steps: optimizer steps of the whole run.
+    """
+    optimizer = model.optimizer_options(total_steps)
+    return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint."""
+    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
+
+
+def _carrier(carrier: Any, disable_dropout: bool) -> Any:
+    """Return the class with another dropout setting under the same name.
+
+    Checkpoints identify their module by this name.
+    """
+    return carrier if disable_dropout else type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
+
+
+def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:
+    if lora is not None:
+        module.add_lora(lora)
+    module.optimizer_options = optimizer_options
+    if optimizer_options is not None:
+        module.parameter_groups = parameter_groups(module, optimizer_options)
+    return module

@@ -1,0 +1,78 @@
+"""The sets that a reinforcement-learning run evaluates on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlite.errors import ConfigError
+from rlite.evaluation.sets import EvaluationSet
+from rlite.rollout import RolloutWorkflow
+from rlite.trainer.held_out.options import UNNAMED, check_name, key_of
+from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.held_out.prompt_sets import check_samples
+from rlite.trainer.rl.options import PpoConfig
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def make_sets(
+    options: PpoConfig,
+    workflow: RolloutWorkflow,
+    rows: Rows | Mapping[str, Rows],
+    workflows: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
+) -> dict[str, EvaluationSet]:
+    """Return the sets to evaluate on, by name.
+
+    Args:
+        options: the run's config; a set without options in `test_data` has the defaults.
+        workflow: of training. Its copy with the sampling for evaluation evaluates sets without a workflow.
+        rows: rows of a single set, which may be none, or of several by name.
+        workflows: workflow of all sets, or of some by name.
+
+    Raises:
+        ConfigError: a set samples several responses that are all the same, a workflow or options are of no set, or a
+            name is not valid.
+    """
+    by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
+    own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
+    if unknown := own.keys() - by_name.keys():
+        raise ConfigError(
+            f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
+        )
+    asked = {name for name, chosen in options.test_data.items() if name != UNNAMED or chosen.path is not None}
+    if unknown := asked - by_name.keys():
+        key = key_of(sorted(unknown)[0])
+        raise ConfigError(
+            f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"
+        )
+    found = {}
+    for name, table in by_name.items():
+        check_name(name)
+        chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
+        found[name] = EvaluationSet(
+            name=name,
+            rows=table if chosen.limit is None else table[: chosen.limit],
+            workflow=_for_evaluation(workflow, options, chosen) if ours is None else _own(ours, chosen),
+            samples=chosen.samples,
+            k=chosen.largest_k,
+            solved_at=chosen.solved_at,
+        )
+        check_samples(found[name])
+    return found
+
+
+def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig, chosen: HeldOutPromptOptions) -> RolloutWorkflow:
+    """Return the workflow with the sampling of a set; a workflow without a `gconfig` stays as it is."""
+    if workflow.gconfig is None:
+        return workflow
+    return workflow.sampled_by(options.rollout.sampling_of(chosen.sampling).gconfig(workflow.gconfig))
+
+
+def _own(workflow: RolloutWorkflow, chosen: HeldOutPromptOptions) -> RolloutWorkflow:
+    """Return a set's own workflow, with the sampling options that the set has set."""
+    given = {name: value for name, value in chosen.sampling if value is not None}
+    if workflow.gconfig is None or not given:
+        return workflow
+    greedy = given["temperature"] == 0 if "temperature" in given else workflow.gconfig.greedy
+    return workflow.sampled_by(workflow.gconfig.new(**given, greedy=greedy))

@@ -1,0 +1,601 @@
+"""Options of reinforcement learning from rollouts. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+from pydantic import Field, field_validator
+
+import rlite
+from rlite import config
+from rlite.config import Count, Natural, Options, Positive, Rate, Share
+from rlite.errors import ConfigError, did_you_mean
+from rlite.nn.options import LoraOptions
+from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
+from rlite.rollout.environments.options import EnvironmentOptions
+from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
+from rlite.trainer.held_out.options import named_sets
+from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions, SetSamplingOptions
+from rlite.trainer.options import (
+    FrozenModelOptions,
+    LaunchOptions,
+    ModelOptions,
+    OptimizerName,
+    ParameterGroupOptions,
+    Power,
+    ServingOptions,
+    TableOptions,
+    TrainerOptions,
+    check_kl_loss,
+    schedule_problems,
+)
+from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
+
+SamplingOf = GenerationHyperparameters | Mapping[str, Any]
+Weight = Annotated[float, Ge(0)]
+
+
+class PolicyLossOptions(Options):
+    """The function of log-probabilities and advantages that is minimised."""
+
+    name: str = "ppo_clip"
+    """a name of `rlite.algorithms.POLICY_LOSSES`: ppo_clip, cispo, clip_cov, decoupled_ppo, dppo, dro, gmpo, gspo,
+    kl_cov, m2po, reinforce, sapo, vespo"""
+    options: dict[str, Any] = {}
+    """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
+        rlite.algorithms.POLICY_LOSSES.check(self.name, self.options)
+        yield from ()
+
+
+class ActorOptions(ModelOptions):
+    """The policy that is trained."""
+
+    lr: Rate = 1e-6
+    """peak learning rate"""
+    max_inference_length_per_device: int | None = None
+    """tokens of one microbatch in passes that train nothing; default: max_length_per_device"""
+    scheduler: Schedule = "constant"
+    """schedule of the learning rate after the warm-up"""
+    warmup_ratio: Share = 0.0
+    """share of all optimizer steps in which the rate rises"""
+    update_per_rollout: Count = 1
+    """optimizer steps on each rollout batch, the critic's too"""
+    freeze_steps: Natural = 0
+    """first steps in which only the critic learns"""
+    clip: Weight = 0.2
+    """PPO's clip range below 1 (and above, unless clip_high says otherwise)"""
+    clip_high: Weight | None = None
+    """clip range above 1"""
+    policy_loss: PolicyLossOptions = Field(default_factory=PolicyLossOptions)
+    """the loss of each token"""
+    tis_coef: Positive | None = 2.0
+    """cap of the importance weight trainer / engine; null is off"""
+    rejection: dict[str, Any] = {}
+    """keyword parameters of `rlite.algorithms.rejection_mask`, such as {upper: 0.02, scope: sequence}: tokens that the
+    engine sampled too far from the trainer's policy have no loss; {} rejects nothing"""
+    off_policy_threshold: float | None = None
+    """drop tokens with a negative advantage in sequences with mean(log engine - log trainer) above it; null is off"""
+    off_policy_metrics: bool = False
+    """report off_policy/*, the distance of the trainer's policy from the engine's; with update_per_rollout=1 it takes
+    another forward pass"""
+    deterministic: bool = False
+    """log-probabilities in training have the bits of the sampled ones; needs rollout.deterministic, slower"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    temperature: float | None = None
+    """temperature of the log-probabilities that are trained; default: the temperature of sampling"""
+    offload_model: bool | None = None
+    """leave the device to generation and to other models; default: on GPUs"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule between lengths, adapters and the schedule that does not hold."""
+        yield from super().problems()
+        longest = self.max_inference_length_per_device
+        if longest is not None and longest < self.max_length_per_device:
+            yield (
+                f"max_inference_length_per_device={longest}: expected at least max_length_per_device="
+                f"{self.max_length_per_device}"
+            )
+        if self.lora is not None and self.lora.dropout:
+            yield (
+                f"lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that answered; "
+                "use 0"
+            )
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError or UnknownOptionError for a rejection that cannot be computed."""
+        rlite.algorithms.check_rejection(self.rejection)
+        yield from ()
+
+    def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
+        """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`.
+
+        Raises:
+            ConfigError: the sizes do not divide the world.
+        """
+        own = {"deterministic": True} if self.deterministic else {}
+        return super().build_options(world_size, seed) | own
+
+
+class ReferenceOptions(FrozenModelOptions):
+    """A model beside the actor; options that are not set are the actor's."""
+
+    ddp_size: int | None = None
+    """copies of the model; each is sharded over world / ddp_size devices"""
+    tp_size: int | None = None
+    """devices that share each matrix (tensor parallel)"""
+    sp_size: int | None = None
+    """devices that share the tokens of a sequence (context parallel)"""
+    max_length_per_device: Count | None = None
+    """tokens of one microbatch on a device"""
+    max_inference_length_per_device: int | None = None
+    """tokens of one microbatch in passes that train nothing"""
+
+    def as_model(self, actor: ActorOptions) -> ModelOptions:
+        """Return the model's options, completed by the actor's. A model that is not trained has no adapters."""
+        filled: dict[str, Any] = {**dict(actor), "lora": None, **dict(config.inherit(self, actor))}
+        return ModelOptions(**{name: filled[name] for name in ModelOptions.model_fields})
+
+
+class CriticOptions(ReferenceOptions):
+    """The model of values, which adv.estimator=gae needs; options that are not set are the actor's."""
+
+    gradient_checkpointing: bool | None = None
+    """recompute activations in the backward pass"""
+    offload_optimizer: bool | None = None
+    """keep the optimizer's state in host memory between optimizer steps"""
+    avg_level: Aggregation | None = None
+    """mean of the value loss, one of the choices of actor.avg_level"""
+    optimizer: OptimizerName | None = None
+    """one of the choices of actor.optimizer"""
+    lr: Rate = 5e-6
+    """peak learning rate"""
+    weight_decay: Rate | None = None
+    """weight decay"""
+    parameter_groups: dict[str, ParameterGroupOptions] = {}
+    """groups with the options of actor.parameter_groups; they are not inherited, because the critic's parameters have
+    other names"""
+    max_grad_norm: Positive | None = None
+    """global norm to which gradients are clipped"""
+    scheduler: Schedule | None = None
+    """schedule of the learning rate after the warm-up"""
+    warmup_ratio: Share | None = None
+    """share of all optimizer steps in which the rate rises"""
+    lr_end: Rate = 0.0
+    """rate at the last step"""
+    power: Power | None = None
+    """exponent of scheduler=polynomial"""
+    disable_dropout: bool | None = None
+    """train without dropout"""
+    lora: LoraOptions | None = None
+    """adapters, with the options of actor.lora; the critic's head is trained as a whole"""
+    clip: Positive = 0.5
+    """largest change of a value since the rollout; infinity is off"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule of the kernels and of the schedule that does not hold."""
+        yield from super().problems()
+        yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
+
+
+class KlOptions(Options):
+    """The price of leaving the reference policy."""
+
+    type: Literal["reward", "loss", "advantage"] | None = None
+    """place where it is paid: each token's reward, a term of the loss, or each token's advantage; null is nowhere"""
+    coef: Weight = 1e-3
+    """weight of the KL term"""
+    reward_estimator: KLEstimator = "k1"
+    """estimator of the types reward and advantage"""
+    loss_estimator: KLEstimator = "k2"
+    """estimator of the type loss: k2, k3 or abs"""
+    adaptive_target: Positive | None = None
+    """mean KL of a token towards which coef is adapted after each step; null keeps coef as it is"""
+    adaptive_horizon: Positive = 10000.0
+    """sequences in which coef is adapted: the smaller, the faster"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError for an estimator that is no loss."""
+        check_kl_loss(self.loss_estimator)
+        yield from ()
+
+
+class AdvantageOptions(Options):
+    """The way from rewards to advantages."""
+
+    estimator: str = "reinforce"
+    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`:
+    dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k"""
+    options: dict[str, Any] = {}
+    """keyword parameters of an estimator of ADVANTAGES"""
+    gamma: Share = 1.0
+    """discount for each token that the model writes; an outcome is the discounted sum of its trajectory's rewards"""
+    lamda: Share = 1.0
+    """lambda of gae: 1 relies on rewards alone, 0 on values"""
+    global_norm: bool = False
+    """the mean is the mean of the whole batch (gae: advantages are centred)"""
+    norm_var: bool = False
+    """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
+    centres nothing: that is global_norm"""
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield a message for an unknown estimator, and for options that it does not have."""
+        is_named = self.estimator not in ("reinforce", "gae")
+        if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
+            yield f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, ['reinforce', 'gae', *known])}"
+            return
+        if self.estimator in ("remax", "gdpo"):
+            yield f"adv.estimator={self.estimator} needs more rewards than this trainer collects"
+        if is_named:
+            known.check(self.estimator, self.options)
+        if (self.options and not is_named) or (is_named and (self.global_norm or self.norm_var)):
+            yield (
+                f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
+                "adv.norm_var of reinforce and gae"
+            )
+
+
+class EvaluationSamplingOptions(SetSamplingOptions):
+    """The sampling of responses in evaluation; options that are not set are those of training."""
+
+    temperature: float = 0.0
+    """0 is greedy"""
+    top_p: float = 1.0
+    """1 is off"""
+    top_k: int = 0
+    """0 is off"""
+
+    def gconfig(self, base: SamplingOf | None = None) -> GenerationHyperparameters:
+        """Return these options as a request takes them; parameters that they lack are those of `base`."""
+        given = {name: value for name, value in self if value is not None}
+        return GenerationHyperparameters.from_mapping(base).new(**given, greedy=self.temperature == 0)
+
+    def problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError for a value that no request may have."""
+        self.gconfig()
+        yield from ()
+
+
+class SamplingOptions(EvaluationSamplingOptions):
+    """The sampling of responses."""
+
+    temperature: float = 1.0
+    """0 is greedy"""
+    max_new_tokens: int = 1024
+    """longest response, in each turn"""
+    stop: list[str] = []
+    """texts that end a response"""
+
+
+class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
+    """The engine that generates, and environments or workflows in place of rewards."""
+
+    max_model_len: int | None = None
+    """longest prompt and responses together, in tokens; default: as long as the longest prompt and max_new_tokens need;
+    in several turns, or if prompts are not known before, as much as the models and devices can take"""
+    deterministic: bool = False
+    """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
+    num_devices: int | None = None
+    """devices that only generate, if rollouts run ahead; default: half of them"""
+    max_replacements: Natural = 3
+    """lost replicas that are replaced in an hour, under Ray; the others take over their requests in any case"""
+    escape_special_tokens: bool = False
+    """special tokens in messages, but for the assistant's, are plain text"""
+    dynamic_filtering: bool | None = None
+    """replace groups whose rewards are all equal by further prompts; default: if such groups teach nothing, because an
+    advantage depends on the rewards of its group alone. Otherwise it is refused"""
+    max_refills: Natural = 4
+    """further rounds of generation for that; groups that are missing then stay as they are"""
+    train_sampling_params: SamplingOptions = SamplingOptions()
+    """sampling for training; a workflow that is given to the trainer brings its own"""
+    test_sampling_params: EvaluationSamplingOptions = EvaluationSamplingOptions()
+    """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule of workflows and of rollouts that run ahead that does not hold."""
+        if self.workflow is not None and self.workflow not in WORKFLOWS:
+            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
+        if self.max_head_offpolicyness and self.deterministic:
+            yield (
+                "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
+                f"(rollout.max_head_offpolicyness={self.max_head_offpolicyness}) cannot keep; choose one of them"
+            )
+        if self.num_devices is not None and not self.max_head_offpolicyness:
+            yield (
+                f"rollout.num_devices={self.num_devices}: without rollout.max_head_offpolicyness generation and "
+                "training take turns on all devices; set both or neither"
+            )
+
+    @property
+    def evaluation_sampling(self) -> SamplingOptions:
+        """Sampling for evaluation, completed by the sampling for training."""
+        return SamplingOptions(**dict(config.inherit(self.test_sampling_params, self.train_sampling_params)))
+
+    def sampling_of(self, own: SetSamplingOptions) -> SamplingOptions:
+        """Return the sampling of a set to evaluate on, completed by the sampling for evaluation."""
+        return SamplingOptions(**dict(config.inherit(own, self.evaluation_sampling)))
+
+
+class PromptOptions(TableOptions):
+    """Prompts to train on."""
+
+    prompts_per_rollout: Count = 32
+    """prompts in one rollout batch"""
+    responses_per_prompt: Count | None = None
+    """responses to each prompt, a group; with 1 the batch's mean reward is the baseline; default: 8, with gae 1"""
+
+
+class PpoConfig(LaunchOptions):
+    """Options of `rlite ppo`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "actor.rollout.env_path": "rollout.env_path",
+        "actor.entropy.coef": "actor.entropy_coef",
+    }
+    help_example: ClassVar[str] = (
+        "actor.model_name=Qwen/Qwen3-0.6B train_data.path=prompts.jsonl reward.path=my.py:correct"
+    )
+    help_first: ClassVar[tuple[str, ...]] = (
+        *("train_data.path", "test_data.path", "reward", "rollout.env_path"),
+        *("train_data.prompts_per_rollout", "train_data.responses_per_prompt"),
+        *("rollout.train_sampling_params.max_new_tokens", "actor.lr", "actor.lora", "kl.type", "kl.coef"),
+        *("trainer.total_steps", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
+    )
+
+    actor: ActorOptions
+    critic: CriticOptions = CriticOptions()
+    ref_actor: ReferenceOptions = ReferenceOptions()
+    train_data: PromptOptions = PromptOptions()
+    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=config.single_or_named)
+    """prompts to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/accuracy, ..."""
+    kl: KlOptions = KlOptions()
+    adv: AdvantageOptions = AdvantageOptions()
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
+    """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
+    sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
+    rollout: RolloutOptions = RolloutOptions()
+    trainer: TrainerOptions = TrainerOptions()
+
+    @field_validator("reward", mode="wrap")
+    @classmethod
+    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
+        return named_by_function(validate(with_names(value)))
+
+    @field_validator("test_data", mode="before")
+    @classmethod
+    def _name_sets(cls, value: Any) -> Any:
+        return named_sets(value, HeldOutPromptOptions)
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        return f"{self.actor.model_name} on {self.train_data.paths}, into {self.trainer.save_dir}"
+
+    def check_complete(self) -> None:
+        """Check that the options name prompts and a source of rewards.
+
+        Raises:
+            ConfigError: one of them is missing.
+        """
+        data, source = self.train_data, "reward.path=file.py:function, rollout.env_path or rollout.workflow"
+        needed = {
+            "train_data.path": data.path is not None or data.mixture,
+            f"a source of rewards ({source})": self.sources_of_rewards,
+        }
+        if missing := [key for key, value in needed.items() if not value]:
+            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""
+        if len(sources := self.sources_of_rewards) > 1:
+            yield f"{' and '.join(sources)} are given; expected one source of rewards"
+        if self.reward and self.rollout.max_turns > 1:
+            yield (
+                f"rollout.max_turns={self.rollout.max_turns}: reward.* is of single answers; for several turns use "
+                "rollout.env_path"
+            )
+        if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
+            yield (
+                f"trainer.evaluation_devices={self.trainer.evaluation_devices}: evaluations have devices of their own "
+                "with trainer.evaluate=beside; set both or neither"
+            )
+        if self.actor.freeze_steps and not self.has_critic:
+            yield (
+                f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
+                f"adv.estimator={self.adv.estimator} has none"
+            )
+        num_rows = self.train_data.prompts_per_rollout * self.responses_per_prompt
+        if self.actor.update_per_rollout > num_rows:
+            yield (
+                f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
+                "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
+            )
+        rollout = self.rollout
+        serves_alike = rollout.deterministic and rollout.dtype == "float32" and rollout.tp_size == self.actor.tp_size
+        if self.actor.deterministic and not (serves_alike and rollout.executor == "torch"):
+            yield (
+                "actor.deterministic=true computes the rollout engine's log-probabilities bit for bit, which needs "
+                "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
+                f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
+            )
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield a message for each rule on groups of equal rewards that does not hold."""
+        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
+            yield (
+                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
+                "leave rollout.dynamic_filtering out"
+            )
+        if self.is_greedy and not self.why_equal_rewards_teach():
+            yield (
+                "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "
+                f"{self.responses_per_prompt} responses to a prompt are the same, and adv.estimator="
+                f"{self.adv.estimator} learns from their differences alone; sample at a temperature above 0"
+            )
+
+    def sampled_by(self, train: SamplingOf | None, test: SamplingOf | None) -> PpoConfig:
+        """Return the options of a run whose workflows sample so.
+
+        Args:
+            train: sampling parameters of the workflow for training; None leaves them to the options.
+            test: sampling parameters of the workflow for evaluation; None leaves them to the options.
+
+        Returns:
+            The options, with the parameters of the workflows.
+
+        Raises:
+            ConfigError: an option contradicts a workflow.
+        """
+        rollout = self.rollout
+        for name, sampling in (("train_sampling_params", train), ("test_sampling_params", test)):
+            if sampling is not None:
+                rollout = _sampled_by(rollout, name, sampling)
+        return self.replace(rollout=rollout)
+
+    @property
+    def sources_of_rewards(self) -> list[str]:
+        """Options that name a source of rewards; a run needs one."""
+        sources = {
+            "reward": self.reward,
+            "rollout.env_path": self.rollout.env_path,
+            "rollout.workflow": self.rollout.workflow,
+        }
+        return [key for key, value in sources.items() if value]
+
+    @property
+    def has_critic(self) -> bool:
+        """True if advantages need values."""
+        return self.adv.estimator == "gae"
+
+    @property
+    def has_old_logprobs(self) -> bool:
+        """True if log-probabilities from before a rollout's updates are computed."""
+        actor, is_paid = self.actor, self.kl.type in ("reward", "advantage")
+        return actor.update_per_rollout > 1 or is_paid or actor.off_policy_metrics
+
+    @property
+    def has_reference(self) -> bool:
+        """True if leaving the reference policy costs something."""
+        return self.kl.type is not None
+
+    @property
+    def is_base_reference(self) -> bool:
+        """True if the reference is the actor without its adapters: no other model, layout or kernel is asked for."""
+        own = self.ref_actor
+        plain = ReferenceOptions(
+            model_name=own.model_name, max_inference_length_per_device=own.max_inference_length_per_device
+        )
+        is_same = own == plain and own.model_name in (None, self.actor.model_name)
+        return self.has_reference and self.actor.lora is not None and is_same
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Responses in a group."""
+        chosen = self.train_data.responses_per_prompt
+        return (1 if self.has_critic else 8) if chosen is None else chosen
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if training takes the most likely tokens."""
+        return self.rollout.train_sampling_params.temperature == 0
+
+    @property
+    def has_dynamic_filtering(self) -> bool:
+        """True if groups of equal rewards are replaced."""
+        asked = self.rollout.dynamic_filtering
+        return not self.why_equal_rewards_teach() if asked is None else asked
+
+    def why_equal_rewards_teach(self) -> str:
+        """Return why groups of equal rewards teach something; "" if they teach nothing."""
+        adv, size = self.adv, self.responses_per_prompt
+        if adv.estimator == "gae":
+            return "with adv.estimator=gae advantages depend on the critic"
+        if size == 1:
+            return "with train_data.responses_per_prompt=1 the baseline is the mean of the batch"
+        if adv.global_norm:
+            return "with adv.global_norm=true the baseline is the mean of the batch"
+        if adv.gamma != 1:
+            return f"with adv.gamma={adv.gamma} advantages depend on lengths"
+        if self.kl.type in ("reward", "advantage"):
+            return f"with kl.type={self.kl.type} advantages depend on the KL"
+        if adv.estimator != "reinforce" and not rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, size):
+            return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+        return ""
+
+    def collector_options(self) -> CollectorOptions:
+        """Return the options of the rollout engine's collector."""
+        limits = {name: value for name, value in self.rollout if name in CollectorLimits.model_fields}
+        return CollectorOptions(
+            **limits,
+            consumer_batch_size=self.train_data.prompts_per_rollout,
+            keep_ended=self.trainer.record != "none",
+            seed=self.trainer.seed if self.rollout.deterministic else None,
+        )
+
+    def without_effect(self) -> str:
+        """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
+        critic, reference, kl = (
+            [f"{name}.{field}" for field in _changed(group)]
+            for name, group in (("critic", self.critic), ("ref_actor", self.ref_actor), ("kl", self.kl))
+        )
+        unread = []
+        if critic and not self.has_critic:
+            unread.append(f"{', '.join(critic)} (adv.estimator={self.adv.estimator} has no critic)")
+        if (reference or kl) and not self.has_reference:
+            unread.append(f"{', '.join(reference + kl)} (kl.type=null has no reference)")
+        return "; ".join(unread)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the log-probabilities that are trained; 1 if sampling is greedy."""
+        chosen = self.actor.temperature
+        return self.rollout.train_sampling_params.temperature or 1.0 if chosen is None else chosen
+
+    def inference_length(self, model: ReferenceOptions | None = None) -> int | None:
+        """Return the tokens of one microbatch of the actor, or of a model beside it, in passes that train nothing."""
+        own = None if model is None else model.max_inference_length_per_device
+        return self.actor.max_inference_length_per_device if own is None else own
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest sequence that all models can take, in tokens."""
+        models: list[ModelOptions] = [self.actor]
+        models += [self.critic.as_model(self.actor)] if self.has_critic else []
+        models += [self.ref_actor.as_model(self.actor)] if self.has_reference else []
+        limits = [model.max_length_per_device * model.tp_size * model.sp_size for model in models]
+        return min([*limits, *([self.rollout.max_model_len] if self.rollout.max_model_len else [])])
+
+
+def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> RolloutOptions:
+    """Return the options with a workflow's sampling parameters in place of a group of sampling options.
+
+    Raises:
+        ConfigError: an option contradicts the workflow.
+    """
+    group, gconfig = getattr(rollout, name), GenerationHyperparameters.from_mapping(sampling)
+    said = {
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "max_new_tokens": gconfig.max_new_tokens,
+        "top_p": gconfig.top_p,
+        "top_k": max(gconfig.top_k, 0),
+        "stop": list(gconfig.stop),
+    }
+    for option in _changed(group):
+        if getattr(group, option) != said[option]:
+            raise ConfigError(
+                f"rollout.{name}.{option}={getattr(group, option)!r}, and the workflow samples with {option}="
+                f"{said[option]!r}: the workflow's gconfig decides sampling; remove the option or change the gconfig"
+            )
+    return rollout.replace(**{name: type(group)(**said)})
+
+
+def _changed(group: Options) -> list[str]:
+    """Return the options of a group that are not at their defaults."""
+    default = dict(type(group)())
+    return [name for name, value in group if value != default[name]]

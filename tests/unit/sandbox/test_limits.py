@@ -1,0 +1,41 @@
+"""The decision that a sandbox process is over time is a function of the process and the time."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
+
+from rlite.sandbox.call import Call, Code
+from rlite.sandbox.limits import LOAD_TIMEOUT, seconds_to_next_check, time_failure
+from rlite.sandbox.process import Worker
+
+
+def worker(**state: Any) -> Worker:
+    return Worker(cast(Any, None), cast(Any, None), None, since=100.0, **state)
+
+
+def call() -> Call:
+    return Call(Code(b"key", b"blob", "the reward"), b"", timeout=2.0)
+
+
+def test_a_reward_is_killed_when_it_has_computed_for_its_time() -> None:
+    busy = worker(is_ready=True, is_computing=True, calls=deque([call()]))
+    assert time_failure(busy, 101.5) is None
+    assert seconds_to_next_check([busy], 101.5) == 0.5
+    failure = time_failure(busy, 102.0)
+    assert failure is not None
+    assert failure == ("timeout", "the reward ran for more than 2 s; its process was killed")
+
+
+def test_a_process_that_does_not_start_in_time_fails_no_call() -> None:
+    starting = worker()
+    assert time_failure(starting, 100.0 + LOAD_TIMEOUT - 1) is None
+    failure = time_failure(starting, 100.0 + LOAD_TIMEOUT)
+    assert failure is not None
+    assert failure.outcome == ""
+
+
+def test_an_idle_process_has_no_limit() -> None:
+    idle = worker(is_ready=True)
+    assert time_failure(idle, 1e9) is None
+    assert seconds_to_next_check([idle], 1e9) is None

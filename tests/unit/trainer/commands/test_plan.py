@@ -1,0 +1,91 @@
+"""A dry run plans a model of 72 billion parameters on 64 devices, on this machine, in seconds."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from tests import forked_python
+from tests.integration.worlds import environment
+
+NUM_PARAMETERS = 72_706_203_648  # of Qwen2.5-72B
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2-72b")
+    shape = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "vocab_size": 152064}
+    Qwen2Config(num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False, **shape).save_pretrained(path)
+    return path
+
+
+pytestmark = pytest.mark.slow
+DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size=2"))
+NOT_DIVIDING = ("tp_size=16",)
+WITH_ROLLOUTS = ("tp_size=8", "optimizer=muon", "rollout.tp_size=8", "device_memory_gib=80")
+PROGRAM = """
+import os, runpy, sys
+
+for number, sizes in enumerate(sys.argv[2:]):
+    child = os.fork()  # a plan is made in a process of its own
+    if child == 0:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(f"{number}.{stream.name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        sys.argv[1:] = [sys.argv[1], "num_devices=64", *sizes.split()]
+        runpy.run_module("rlite.trainer.commands.plan", run_name="__main__", alter_sys=True)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Ran = tuple[int, str, str]
+"""exit code, output and errors"""
+
+
+@pytest.fixture(scope="module")
+def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ran]:
+    """Return the command's result for each choice of sizes."""
+    folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS]
+    command = [forked_python.python(), "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
+    done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)
+    streams = [[(folder / f"{n}.<{name}>").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
+    codes = map(int, done.stdout.split())
+    return {sizes: (code, out, err) for sizes, code, (out, err) in zip(choices, codes, streams, strict=True)}
+
+
+def size_of(part: str, out: str) -> int:
+    """Bytes of a part in a printed plan."""
+    (line,) = (line for line in out.splitlines() if f"{part}, per device" in line)
+    return int(line.rpartition("(")[2].partition(" ")[0])
+
+
+@pytest.mark.parametrize("sizes", DIVIDING)
+def test_every_byte_is_divided_over_the_devices_of_a_copy(
+    ran: dict[tuple[str, ...], Ran], sizes: tuple[str, ...]
+) -> None:
+    code, out, err = ran[sizes]
+    assert code == 0, err
+    assert "72.71 B parameters" in out
+    devices = 32 if "ddp_size=2" in sizes else 64
+    weights = size_of("weights, float32", out)
+    assert size_of("optimizer, adamw", out) == 2 * weights
+    assert weights == pytest.approx(NUM_PARAMETERS * 4 / devices, rel=1e-3)
+
+
+def test_sizes_that_do_not_divide_are_refused(ran: dict[tuple[str, ...], Ran]) -> None:
+    code, _, err = ran[NOT_DIVIDING]
+    assert code != 0
+    assert "num_key_value_heads=8" in err
+
+
+def test_generation_and_the_optimizer_are_counted(ran: dict[tuple[str, ...], Ran]) -> None:
+    code, out, err = ran[WITH_ROLLOUTS]
+    assert code == 0, err
+    embeddings = 2 * 152064 * 8192
+    muon_has = NUM_PARAMETERS - embeddings  # norms and biases are some ten thousandths
+    assert size_of("optimizer, muon", out) == pytest.approx(4 * (muon_has + 2 * embeddings) / 64, rel=1e-3)
+    assert size_of("rollout weights, bfloat16", out) == pytest.approx(NUM_PARAMETERS * 2 / 8, rel=1e-6)
+    per_sequence = 2 * 80 * 1 * 128 * 4096 * 2
+    num_seqs = int((80 * 0.6 * 2**30 - NUM_PARAMETERS * 2 / 8) // per_sequence)
+    assert size_of(f"KV cache, {num_seqs} sequences of 4096 tokens", out) == num_seqs * per_sequence

@@ -1,0 +1,87 @@
+"""The memory of generation in a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoConfig, Qwen2Config
+
+import rlite
+from rlite.config import load
+from rlite.errors import ConfigError
+from rlite.trainer.commands.options import PlanConfig, RolloutPlanOptions
+from rlite.trainer.commands.rollout_memory import RolloutMemory, rollout_memory
+from tests.tiny import build_model_dir
+
+CONFIG = Qwen2Config(
+    hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32768
+)
+NUM_PARAMETERS = 10**9
+PER_TOKEN = 2 * 4 * 4 * 128 * 2
+"""bytes of keys and values in bfloat16, of all heads"""
+
+
+def memory(device_memory_gib: float | None = None, **options: object) -> RolloutMemory:
+    return rollout_memory(RolloutPlanOptions(**options), CONFIG, NUM_PARAMETERS, device_memory_gib)
+
+
+def test_the_cache_is_one_slot_for_each_sequence() -> None:
+    found = memory(max_num_seqs=8, max_model_len=1000)
+    assert (found.weights, found.num_seqs) == (2 * NUM_PARAMETERS, 8)
+    assert found.kv_cache == 8 * 1000 * PER_TOKEN
+
+
+def test_a_replica_divides_weights_and_heads() -> None:
+    whole, half = memory(max_num_seqs=8), memory(max_num_seqs=8, tp_size=2)
+    assert (2 * half.weights, 2 * half.kv_cache) == (whole.weights, whole.kv_cache)
+
+
+def test_executor_torch_takes_no_more_slots_than_it_needs_and_vllm_all_that_it_may() -> None:
+    few = {"max_num_seqs": 2, "max_model_len": 1024}
+    torch, vllm = memory(10, **few), memory(10, executor="vllm", **few)
+    assert torch.num_seqs == 2
+    assert vllm.total == int(10 * 0.6 * 2**30)
+    assert vllm.num_seqs > torch.num_seqs
+
+
+def test_the_default_length_is_that_of_the_executor() -> None:
+    assert memory().max_model_len == 4096
+    assert memory(executor="vllm").max_model_len == 32768
+
+
+def test_an_engine_holds_what_the_plan_says(tmp_path: Path) -> None:
+    model = build_model_dir(tmp_path / "model", hidden=64)
+    sizes = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128}
+    num_parameters = sum(weight.numel() for weight in load_file(model / "model.safetensors").values())
+    config = AutoConfig.from_pretrained(model)
+    planned = rollout_memory(RolloutPlanOptions(**sizes), config, num_parameters, None)
+    rlite.init("cpu", 1)
+    try:
+        engine = rlite.RliteInferenceEngine(model)
+        engine.build(**sizes)
+        assert engine.memory_bytes() == [{"weights": planned.weights, "kv_cache": planned.kv_cache}]
+    finally:
+        rlite.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("device_memory_gib", "options", "message"),
+    [
+        (None, {"executor": "vlm"}, "rollout.executor=vlm: did you mean 'vllm'"),
+        (None, {"tp_size": 3}, "does not divide num_key_value_heads=4"),
+        (None, {"max_model_len": 10**6}, "beyond the model's max_position_embeddings=32768"),
+        (2, {}, "one sequence of max_model_len=4096 needs 0.03 GiB of KV cache, and the weights leave 0.00 GiB"),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(
+    device_memory_gib: float | None, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        memory(device_memory_gib, **options)
+
+
+def test_replicas_divide_the_devices() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.tp_size=3 does not divide num_devices=8"):
+        load(PlanConfig, ["model_name=m", "num_devices=8", "rollout.tp_size=3"])

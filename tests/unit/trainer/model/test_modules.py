@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from rlite import RliteTrainEngine
+from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.trainer.model.modules import policy_module, schedule
+from rlite.trainer.options import OptimizerOptions
+from tests.tiny import build_model_dir
+
+
+def options(**changes):
+    return OptimizerOptions(
+        **{"lr": 1.0, "weight_decay": 0.0, "scheduler": "cosine", "warmup_steps": 4, "total_steps": 12} | changes
+    )
+
+
+def test_the_schedule_rises_in_the_warm_up_and_ends_at_zero():
+    factors = [schedule(step, options()) for step in range(13)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[8] == pytest.approx(0.5)
+    assert factors[12] == pytest.approx(0.0)
+    assert schedule(10**6, options(scheduler="linear")) == 0.0
+    assert schedule(10**6, options(scheduler="constant")) == 1.0
+    falling = options(scheduler="polynomial", lr=2.0, lr_end=0.5, power=2.0)
+    assert schedule(8, falling) == pytest.approx(0.25 + 0.75 * 0.5**2)
+    assert schedule(12, falling) == 0.25
+
+
+class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """A user's module."""
+
+
+def test_the_driver_counts_tied_parameters_once_as_the_checkpoint_does(tmp_path: Path) -> None:
+    path = build_model_dir(tmp_path / "model", tie=True)
+    size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(path).parameters())
+    with init_empty_weights():
+        own = Mine.from_pretrained(path)
+    assert RliteTrainEngine(own).num_parameters == size
+    assert RliteTrainEngine(policy_module(path)).num_parameters == size
