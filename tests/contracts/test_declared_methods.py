@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,16 +24,16 @@ from tests.third_party_executor.replica import PushedWorker
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
-DRIVER = sorted(path for pattern in ("*.py", "*/replica.py") for path in ENGINE.glob(pattern))
+CALLERS = sorted(path for pattern in ("*.py", "*/replica.py", "vllm/*.py") for path in ENGINE.glob(pattern))
 WORKERS = {"torch": PumpedWorker, "vllm": FetchedWorker, "sglang": ServerWorker, "pushing": PushedWorker}
 """the protocol of each inference executor's workers"""
 HANDLES = (workers.Resident, replica.Replica)
-CALLS = {"call", "ask", "keep"}
+CALLS = {"call", "ask", "keep", "cast"}
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
 
 
-@pytest.mark.parametrize("path", DRIVER, ids=lambda path: path.relative_to(ENGINE).as_posix())
+@pytest.mark.parametrize("path", CALLERS, ids=lambda path: path.relative_to(ENGINE).as_posix())
 def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
@@ -72,3 +73,13 @@ def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path) ->
     rlite.shutdown()
     assert called <= declared(WORKERS[name])
     assert {"to_device", "to_cpu", "to_meta", "load_weights", "weights_changed", "set_version"} <= called
+
+
+def test_the_methods_that_vllms_workers_are_asked_for_exist() -> None:
+    def nodes(module: str) -> Iterator[ast.AST]:
+        return ast.walk(ast.parse((ENGINE / f"vllm/{module}.py").read_text()))
+
+    calls = [node for node in nodes("server") if isinstance(node, ast.Call)]
+    asked = {ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func).endswith(".collective_rpc")}
+    assert asked
+    assert asked <= {node.name for node in nodes("extension") if isinstance(node, ast.FunctionDef)}
