@@ -6,19 +6,23 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 import rlite
 from rlite import RliteInferenceEngine, register_executor
-from rlite.engine import replica, workers
+from rlite.engine import replica, transport, workers
 from rlite.engine.embedded.replica import PumpedWorker
 from rlite.engine.registry import find_backend
 from rlite.engine.replica import InferenceBackend
 from rlite.engine.sglang.replica import ServerWorker
 from rlite.engine.train_executor import TrainExecutor
 from rlite.engine.vllm.replica import FetchedWorker
+from rlite.parallel.shards import ParameterShard
+from rlite.parallel.shared_memory import SharedArena, aligned_bytes
 from tests.contracts.executors import declared, installed_executors, recorded_calls
 from tests.third_party_executor.replica import PushedWorker
 from tests.tiny import build_model_dir
@@ -73,6 +77,20 @@ def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path) ->
     rlite.shutdown()
     assert called <= declared(WORKERS[name])
     assert {"to_device", "to_cpu", "to_meta", "load_weights", "weights_changed", "set_version"} <= called
+
+
+def test_weight_sync_needs_only_the_shards_of_a_targets_worker() -> None:
+    tensor = torch.zeros(2, 3)
+    worker: Any = SimpleNamespace(parameter_shards=lambda: {"weight": ParameterShard(tensor, (0, 0), (4, 3))})
+    layout = transport.describe(worker, is_source=False, is_shared=False)
+    assert (layout.places["weight"].shape, layout.places["weight"].global_shape) == ((2, 3), (4, 3))
+    whole = (slice(0, 2), slice(0, 3))
+    piece = transport.Piece("weight", "weight", 0, whole, whole, layout.places["weight"].dtype)
+    arena = SharedArena(aligned_bytes((2, 3), torch.float32))
+    sent = arena.empty((2, 3), torch.float32).fill_(1.0)
+    assert transport.read(worker, [piece], [{"weight": arena.handle_of(sent)}]) == tensor.nbytes
+    assert tensor.sum() == 6
+    assert len(transport.checksums(worker, is_source=False, pieces=[piece])) == 1
 
 
 def test_the_methods_that_vllms_workers_are_asked_for_exist() -> None:
