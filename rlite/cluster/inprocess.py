@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
 from rlite.errors import ConfigError
@@ -39,7 +39,7 @@ class InprocessHandle:
         with self._lock:
             return _done(method(self._host, *args))
 
-    def look(self) -> Future[Whereabouts]:
+    def look(self) -> Future[CallPosition]:
         """Return the position of the call under way."""
         return _done(self._host.look())
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.guard import end_with_parent
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
 from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
@@ -96,7 +96,7 @@ class RemoteHost:
         except WorkerError as error:
             return _refusal(error)
 
-    def look(self) -> Whereabouts:
+    def look(self) -> CallPosition:
         """Return the position of the call under way."""
         _send(LOOK, self._rank, self._looks)
         return cloudpickle.loads(_receive(self._rank, self._looks))
@@ -146,9 +146,9 @@ class RankProcess:
         self._calls.put(((method, args), answer))
         return answer
 
-    def look(self) -> Future[Whereabouts]:
+    def look(self) -> Future[CallPosition]:
         """Return the position of the call under way, without waiting for it."""
-        answer: Future[Whereabouts] = Future()
+        answer: Future[CallPosition] = Future()
 
         def ask() -> None:
             with suppress(RuntimeError):  # gloo's, for a lost connection: whoever waits for the call will hear of it

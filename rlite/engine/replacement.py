@@ -151,7 +151,7 @@ class ReplacedReplicas(InferenceLifecycle):
         """
         has_others = any(other is not replica for other in self._serving())
         if replica in self._replicas and has_others and self._supervisor.has_budget:
-            replica.executor.group.lose(replica.executor.ranks, error)
+            replica.executor.group.mark_lost(replica.executor.ranks, error)
             replica.close()  # its thread moves its requests
             self._router.replica_failed(replica, [], error)  # if the thread had ended before
         return replica not in self._replicas
@@ -166,7 +166,7 @@ class ReplacedReplicas(InferenceLifecycle):
             The version of its weights; None if it joins at the next weight sync.
         """
         group, ranks = lost.executor.group, lost.executor.ranks
-        group.lose(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
+        group.mark_lost(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
         lost.close()
         group.check()  # with the last replica, everything has ended
         wait([group.handles[rank].death for rank in ranks], END_S)  # its memory is free then
@@ -181,7 +181,7 @@ class ReplacedReplicas(InferenceLifecycle):
             return self._join(index, replica)
         except BaseException as error:
             why = error if isinstance(error, WorkerError) else WorkerError(f"replica {index} could not join: {error}")
-            self.group.lose(replica.executor.ranks, why)
+            self.group.mark_lost(replica.executor.ranks, why)
             replica.close()
             raise
 

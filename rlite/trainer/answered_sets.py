@@ -20,7 +20,7 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.trainer.held_out import held_out_sources, key_of
 from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.options import SftConfig
-from rlite.trainer.program_objects import Given
+from rlite.trainer.program_objects import ProgramObjects
 from rlite.trainer.rl.config import SamplingOptions
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.sets import check_samples
@@ -98,7 +98,7 @@ class Generation:
             self._trained.cuda()
 
 
-def read_generated(options: SftConfig, given: Given) -> dict[str, EvaluationSet]:
+def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, EvaluationSet]:
     """Return the sets that the model answers, by name.
 
     Args:
@@ -123,7 +123,7 @@ def read_generated(options: SftConfig, given: Given) -> dict[str, EvaluationSet]
 
 
 def _workflow(
-    options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: Given
+    options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: ProgramObjects
 ) -> RolloutWorkflow:
     default = SamplingOptions(temperature=0.0, max_new_tokens=options.generation.max_new_tokens)
     sampling = SamplingOptions(**dict(config.inherit(own.sampling, default))).gconfig()

@@ -42,7 +42,7 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import UNNAMED, key_of, prefixed, without_sets
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.program_objects import NOTHING, Given
+from rlite.trainer.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.critic import make_critic
@@ -342,7 +342,7 @@ class PpoTrainer:
         cls.train(config.load(cls.config_class, argv, aliases=cls.config_class.aliases))
 
     @classmethod
-    def train(cls, options: PpoConfig, given: Given = NOTHING) -> dict[str, float]:
+    def train(cls, options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
         """Train in the program's session, or in one of its own.
 
         Args:

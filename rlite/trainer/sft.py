@@ -32,7 +32,7 @@ from rlite.trainer.evaluation_plan import answers_plan, topic_of
 from rlite.trainer.held_out import prefixed
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.modules import load_tokenizer
-from rlite.trainer.program_objects import Given
+from rlite.trainer.program_objects import ProgramObjects
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.sets import ACCURACIES, reported_metrics
 from rlite.trainer.run.evaluation_record import EvaluationRecord
@@ -129,7 +129,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.record.after_checkpoint()
 
     @classmethod
-    def read_further(cls, options: SftConfig, given: Given) -> dict[str, Any]:
+    def read_further(cls, options: SftConfig, given: ProgramObjects) -> dict[str, Any]:
         """Return the sets whose prompts the model answers.
 
         Args:

@@ -13,8 +13,8 @@ QUIET_S = 10.0
 
 
 @contextmanager
-def told(progress: Callable[[], str]) -> Iterator[None]:
-    """Tell until the end of the block how far the evaluation is.
+def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
+    """Show until the end of the block how far the evaluation is.
 
     Args:
         progress: returns it in words; called in another thread.

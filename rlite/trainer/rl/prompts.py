@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.trainer.held_out import held_out_sources
-from rlite.trainer.program_objects import NOTHING, Given
+from rlite.trainer.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.rl.config import PpoConfig
 
 
-def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, dict[str, Rows]]:
+def read_prompts(options: PpoConfig, given: ProgramObjects = NOTHING) -> tuple[Rows, dict[str, Rows]]:
     """Return the rows of train_data, and the rows of each set of test_data.
 
     Args:

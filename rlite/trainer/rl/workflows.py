@@ -17,7 +17,7 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out import key_of
 from rlite.trainer.modules import load_tokenizer
-from rlite.trainer.program_objects import REWARD, Given
+from rlite.trainer.program_objects import REWARD, ProgramObjects
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions, SamplingOptions
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.lengths import context_limit
@@ -59,7 +59,7 @@ def held_out_workflows(
     make: Callable[[SamplingOptions], RolloutWorkflow],
     rewards: ChosenRewards | None,
     tables: Tables,
-    given: Given,
+    given: ProgramObjects,
 ) -> dict[str, RolloutWorkflow]:
     """Return the workflow of each set to evaluate on, by the set's name.
 
@@ -88,7 +88,7 @@ def held_out_workflows(
     return found
 
 
-def own_rewards(options: GeneratedOptions, key: str, given: Given) -> ChosenRewards:
+def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:
     """Return the rewards that a set to evaluate on has of its own.
 
     Args:
