@@ -13,28 +13,20 @@ import pytest
 import torch
 
 import rlite
-from rlite import RliteInferenceEngine, register_executor
+from rlite import RliteInferenceEngine
 from rlite.engine import replica, transport, workers
-from rlite.engine.embedded.replica import PumpedWorker
-from rlite.engine.registry import find_backend
+from rlite.engine.registry import find_backend, registered_executors
 from rlite.engine.replica import InferenceBackend
-from rlite.engine.sglang.replica import ServerWorker
 from rlite.engine.train_executor import TrainExecutor
-from rlite.engine.vllm.replica import FetchedWorker
 from rlite.parallel.shards import ParameterShard
 from rlite.parallel.shared_memory import SharedArena, aligned_bytes
-from tests.contracts.executors import declared, installed_executors, recorded_calls
-from tests.third_party_executor.replica import PushedWorker
+from tests.contracts.executors import EXECUTORS, declared, installed_executors, recorded_calls
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
 CALLERS = sorted(path for pattern in ("*.py", "*/replica.py", "vllm/*.py") for path in ENGINE.glob(pattern))
-WORKERS = {"torch": PumpedWorker, "vllm": FetchedWorker, "sglang": ServerWorker, "pushing": PushedWorker}
-"""the protocol of each inference executor's workers"""
 HANDLES = (workers.Resident, replica.Replica)
 CALLS = {"call", "ask", "keep", "cast"}
-
-register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
 
 
 @pytest.mark.parametrize("path", CALLERS, ids=lambda path: path.relative_to(ENGINE).as_posix())
@@ -46,16 +38,20 @@ def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     assert strings == []
 
 
-@pytest.mark.parametrize("protocol", [*WORKERS.values(), TrainExecutor, *HANDLES])
+@pytest.mark.parametrize("protocol", [*(tested.worker for tested in EXECUTORS.values()), TrainExecutor, *HANDLES])
 def test_every_declared_method_says_what_it_does(protocol: type) -> None:
     assert [name for name in declared(protocol) if not inspect.getdoc(getattr(protocol, name))] == []
 
 
-@pytest.mark.parametrize("name", WORKERS)
+def test_every_registered_executor_is_under_the_contract_tests() -> None:
+    assert set(registered_executors("inference")) == set(EXECUTORS)
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
 def test_the_workers_of_an_executor_have_every_method_that_it_declares(name: str) -> None:
     worker: Any = find_backend("inference", name, InferenceBackend).worker
     worker = worker if isinstance(worker, type) else get_type_hints(worker)["return"]
-    assert [method for method in sorted(declared(WORKERS[name])) if not hasattr(worker, method)] == []
+    assert [method for method in sorted(declared(EXECUTORS[name].worker)) if not hasattr(worker, method)] == []
 
 
 @pytest.mark.parametrize("name", installed_executors())
@@ -75,7 +71,7 @@ def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path) ->
         engine.abort_all()
         engine.release()
     rlite.shutdown()
-    assert called <= declared(WORKERS[name])
+    assert called <= declared(EXECUTORS[name].worker)
     assert {"to_device", "to_cpu", "to_meta", "load_weights", "weights_changed", "set_version"} <= called
 
 
