@@ -28,7 +28,7 @@ import cloudpickle
 
 from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
-from rlite.errors import FORKED, CallTimeout, RliteError, WorkerDied, WorkerError
+from rlite.errors import FORKED, CallTimeout, ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,18 @@ class WorkerHandle(Protocol):
 
     def stop(self, key: WorkerKey) -> None:
         """End the worker `key`."""
+
+
+class HandleWithoutSnapshots:
+    """Base of handles of processes whose results no other process can hold."""
+
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
 
 class AbsentHandle:
