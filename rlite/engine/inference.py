@@ -19,6 +19,7 @@ from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
 from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
+from rlite.engine.router import Policy, least_outstanding
 from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
@@ -60,10 +61,19 @@ class RliteInferenceEngine(ElasticReplicas):
         path: folder (or hub name) of a Hugging Face checkpoint.
         executor: name of the executor: "torch" (built in), or a registered executor.
         max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
+        routing: chooses the replica of a request, from the outstanding tokens of each replica that serves, by its
+            index, and the replica that served this `rid` before, if any.
     """
 
-    def __init__(self, path: str | Path, executor: str = "torch", max_replacements: int = 3) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        executor: str = "torch",
+        max_replacements: int = 3,
+        routing: Policy = least_outstanding,
+    ) -> None:
         super().__init__(path, executor, max_replacements)
+        self._routing = routing
         self._has_noted_truncation = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -14,10 +14,10 @@ from rlite.engine.base import Weights
 from rlite.engine.inference_lifecycle import InferenceLifecycle
 from rlite.engine.peer_weights import copy_weights
 from rlite.engine.replica import Replica
-from rlite.engine.router import Router
+from rlite.engine.router import Router, loss_of
 from rlite.engine.supervisor import ReplicaReplaced, ReplicaSupervisor
 from rlite.engine.workers import Executor, T, together
-from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, WorkerDied, WorkerError
 from rlite.recovery.budget import RestartBudget
 
 END_S = 10.0
@@ -77,7 +77,7 @@ class ReplacedReplicas(InferenceLifecycle):
             self._watch(index, replica)
 
     def _new_router(self) -> Router:
-        return Router(self.name, on_loss=self._supervisor.take_over)
+        return Router(self.name, self._routing, on_loss=self._supervisor.take_over)
 
     def _new_supervisor(self, max_replacements: int) -> ReplicaSupervisor:
         return ReplicaSupervisor(self.name, RestartBudget(max_replacements), self._replace, self._give_up)
@@ -234,14 +234,3 @@ class ReplacedReplicas(InferenceLifecycle):
             replica.to_device("weights")
         if self._has_cache:
             replica.to_device("kv_cache")
-
-
-def loss_of(replica: Replica) -> WorkerError | None:
-    """Return why a replica's workers are gone; None if they are not."""
-    try:
-        replica.check()
-    except WorkerError as error:
-        return error
-    except RliteError:
-        return None
-    return replica.failure if isinstance(replica.failure, WorkerError) else None
