@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 import rlite
 from benchmarks.faults_program import BATCH, SAVE_FREQ, Actor, Reward, Rollout, Trainer
 from rlite.cluster.guard import marked
-from rlite.cluster.host import Whereabouts
+from rlite.cluster.host import CallPosition
 from rlite.cluster.ray.fleet import NAMESPACE, Fleet
 from rlite.control import JobHandle, JobResult, RLJobBuilder
 from rlite.control.job import job_of
@@ -362,7 +362,7 @@ def _state(out: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"step": 0}
 
 
-def _look(actor: str) -> Whereabouts:
+def _look(actor: str) -> CallPosition:
     deadline = time.monotonic() + STUCK_S
     while True:
         try:

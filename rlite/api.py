@@ -41,7 +41,7 @@ from rlite.trainer.evaluate.command import evaluate as run_evaluation
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.held_out.options import KEY, UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
-from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, Given
+from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With
@@ -107,7 +107,7 @@ def train(
     is_streamed = getattr(settings, trainer.data_key).streaming
     rows = _rows(data, trainer.data_key, is_streamed)
     test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
-    objects = Given(rows, test_rows, rewards.functions, callbacks)
+    objects = ProgramObjects(rows, test_rows, rewards.functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
@@ -152,7 +152,7 @@ def evaluate(
         **options,
     }
     settings = config.load(EvalConfig, [], given=given)
-    return run_evaluation(settings, Given(rows, rewards=rewards.functions))
+    return run_evaluation(settings, ProgramObjects(rows, rewards=rewards.functions))
 
 
 SHOWN = ("reward", "accuracy", "loss", "test_loss")
@@ -329,7 +329,7 @@ class _Rewards:
             key: {name: one.function for name, one in own.items() if one.function is not None}
             for key, own in rewards.items()
         }
-        """functions by group and name, as `Given` has them"""
+        """functions by group and name, as `ProgramObjects` has them"""
 
 
 def _rewards(reward: Any) -> dict[str, _OneReward]:

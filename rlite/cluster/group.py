@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
-from rlite.errors import FORKED, CallTimeout, RliteError, WorkerDied, WorkerError
+from rlite.errors import FORKED, CallTimeout, ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class WorkerHandle(Protocol):
         """
         ...
 
-    def look(self) -> Future[Whereabouts]:
+    def look(self) -> Future[CallPosition]:
         """Return the position of the call under way, without waiting for the call."""
         ...
 
@@ -92,6 +92,18 @@ class WorkerHandle(Protocol):
 
     def stop(self, key: WorkerKey) -> None:
         """End the worker `key`."""
+
+
+class HandleWithoutSnapshots:
+    """Base of handles of processes whose results no other process can hold."""
+
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
 
 class AbsentHandle:
@@ -113,7 +125,7 @@ class AbsentHandle:
         """Return WorkerDied as the answer."""
         return self.death
 
-    def look(self, with_stack: bool = False) -> Future[Whereabouts]:
+    def look(self, with_stack: bool = False) -> Future[CallPosition]:
         """Return WorkerDied as the answer."""
         return self.death
 
@@ -331,7 +343,7 @@ class WorkerGroup:
         collect(calls, method, self.call_timeout)
         return [reference for _, reference in kept]
 
-    def lose(self, ranks: Iterable[int], error: RliteError) -> None:
+    def mark_lost(self, ranks: Iterable[int], error: RliteError) -> None:
         """Stop the replicas of these ranks; calls on them raise `error`. With its last replica the group has failed."""
         with self._losing:
             lost = {rank // self.replica_size for rank in ranks} - self.losses.keys()
@@ -498,7 +510,7 @@ class _Waiter:
         error = WorkerDied(f"{self._what}: worker process ended: {'; '.join(names)}. {stopped}", names)
         for group, ranks in by_group.items():
             # a process that was replaced meanwhile ends no other
-            group.lose([rank for rank in ranks if group.handles[rank].death is self._deaths[group, rank]], error)
+            group.mark_lost([rank for rank in ranks if group.handles[rank].death is self._deaths[group, rank]], error)
         if self._has_one_team:
             others = [call for call in pending if call.group.is_serving(call.rank)]
             wait([call.answer for call in others], PEER_GRACE_S)
@@ -579,7 +591,7 @@ def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
     for group in dict.fromkeys(call.group for call in stuck):
         ranks = [call.rank for call in stuck if call.group is group]
         names = "; ".join(group.describe(rank) for rank in ranks)
-        group.lose(
+        group.mark_lost(
             ranks,
             WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"),
         )

@@ -67,7 +67,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class CallPosition:
     """Position of the call under way in a worker process."""
 
     place: str = ""
@@ -144,13 +144,13 @@ class WorkerHost:
 
         return self._outcome(forget)
 
-    def look(self, with_stack: bool = False) -> Whereabouts:
+    def look(self, with_stack: bool = False) -> CallPosition:
         """Return the position of the call under way. Any thread may ask, except the one that serves calls."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread)
         if frame is None:
-            return Whereabouts(pid=os.getpid())
+            return CallPosition(pid=os.getpid())
         stack = "".join(_inside_call(traceback.extract_stack(frame)).format()) if with_stack else ""
-        return replace(_whereabouts(frame), pid=os.getpid(), stack=stack)
+        return replace(_position(frame), pid=os.getpid(), stack=stack)
 
     def put(self, key: WorkerKey, worker: Any) -> None:
         """Take in a worker that was made elsewhere in this process."""
@@ -192,14 +192,14 @@ def _answer(act: Callable[[], Any]) -> Outcome:
         return Outcome(trace=traceback.format_exc(), error=_portable(raised))
 
 
-def _whereabouts(frame: FrameType) -> Whereabouts:
+def _position(frame: FrameType) -> CallPosition:
     frames = [
         inner for inner, _ in traceback.walk_stack(frame) if not inner.f_code.co_filename.endswith("torch/_ops.py")
     ]
     is_collective = "/torch/distributed/" in frames[0].f_code.co_filename
     caller = next((outer for outer in frames if "/torch/" not in outer.f_code.co_filename), frames[0])
     place = _name(frames[0]) if caller is frames[0] else f"{_name(frames[0])}, called from {_name(caller)}"
-    return Whereabouts(place, is_collective)
+    return CallPosition(place, is_collective)
 
 
 def _inside_call(stack: traceback.StackSummary) -> traceback.StackSummary:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.group import HandleWithoutSnapshots, WorkerGroup
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
-from rlite.errors import ConfigError
 from rlite.parallel.processes import join_alone, leave
 
 
-class InprocessHandle:
+class InprocessHandle(HandleWithoutSnapshots):
     """Handle that runs each call at once. A lock keeps calls of different threads (training, generation) apart."""
 
     process = "driver"
@@ -39,17 +38,9 @@ class InprocessHandle:
         with self._lock:
             return _done(method(self._host, *args))
 
-    def look(self) -> Future[Whereabouts]:
+    def look(self) -> Future[CallPosition]:
         """Return the position of the call under way."""
         return _done(self._host.look())
-
-    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
-        """Refuse: no other process could hold the result.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker."""

@@ -143,7 +143,7 @@ class Session:
         """
         group = self._groups[owner]
         ranks = group.replica_of(replica * group.replica_size)
-        group.lose(ranks, why)
+        group.mark_lost(ranks, why)
         with self._lock:
             self._ledger = self._ledger.shrink(owner, [tuple(group.devices[rank] for rank in ranks)])
 

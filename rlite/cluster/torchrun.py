@@ -25,12 +25,12 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from rlite.cluster.group import WorkerGroup
+from rlite.cluster.group import HandleWithoutSnapshots, WorkerGroup
 from rlite.cluster.guard import end_with_parent
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
-from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
+from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
@@ -97,7 +97,7 @@ class RemoteHost:
         except WorkerError as error:
             return _refusal(error)
 
-    def look(self) -> Whereabouts:
+    def look(self) -> CallPosition:
         """Return the position of the call under way."""
         _send(LOOK, self._rank, self._looks)
         return cloudpickle.loads(_receive(self._rank, self._looks))
@@ -118,7 +118,7 @@ class LocalHost(WorkerHost):
         return method(self, *args)
 
 
-class RankProcess:
+class RankProcess(HandleWithoutSnapshots):
     """One rank as the driver sees it: a queue of calls that one thread performs in order."""
 
     def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:
@@ -147,9 +147,9 @@ class RankProcess:
         self._calls.put(((method, args), answer))
         return answer
 
-    def look(self) -> Future[Whereabouts]:
+    def look(self) -> Future[CallPosition]:
         """Return the position of the call under way, without waiting for it."""
-        answer: Future[Whereabouts] = Future()
+        answer: Future[CallPosition] = Future()
 
         def ask() -> None:
             with suppress(RuntimeError):  # gloo's, for a lost connection: the waiting call reports it
@@ -157,14 +157,6 @@ class RankProcess:
 
         threading.Thread(target=ask, daemon=True).start()
         return answer
-
-    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
-        """Refuse: no other process could hold the result.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""

@@ -7,11 +7,9 @@ import importlib.util
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlite.config import load
 from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
 from rlite.control.layout import check_capacity
 from rlite.control.plan import JobPlan
@@ -95,7 +93,7 @@ class JobHandle:
 
 
 class RLJob:
-    """A job that was checked. `RLJobBuilder` and `read_job` make it."""
+    """A job that was checked. `RLJobBuilder` makes it, and `job_of` from a spec."""
 
     def __init__(self, spec: JobSpec, classes: JobClasses) -> None:
         self.spec = spec
@@ -175,15 +173,6 @@ class MasterFactory:
     def __call__(self) -> Any:
         """Return the master."""
         return importlib.import_module("rlite.control.master").Master(self.job)
-
-
-def read_job(argv: Sequence[str]) -> RLJob:
-    """Return the job of a spec: `read_job(["--config", "job.yaml", "config.lr=1e-6"])`.
-
-    Raises:
-        ConfigError: something is missing or wrong.
-    """
-    return job_of(load(JobSpec, argv))
 
 
 def job_of(spec: JobSpec) -> RLJob:

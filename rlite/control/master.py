@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlite.cluster.host import Whereabouts
+from rlite.cluster.host import CallPosition
 from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan, own_node
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
@@ -230,7 +230,7 @@ class Master:
         process.death.add_done_callback(lambda _: self._events.put(partial(self._on_death, life, process.node)))
         process.look.add_done_callback(lambda look: self._events.put(partial(self._watch_at, life, look)))
 
-    def _watch_at(self, life: WorkloadId, look: Future[Whereabouts]) -> None:
+    def _watch_at(self, life: WorkloadId, look: Future[CallPosition]) -> None:
         if look.exception() is None and self._is_wanted(life):
             self._judge.watch(life, look.result().node, look.result().pid)
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlite.cluster.group import WorkerGroup, worker_name
-from rlite.cluster.host import Outcome, Whereabouts, WorkerHost
+from rlite.cluster.host import CallPosition, Outcome, WorkerHost
 from rlite.cluster.placement import Device
 from rlite.cluster.ray.fleet import (
     SERVICE_KEY,
@@ -53,7 +53,7 @@ class ProcessView:
     """id of the node, if it is known"""
     death: Future[Any]
     """raises WorkerDied when the process is gone"""
-    look: Future[Whereabouts]
+    look: Future[CallPosition]
     """position, as soon as the process runs"""
 
 
@@ -172,7 +172,7 @@ class JobProcesses:
                 for life, device in self._seated(role, each)
             ]
             self._groups[role] = self._group(role, handles)
-            told = _values([h.aside((str(role), rank), "_told_rendezvous") for rank, h in enumerate(handles)])
+            told = _values([h.aside((str(role), rank), "_rendezvous_address") for rank, h in enumerate(handles)])
             if told:
                 self._rendezvous.adopt(role, told[0])
         return {life: self._view(role, life.rank) for role, each in lives.items() for life in each}

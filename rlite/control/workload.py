@@ -130,7 +130,7 @@ class BaseWorkload:
         """Return the roles that share this workload's devices ("ACTOR,ROLLOUT"), or None."""
         return self._where.collocation
 
-    def _told_rendezvous(self) -> tuple[str, int]:
+    def _rendezvous_address(self) -> tuple[str, int]:
         return self.torch_master_addr, self.torch_master_port
 
     @property

@@ -73,7 +73,7 @@ def sequence_lengths(batch: Any) -> list[int]:
     return batch["attention_mask"].sum(-1).tolist()
 
 
-def companions(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
+def pair_rows(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
     """Return the rows that stay in one pack with `row`, including itself: rows with the same `pair_ids`, if any."""
     if "pair_ids" not in batch:
         return [row]

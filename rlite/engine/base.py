@@ -233,12 +233,12 @@ class Engine:
             given = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({given}): expected "weights", "kv_cache", both, or nothing')
         if not named or "all" in named:
-            self._bring("all")
+            self._move_to_device("all")
         else:
             for part in sorted(set(named), reverse=True):  # weights first
-                self._bring(part)
+                self._move_to_device(part)
 
-    def _bring(self, what: Part) -> None:
+    def _move_to_device(self, what: Part) -> None:
         self.group.check()
         if what == "all" and self.weights is Weights.RELEASED:
             raise ResidencyError(

@@ -19,6 +19,7 @@ from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
 from rlite.engine.inference_executor import InFlightRequest
 from rlite.engine.replicas.elastic import ElasticReplicas
+from rlite.engine.replicas.router import Policy, least_outstanding
 from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
@@ -60,10 +61,19 @@ class RliteInferenceEngine(ElasticReplicas):
         path: folder (or hub name) of a Hugging Face checkpoint.
         executor: name of the executor: "torch" (built in), or a registered executor.
         max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
+        routing: chooses the replica of a request, from the outstanding tokens of each replica that serves, by its
+            index, and the replica that served this `rid` before, if any.
     """
 
-    def __init__(self, path: str | Path, executor: str = "torch", max_replacements: int = 3) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        executor: str = "torch",
+        max_replacements: int = 3,
+        routing: Policy = least_outstanding,
+    ) -> None:
         super().__init__(path, executor, max_replacements)
+        self._routing = routing
         self._has_noted_truncation = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -198,26 +208,26 @@ class RliteInferenceEngine(ElasticReplicas):
         )
         self._check_ready("agenerate", may_wait=True)
         tokens = self._tokens(request.input_ids, 0)
-        flying = InFlightRequest(self._request(tokens, request.gconfig, extras=request.extras), on_chunk)
+        in_flight = InFlightRequest(self._request(tokens, request.gconfig, extras=request.extras), on_chunk)
         with trace.task("generate", engine=self.name, prompt_tokens=len(request.input_ids)):
-            self._router.route([[flying]], affinity=request.rid)
+            self._router.route([[in_flight]], affinity=request.rid)
             try:
-                await result_of(flying.done)
+                await result_of(in_flight.done)
             except asyncio.CancelledError:
-                self._router.cancel([flying])
+                self._router.cancel([in_flight])
                 raise
-        self._note_truncation(flying)
+        self._note_truncation(in_flight)
         return LLMResponse(
             input_tokens=list(request.input_ids),
-            output_tokens=flying.token_ids,
-            output_logprobs=flying.logprobs,
-            output_versions=flying.versions,
-            stop_reason=flying.finish_reason,
-            latency=flying.ended - flying.started,
-            ttft=(flying.first_token or flying.ended) - flying.started,
-            sampling_logprobs=flying.sampling_logprobs,
+            output_tokens=in_flight.token_ids,
+            output_logprobs=in_flight.logprobs,
+            output_versions=in_flight.versions,
+            stop_reason=in_flight.finish_reason,
+            latency=in_flight.ended - in_flight.started,
+            ttft=(in_flight.first_token or in_flight.ended) - in_flight.started,
+            sampling_logprobs=in_flight.sampling_logprobs,
             metadata=dict(request.metadata),
-            extras={name: flying.extras.get(name, []) for name in request.extras},
+            extras={name: in_flight.extras.get(name, []) for name in request.extras},
         )
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
@@ -335,35 +345,35 @@ class RliteInferenceEngine(ElasticReplicas):
                 busy,
             )
 
-    def _output(self, index: int, flying: InFlightRequest) -> CompletionOutput:
-        self._note_truncation(flying)
-        gconfig = flying.request.gconfig
-        text = self.tokenizer.decode(flying.token_ids, skip_special_tokens=True)
-        stop_reason = _stop_reason(flying, text)
+    def _output(self, index: int, in_flight: InFlightRequest) -> CompletionOutput:
+        self._note_truncation(in_flight)
+        gconfig = in_flight.request.gconfig
+        text = self.tokenizer.decode(in_flight.token_ids, skip_special_tokens=True)
+        stop_reason = _stop_reason(in_flight, text)
         for stop in gconfig.stop:
             text = text.partition(stop)[0]
         return CompletionOutput(
             index=index,
-            token_ids=flying.token_ids,
+            token_ids=in_flight.token_ids,
             text=text,
-            logprobs=flying.logprobs,
-            sampling_logprobs=flying.sampling_logprobs,
-            versions=flying.versions,
-            finish_reason=flying.finish_reason,
+            logprobs=in_flight.logprobs,
+            sampling_logprobs=in_flight.sampling_logprobs,
+            versions=in_flight.versions,
+            finish_reason=in_flight.finish_reason,
             stop_reason=stop_reason,
         )
 
-    def _note_truncation(self, flying: InFlightRequest) -> None:
+    def _note_truncation(self, in_flight: InFlightRequest) -> None:
         """Warn once if a completion ended at the default context length."""
-        asked, made = flying.request.gconfig.max_new_tokens, len(flying.token_ids)
+        asked, made = in_flight.request.gconfig.max_new_tokens, len(in_flight.token_ids)
         is_known = self._has_noted_truncation or vars(self.options).get("max_model_len") is not None
-        if is_known or flying.finish_reason != "length" or made >= asked:
+        if is_known or in_flight.finish_reason != "length" or made >= asked:
             return
         self._has_noted_truncation = True
         logger.warning(
             "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
             "build(max_model_len=...) sets another one, up to the model's own limit",
-            *(self.name, made, asked, len(flying.request.input_ids) + made),
+            *(self.name, made, asked, len(in_flight.request.input_ids) + made),
         )
 
     # -- rollouts ------------------------------------------------------------------------------------------------
@@ -465,14 +475,14 @@ class RliteInferenceEngine(ElasticReplicas):
             self._collector.version_changed()
 
 
-def _stop_reason(flying: InFlightRequest, text: str) -> str | int | None:
+def _stop_reason(in_flight: InFlightRequest, text: str) -> str | int | None:
     """Return the stop string or stop token that ended a completion with this text, None if something else did."""
-    if flying.finish_reason != "stop":
+    if in_flight.finish_reason != "stop":
         return None
-    gconfig = flying.request.gconfig
+    gconfig = in_flight.request.gconfig
     if found := [stop for stop in gconfig.stop if stop in text]:
         return min(found, key=text.index)
-    last = flying.token_ids[-1]
+    last = in_flight.token_ids[-1]
     return last if last in gconfig.stop_token_ids else None
 
 

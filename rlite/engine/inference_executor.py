@@ -36,7 +36,7 @@ class Capabilities:
     has_residency: bool = True
     """weights and KV cache can leave the device and come back while the replica lives"""
     has_weight_sync: bool = True
-    """`Replica.executor` has workers whose `parameter_shards()` weight sync may write"""
+    """weight sync may write into `Worker.parameter_shards()` of the replica's workers"""
     has_readable_weights: bool = False
     """`parameter_shards()` holds the served weights at any time, so a replica that joins can copy them; otherwise it
     joins at the next weight sync"""
@@ -244,10 +244,15 @@ class Replica(Resident, Protocol):
 
     The engine calls `pause` before it moves the replica, writes its weights or drops its requests. Slow calls return
     when they are done. The engine calls several replicas in parallel.
+
+    Weight sync receives weights in the workers' processes, so that no weight passes through the driver:
+
+        Replica.pause  ->  Worker.parameter_shards, to plan and then to write  ->  Replica.weights_changed  ->  resume
     """
 
     executor: Executor
-    """the replica's workers; weight sync writes into their `parameter_shards()`"""
+    """workers of the protocol `Worker`: `parameter_shards()` describes their shards and receives weights.
+    The engine also learns from them where the replica runs, and which of its processes have died"""
 
     @property
     def failure(self) -> Exception | None:

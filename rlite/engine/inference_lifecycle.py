@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from rlite.engine.base import Engine, Weights
 from rlite.engine.inference_executor import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.registry import Backend, Kind
-from rlite.engine.replicas.router import ReplicaLost, Router
+from rlite.engine.replicas.router import Policy, ReplicaLost, Router, least_outstanding
 from rlite.engine.workers import Executor, Part, together
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.nn.huggingface import local_checkpoint
@@ -42,6 +42,7 @@ class InferenceLifecycle(Engine):
         self.path = str(local_checkpoint(path))
         self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
         self._router = Router(executor)
+        self._routing: Policy = least_outstanding
         self._is_paused = False
         self._is_receiving = False
         self._has_cache = False
@@ -160,7 +161,7 @@ class InferenceLifecycle(Engine):
             router.add(executor.index, self._backend.replica(executor, self.options, router.replica_failed))
 
     def _new_router(self) -> Router:
-        return Router(self.name)
+        return Router(self.name, self._routing)
 
     def _residents(self) -> Sequence[Replica]:
         return self._replicas

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlite.algorithms.reduce import Mean, PerToken
 from rlite.batch import RAGGED
 from rlite.data.microbatch_plan import PackingMethod, plan_microbatches
-from rlite.data.packs import check_batch, companions, sequence_lengths
+from rlite.data.packs import check_batch, pair_rows, sequence_lengths
 from rlite.errors import ConfigError, DataError
 
 Loss = Callable[[Any, dict[str, Any]], Any]
@@ -76,7 +76,7 @@ def split_batch(
 
 
 def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: Sequence[int]) -> BatchShare:
-    rows = [row for microbatch in microbatches for row in microbatch] or companions(batch)
+    rows = [row for microbatch in microbatches for row in microbatch] or pair_rows(batch)
     local = {row: index for index, row in enumerate(rows)}
     width, full_width = max(lengths[row] for row in rows), batch["input_ids"].shape[1]
     index = torch.tensor(rows)

@@ -22,7 +22,7 @@ class Backend:
     """
 
     options: type
-    """a frozen dataclass; its fields are the keywords that `build` accepts beside its own"""
+    """a class, usually `rlite.config.Options`; its fields are the keywords that `build` accepts beside its own"""
     worker: Callable[[WorkerContext, Any, Any, int], Worker]
     """worker(context, source, options, executor_size) returns the worker; runs in the worker process"""
     ranks: RankChoice = EVERY_RANK

@@ -299,7 +299,7 @@ class TrainLifecycle(Engine):
     def _restart(self) -> None:
         assert self._session is not None
         group = self.group
-        group.lose(range(len(group)), WorkerError(f"{self.name} is being started again"))
+        group.mark_lost(range(len(group)), WorkerError(f"{self.name} is being started again"))
         wait([handle.death for handle in group.handles], END_S)  # their memory is free then
         if self._writing is not None:
             self._writing.workers_ended()

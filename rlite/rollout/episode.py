@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.rollout.transcript import Transcript
+from rlite.rollout.record.attempt import AttemptHistory
 
 Span = tuple[str, float, float]
 """name, start and end, in seconds after the group's submission"""
@@ -35,7 +35,7 @@ class Episode:
         """waits for the engine (`generate`) and for rewards (`reward`)"""
         self.trajectory: TensorDict | None = None
         """checked, as soon as the episode has succeeded"""
-        self.transcript = Transcript()
+        self.attempt = AttemptHistory()
         """tokens of the last attempt; empty as soon as there is a trajectory"""
         self.failure = ""
         """error of the last attempt, if no attempt was left"""
@@ -49,7 +49,7 @@ class Episode:
 
     def begin_attempt(self) -> None:
         """Forget what an earlier attempt has written and answered."""
-        self.transcript = Transcript()
+        self.attempt = AttemptHistory()
         self.answer = self._answered_by = None
 
     def take_trajectory(self, trajectory: TensorDict | None) -> None:
@@ -60,7 +60,7 @@ class Episode:
         """
         self.trajectory = trajectory
         if trajectory is not None:
-            self.transcript = Transcript()
+            self.attempt = AttemptHistory()
 
     def take_answer(self, reward: object, answer: str | None) -> None:
         """Keep the answer that a reward has named. Without one, the former answer of the same reward is removed.
@@ -111,7 +111,7 @@ class Episode:
             "spans": [list(span) for span in list(self.spans)],
             "failure": self.failure,
             "answer": self.answer,
-            "transcript": self.transcript.state_dict(),
+            "attempt": self.attempt.state_dict(),
         }
 
     @classmethod
@@ -121,7 +121,7 @@ class Episode:
         episode.started, episode.ended, episode.ended_at = state["started"], state["ended"], state["ended_at"]
         episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
         episode.failure, episode.answer, episode.trajectory = state["failure"], state["answer"], trajectory
-        episode.transcript = Transcript.from_state(state.get("transcript", ()))
+        episode.attempt = AttemptHistory.from_state(state.get("attempt", ()))
         return episode
 
     def _now(self) -> float:

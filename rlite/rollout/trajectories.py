@@ -117,12 +117,12 @@ class TokenHistory:
         versions: Sequence[int],
         kept_ids: Sequence[Sequence[int]],
     ) -> None:
-        self.tokens += tokens
         self.loss_mask += [is_action] * len(tokens)
         self.logprobs += logprobs
         self.versions += versions
         self.rewards += [0.0] * len(tokens)
         self.kept_ids += kept_ids
+        self.tokens += tokens  # at last: the thread that writes the record counts by them
 
 
 def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:

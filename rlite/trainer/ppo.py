@@ -61,7 +61,7 @@ from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
-from rlite.trainer.run.program_objects import NOTHING, Given
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")
@@ -343,7 +343,7 @@ class PpoTrainer:
         cls.train(config.load(cls.config_class, argv, aliases=cls.config_class.aliases))
 
     @classmethod
-    def train(cls, options: PpoConfig, given: Given = NOTHING) -> dict[str, float]:
+    def train(cls, options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
         """Train in the program's session, or in one of its own.
 
         Args:

@@ -13,6 +13,7 @@ import sys
 
 from rlite.trainer.options import SftConfig
 from rlite.trainer.run.command import start
+from rlite.trainer.run.program_objects import ProgramObjects
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:])
@@ -35,7 +36,6 @@ from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.run.evaluation_record import EvaluationRecord
-from rlite.trainer.run.program_objects import Given
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 
@@ -129,7 +129,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.record.after_checkpoint()
 
     @classmethod
-    def read_further(cls, options: SftConfig, given: Given) -> dict[str, Any]:
+    def read_further(cls, options: SftConfig, given: ProgramObjects) -> dict[str, Any]:
         """Return the sets whose prompts the model answers.
 
         Args:

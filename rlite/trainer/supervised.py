@@ -32,7 +32,7 @@ from rlite.trainer.options import ModelOptions, SupervisedConfig
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan
-from rlite.trainer.run.program_objects import NOTHING, Given
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.wording import counted
@@ -314,7 +314,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         cls.train(config.load(cls.config_class, argv))
 
     @classmethod
-    def train(cls, options: C, given: Given = NOTHING) -> dict[str, float]:
+    def train(cls, options: C, given: ProgramObjects = NOTHING) -> dict[str, float]:
         """Train in the program's session, or in one of its own.
 
         Args:
@@ -331,7 +331,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             return cls(options, rows, test_rows, given.callbacks, **further).fit()
 
     @classmethod
-    def read_further(cls, options: C, given: Given) -> dict[str, Any]:
+    def read_further(cls, options: C, given: ProgramObjects) -> dict[str, Any]:
         """Return further arguments of the trainer, which are read before the session begins.
 
         Args:
@@ -346,7 +346,7 @@ def read_tokens(
     model_name: str,
     tokenise: Callable[..., TokenRows],
     kind: RowKind,
-    given: Given = NOTHING,
+    given: ProgramObjects = NOTHING,
 ) -> tuple[TokenRows, dict[str, TokenRows]]:
     """Return the token rows of options.data, and of each set of options.test_data.
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "rlite"
 READER = ROOT / "data/chat"
+INTERPRETING = {"STAND_IN", "QUESTION", "ANSWER", "Ending", "num_shared"}
+"""names of the reader with which rendered text is taken apart"""
 
 
 def reads_template(node: ast.AST) -> bool:
-    """Return whether an expression calls `apply_chat_template`, or reads the template of a tokenizer."""
+    """Return whether this calls `apply_chat_template`, reads a tokenizer's template, or takes rendered text apart."""
     match node:
         case ast.Call(func=ast.Attribute(attr="apply_chat_template" | "get_chat_template")):
             return True
@@ -18,6 +20,8 @@ def reads_template(node: ast.AST) -> bool:
             return True
         case ast.Attribute(attr="chat_template", ctx=ast.Load()):
             return True
+        case ast.ImportFrom(module=str(module), names=names) if module.startswith("rlite.data.chat"):
+            return any(name.name in INTERPRETING for name in names)
     return False
 
 

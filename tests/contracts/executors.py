@@ -1,4 +1,4 @@
-"""The inference executors that tests can build here, and what engines call on their workers."""
+"""The table of inference executors under the contract tests, and what engines call on their workers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,46 @@ import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from rlite.cluster.group import WorkerGroup
-from rlite.engine.registry import registered_executors
+from rlite.engine.embedded.replica import PumpedWorker
+from rlite.engine.registry import register_executor
+from rlite.engine.sglang.replica import ServerWorker
+from rlite.engine.vllm.replica import FetchedWorker
+from tests.third_party_executor.replica import PushedWorker
 
-PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
-"""packages that executors need beside rlite's own dependencies; test_sglang.py needs none for the executor "sglang" """
+register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestedExecutor:
+    """What the contract tests need to know of an executor."""
+
+    worker: type
+    """protocol of its workers"""
+    package: str = "rlite"
+    """package without which its engines are not built"""
+    max_model_len: int = 256
+    num_long: int = 150
+    """tokens of a request that runs until it is interrupted"""
+
+
+EXECUTORS = {
+    "torch": TestedExecutor(worker=PumpedWorker),
+    # vLLM generates without being called
+    "vllm": TestedExecutor(worker=FetchedWorker, package="vllm", max_model_len=1024, num_long=600),
+    "sglang": TestedExecutor(worker=ServerWorker, package="sglang"),  # test_sglang.py needs no package
+    "pushing": TestedExecutor(worker=PushedWorker),
+}
+"""executors by name; a new one is registered and gets a line here"""
 
 
 def installed_executors() -> list[str]:
-    return [
-        name
-        for name in registered_executors("inference")
-        if name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
-    ]
+    return [name for name, tested in EXECUTORS.items() if importlib.util.find_spec(tested.package) is not None]
 
 
 def declared(protocol: type) -> set[str]:

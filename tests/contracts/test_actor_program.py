@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
+from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import gather_logprobs, next_token
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.rollout import GenerationHyperparameters, LLMRequest, LLMResponse, RewardFunction, RolloutWorkflow
@@ -26,7 +26,6 @@ from tests.integration.worlds import world
 from tests.tiny import build_model_dir
 
 pytestmark = pytest.mark.slow
-register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
 STEPS = 24
 
 

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 import rlite
-from rlite import RliteInferenceEngine, register_executor
-from rlite.engine import inference_executor, workers
-from rlite.engine.embedded.replica import PumpedWorker
+from rlite import RliteInferenceEngine
+from rlite.engine import inference_executor, transport, workers
 from rlite.engine.inference_executor import InferenceBackend
-from rlite.engine.registry import find_backend
-from rlite.engine.sglang.replica import ServerWorker
+from rlite.engine.registry import find_backend, registered_executors
 from rlite.engine.train_executor import TrainExecutor
-from rlite.engine.vllm.replica import FetchedWorker
-from tests.contracts.executors import declared, installed_executors, recorded_calls
-from tests.third_party_executor.replica import PushedWorker
+from rlite.parallel.shards import ParameterShard
+from rlite.parallel.shared_memory import SharedArena, aligned_bytes
+from tests.contracts.executors import EXECUTORS, declared, installed_executors, recorded_calls
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
-DRIVER = sorted(path for pattern in ("*.py", "replicas/*.py", "*/replica.py") for path in ENGINE.glob(pattern))
-WORKERS = {"torch": PumpedWorker, "vllm": FetchedWorker, "sglang": ServerWorker, "pushing": PushedWorker}
-"""the protocol of each inference executor's workers"""
+CALLERS = sorted(
+    path for pattern in ("*.py", "replicas/*.py", "*/replica.py", "vllm/*.py") for path in ENGINE.glob(pattern)
+)
 HANDLES = (workers.Resident, inference_executor.Replica)
-CALLS = {"call", "ask", "keep"}
-
-register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
+CALLS = {"call", "ask", "keep", "cast"}
 
 
-@pytest.mark.parametrize("path", DRIVER, ids=lambda path: path.relative_to(ENGINE).as_posix())
+@pytest.mark.parametrize("path", CALLERS, ids=lambda path: path.relative_to(ENGINE).as_posix())
 def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
@@ -41,16 +40,20 @@ def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     assert strings == []
 
 
-@pytest.mark.parametrize("protocol", [*WORKERS.values(), TrainExecutor, *HANDLES])
+@pytest.mark.parametrize("protocol", [*(tested.worker for tested in EXECUTORS.values()), TrainExecutor, *HANDLES])
 def test_every_declared_method_says_what_it_does(protocol: type) -> None:
     assert [name for name in declared(protocol) if not inspect.getdoc(getattr(protocol, name))] == []
 
 
-@pytest.mark.parametrize("name", WORKERS)
+def test_every_registered_executor_is_under_the_contract_tests() -> None:
+    assert set(registered_executors("inference")) == set(EXECUTORS)
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
 def test_the_workers_of_an_executor_have_every_method_that_it_declares(name: str) -> None:
     worker: Any = find_backend("inference", name, InferenceBackend).worker
     worker = worker if isinstance(worker, type) else get_type_hints(worker)["return"]
-    assert [method for method in sorted(declared(WORKERS[name])) if not hasattr(worker, method)] == []
+    assert [method for method in sorted(declared(EXECUTORS[name].worker)) if not hasattr(worker, method)] == []
 
 
 @pytest.mark.parametrize("name", installed_executors())
@@ -70,5 +73,29 @@ def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path) ->
         engine.abort_all()
         engine.release()
     rlite.shutdown()
-    assert called <= declared(WORKERS[name])
+    assert called <= declared(EXECUTORS[name].worker)
     assert {"to_device", "to_cpu", "to_meta", "load_weights", "weights_changed", "set_version"} <= called
+
+
+def test_weight_sync_needs_only_the_shards_of_a_targets_worker() -> None:
+    tensor = torch.zeros(2, 3)
+    worker: Any = SimpleNamespace(parameter_shards=lambda: {"weight": ParameterShard(tensor, (0, 0), (4, 3))})
+    layout = transport.describe(worker, is_source=False, is_shared=False)
+    assert (layout.places["weight"].shape, layout.places["weight"].global_shape) == ((2, 3), (4, 3))
+    whole = (slice(0, 2), slice(0, 3))
+    piece = transport.Piece("weight", "weight", 0, whole, whole, layout.places["weight"].dtype)
+    arena = SharedArena(aligned_bytes((2, 3), torch.float32))
+    sent = arena.empty((2, 3), torch.float32).fill_(1.0)
+    assert transport.read(worker, [piece], [{"weight": arena.handle_of(sent)}]) == tensor.nbytes
+    assert tensor.sum() == 6
+    assert len(transport.checksums(worker, is_source=False, pieces=[piece])) == 1
+
+
+def test_the_methods_that_vllms_workers_are_asked_for_exist() -> None:
+    def nodes(module: str) -> Iterator[ast.AST]:
+        return ast.walk(ast.parse((ENGINE / f"vllm/{module}.py").read_text()))
+
+    calls = [node for node in nodes("server") if isinstance(node, ast.Call)]
+    asked = {ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func).endswith(".collective_rpc")}
+    assert asked
+    assert asked <= {node.name for node in nodes("extension") if isinstance(node, ast.FunctionDef)}

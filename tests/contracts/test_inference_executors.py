@@ -21,17 +21,12 @@ from rlite.engine.inference_executor import InferenceBackend, InFlightRequest
 from rlite.engine.registry import Backend, find_backend
 from rlite.errors import ConfigError, DataError, ResidencyError, RliteError, UnknownOptionError, WeightSyncError
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, SequenceRequest, TokenChunk
-from tests.contracts.executors import installed_executors
+from tests.contracts.executors import EXECUTORS, installed_executors
 from tests.integration.modules import Qwen3Policy, on_meta
 from tests.tiny import build_model_dir
 
-register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
-EXECUTORS = installed_executors()
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
-NUM_LONG = {"vllm": 600}
-"""tokens of a request that runs until it is interrupted, by executor: vLLM generates without being called"""
-MAX_MODEL_LEN = {"vllm": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,7 @@ def session() -> Iterator[None]:
     rlite.shutdown()
 
 
-@pytest.fixture(scope="module", params=EXECUTORS)
+@pytest.fixture(scope="module", params=installed_executors())
 def engine(request: pytest.FixtureRequest, path: Path, session: None) -> Iterator[RliteInferenceEngine]:
     engine = RliteInferenceEngine(path, executor=request.param)
     engine.build(max_model_len=max_model_len(engine), max_num_seqs=4, seed=3)
@@ -66,11 +61,11 @@ def request_of(max_new_tokens: int = 150, extras: tuple[str, ...] = (), **gconfi
 
 
 def num_long(engine: RliteInferenceEngine) -> int:
-    return NUM_LONG.get(engine.executor_name, 150)
+    return EXECUTORS[engine.executor_name].num_long
 
 
 def max_model_len(engine: RliteInferenceEngine) -> int:
-    return MAX_MODEL_LEN.get(engine.executor_name, 256)
+    return EXECUTORS[engine.executor_name].max_model_len
 
 
 def long_request(engine: RliteInferenceEngine, **gconfig: Any) -> LLMRequest:
@@ -113,7 +108,7 @@ def logprobs_of(path: Path, ids: list[int], temperature: float = 1.0) -> Tensor:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize("name", installed_executors())
 def test_the_common_options_are_known_and_others_refused_before_anything_starts(path: Path, name: str) -> None:
     options = find_backend("inference", name, InferenceBackend).options
     common = {"max_model_len": 64, "max_num_seqs": 2, "gpu_memory_utilization": 0.5, "dtype": None, "seed": 1}

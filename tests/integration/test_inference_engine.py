@@ -271,6 +271,20 @@ def test_without_parameters_a_completion_may_take_what_the_context_leaves(engine
     assert answer.outputs[0].finish_reason in ("stop", "length")
 
 
+def test_a_routing_function_sees_the_loads_of_the_replicas(engine, path):
+    seen = []
+
+    def first(loads, home):
+        seen.append((dict(loads), home))
+        return min(loads)
+
+    routed = RliteInferenceEngine(path, routing=first)
+    routed.build(colocate_with=engine, data_parallel_size=1, max_num_seqs=2)
+    assert len(routed.generate([[5]], {"max_tokens": 1})) == 1
+    assert seen == [({0: 0}, None)]
+    routed.release()
+
+
 def test_options_of_rollouts_that_come_too_late_are_refused(engine):
     engine.rollout_options = options = CollectorOptions(request_retries=1)
     assert engine.collector.options is options

@@ -16,7 +16,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlite.cluster.group import AbsentHandle
 from rlite.cluster.guard import end_at_sigterm
-from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
 from rlite.cluster.interface import Interface, Method
 from rlite.cluster.preemption import TerminationNotice
 from rlite.cluster.ray.connection import ControlService
@@ -62,7 +62,7 @@ class RayHost:
         self._notice.wait()
 
     @ray.method(concurrency_group="look")
-    def host_look(self, with_stack: bool = False) -> Whereabouts:
+    def host_look(self, with_stack: bool = False) -> CallPosition:
         """Return the position of the call under way, in a concurrency group of its own."""
         return replace(self._host.look(with_stack), node=ray.get_runtime_context().get_node_id())
 
@@ -199,7 +199,7 @@ class RayHandle:
         """
         return self._call(self.actor.host_aside, key, method, args, kwargs)
 
-    def look(self, with_stack: bool = False) -> Future[Whereabouts]:
+    def look(self, with_stack: bool = False) -> Future[CallPosition]:
         """Return the position of the call under way."""
         return self._call(self.actor.host_look, with_stack)
 

@@ -126,7 +126,7 @@ class RayLauncher:
             self._make_workers(candidate, ranks, factory)
             group.take_replica(first, devices, handles)
         except BaseException:
-            candidate.lose(ranks, WorkerError(f"{group.name}: this replica could not be started"))
+            candidate.mark_lost(ranks, WorkerError(f"{group.name}: this replica could not be started"))
             raise
 
     def _located(self, devices: Sequence[Device], handles: Sequence[RayHandle]) -> list[Device]:
@@ -220,7 +220,7 @@ class RayLauncher:
         logger.error(why)
         stop_reporting_errors()
         for group in self._groups:
-            group.lose(range(len(group)), WorkerError(why))
+            group.mark_lost(range(len(group)), WorkerError(why))
             for rank, handle in enumerate(group.handles):
                 with suppress(InvalidStateError):  # it is dead already
                     handle.death.set_exception(WorkerDied(why, (group.describe(rank),)))

@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.special_tokens import EscapingTokenizer
-from rlite.data.chat.template import QUESTION, STAND_IN, ChatTemplate, TemplateRefusal, called_names, num_shared
+from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, check_calls, num_shared
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -184,18 +184,18 @@ class ChatEncoder:
         try:
             before = render([QUESTION])
             prompt = render([QUESTION], add_generation_prompt=True)
-            whole = render([QUESTION, {"role": "assistant", "content": STAND_IN}])
+            start, *ends = self._template.around_last_answer
         except TemplateRefusal as error:
             raise ConfigError(f"the chat template refuses a question and an answer: {error.__cause__}") from error
         # Some templates end a conversation that waits for no answer with a token of its own.
-        shared = num_shared(before, prompt, whole)
-        if QUESTION["content"] not in before[:shared] or whole.count(STAND_IN) != 1:
+        shared = num_shared(before, prompt, start)
+        if QUESTION["content"] not in before[:shared] or len(ends) != 1:
             raise ConfigError(
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
             )
         self._generation_prompt = prompt[shared:]
-        self._header, self._closing = whole[shared:].split(STAND_IN)
+        self._header, self._closing = start[shared:], ends[0]
         tokens = self._template.tokenizer.added_tokens_decoder.values()
         special = sorted({token.content for token in tokens if token.special and token.content})
         self._special_token = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -257,9 +257,7 @@ class ChatEncoder:
                     f"{where}, messages[{number}]: the chat template leaves out the role {message['role']!r}, whose "
                     "content would be lost"
                 )
-            for name in called_names(message):
-                if name not in text:
-                    raise DataError(f"{where}, messages[{number}]: the chat template leaves out the call of {name!r}")
+        check_calls(messages, text, f"{where}, ")
         return text
 
     def _refused_role(self, messages: Messages, tools: Any) -> str | None:

@@ -140,16 +140,30 @@ class ChatTemplate:
     @cached_property
     def ending(self) -> Ending | None:
         """Text that the template writes after an answer; None if the template does not show where an answer ends."""
-        exchange = [QUESTION, ANSWER]
         try:
-            last = self.around(exchange, 1, add_generation_prompt=False)
-            inner = self.around([*exchange, QUESTION], 1, add_generation_prompt=True)
+            last = self.around_last_answer
+            inner = self.around([QUESTION, ANSWER, QUESTION], 1, add_generation_prompt=True)
         except TemplateRefusal:
             return None
         if len(last) != 2 or len(inner) != 2:
             return None
         size = num_shared(last[1], inner[1])
         return Ending(last[1][:size], last[1][size:])
+
+    @cached_property
+    def around_last_answer(self) -> list[str]:
+        """Text before and after the answer that ends a conversation; see `around`. May raise TemplateRefusal."""
+        return self.around([QUESTION, ANSWER], 1, add_generation_prompt=False)
+
+    def written(self, answer: Message) -> tuple[str, str]:
+        """Return the prompt for an answer to a question, and the text that the template writes for the answer.
+
+        Raises:
+            TemplateRefusal: the template does not render the question, or the answer.
+        """
+        prompt = self.render([QUESTION], add_generation_prompt=True)
+        whole = self.render([QUESTION, answer], add_generation_prompt=False)
+        return prompt, whole[num_shared(prompt, whole) :]
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -197,6 +211,38 @@ def called_names(message: Message) -> list[str]:
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = [(call.get("function") or call).get("name") for call in calls]
     return [name for name in names if isinstance(name, str)]
+
+
+def check_calls(messages: Sequence[Message], text: str, where: str = "") -> None:
+    """Check that a rendered text has the calls of tools.
+
+    Args:
+        messages: the conversation.
+        text: the rendered conversation.
+        where: stands before the name of a message in the error.
+
+    Raises:
+        DataError: the text has no call of a name.
+    """
+    for number, message in enumerate(messages):
+        for name in called_names(message):
+            if name not in text:
+                raise DataError(f"{where}messages[{number}]: the chat template leaves out the call of {name!r}")
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Check that a rendered text has the tools that a model may call.
+
+    Args:
+        tools: JSON schemas.
+        text: the rendered conversation.
+
+    Raises:
+        DataError: the text has no tool of a name.
+    """
+    for tool in tools:
+        if (name := tool["function"]["name"]) not in text:
+            raise DataError(f"tools: the model's chat template leaves out {name!r}")
 
 
 def _with_json_arguments(message: Message) -> Message:

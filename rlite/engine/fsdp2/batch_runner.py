@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
-from rlite.data.packs import Pack, companions, lazy_pack
+from rlite.data.packs import Pack, lazy_pack, pair_rows
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens
 from rlite.errors import ConfigError
@@ -187,7 +187,7 @@ class BatchRunner:
         return packs, weights, self._sum([sum(weights)])[0]
 
     def _pack(self, share: BatchShare, rows: list[int]) -> Pack:
-        return lazy_pack(share.batch, rows or companions(share.batch), self._device)
+        return lazy_pack(share.batch, rows or pair_rows(share.batch), self._device)
 
     def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
         """Return the input of a loss or post_hook: logits, or log-probabilities if they suffice."""

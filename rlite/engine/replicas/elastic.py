@@ -12,7 +12,8 @@ from typing import Any
 
 from rlite.engine.inference_executor import Replica
 from rlite.engine.replicas.autoscaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
-from rlite.engine.replicas.replacement import ReplacedReplicas, loss_of
+from rlite.engine.replicas.replacement import ReplacedReplicas
+from rlite.engine.replicas.router import loss_of
 from rlite.engine.workers import together
 from rlite.errors import ConfigError, RliteError, WorkerError
 

@@ -14,10 +14,10 @@ from rlite.engine.base import Weights
 from rlite.engine.inference_executor import Replica
 from rlite.engine.inference_lifecycle import InferenceLifecycle
 from rlite.engine.replicas.peer_weights import copy_weights
-from rlite.engine.replicas.router import Router
+from rlite.engine.replicas.router import Router, loss_of
 from rlite.engine.replicas.supervisor import ReplicaReplaced, ReplicaSupervisor
 from rlite.engine.workers import Executor, T, together
-from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, WorkerDied, WorkerError
 from rlite.recovery.budget import RestartBudget
 
 END_S = 10.0
@@ -77,7 +77,7 @@ class ReplacedReplicas(InferenceLifecycle):
             self._watch(index, replica)
 
     def _new_router(self) -> Router:
-        return Router(self.name, on_loss=self._supervisor.take_over)
+        return Router(self.name, self._routing, on_loss=self._supervisor.take_over)
 
     def _new_supervisor(self, max_replacements: int) -> ReplicaSupervisor:
         return ReplicaSupervisor(self.name, RestartBudget(max_replacements), self._replace, self._give_up)
@@ -151,7 +151,7 @@ class ReplacedReplicas(InferenceLifecycle):
         """
         has_others = any(other is not replica for other in self._serving())
         if replica in self._replicas and has_others and self._supervisor.has_budget:
-            replica.executor.group.lose(replica.executor.ranks, error)
+            replica.executor.group.mark_lost(replica.executor.ranks, error)
             replica.close()  # its thread moves its requests
             self._router.replica_failed(replica, [], error)  # if the thread had ended before
         return replica not in self._replicas
@@ -166,7 +166,7 @@ class ReplacedReplicas(InferenceLifecycle):
             The version of its weights; None if it joins at the next weight sync.
         """
         group, ranks = lost.executor.group, lost.executor.ranks
-        group.lose(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
+        group.mark_lost(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
         lost.close()
         group.check()  # with the last replica, everything has ended
         wait([group.handles[rank].death for rank in ranks], END_S)  # its memory is free then
@@ -181,7 +181,7 @@ class ReplacedReplicas(InferenceLifecycle):
             return self._join(index, replica)
         except BaseException as error:
             why = error if isinstance(error, WorkerError) else WorkerError(f"replica {index} could not join: {error}")
-            self.group.lose(replica.executor.ranks, why)
+            self.group.mark_lost(replica.executor.ranks, why)
             replica.close()
             raise
 
@@ -234,14 +234,3 @@ class ReplacedReplicas(InferenceLifecycle):
             replica.to_device("weights")
         if self._has_cache:
             replica.to_device("kv_cache")
-
-
-def loss_of(replica: Replica) -> WorkerError | None:
-    """Return why a replica's workers are gone; None if they are not."""
-    try:
-        replica.check()
-    except WorkerError as error:
-        return error
-    except RliteError:
-        return None
-    return replica.failure if isinstance(replica.failure, WorkerError) else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlite.engine.inference_executor import InFlightRequest, OutstandingTokens, Replica
-from rlite.errors import RliteError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import trace
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,17 @@ class ReplicaLost:
 
 OnLoss = Callable[[int, Replica], bool]
 """on_loss(index, replica): a replica was lost, and others serve; returns whether it will be replaced"""
+
+
+def loss_of(replica: Replica) -> WorkerError | None:
+    """Return why the workers of a replica are gone; None if they are not, or if the engine was released."""
+    try:
+        replica.check()
+    except WorkerError as error:
+        return error
+    except RliteError:
+        return None
+    return replica.failure if isinstance(replica.failure, WorkerError) else None
 
 
 class Router:
@@ -160,6 +171,8 @@ class Router:
             loads = {index: self._outstanding[index].count for index in serving}
             home = None if affinity is None else self._affinities.get(affinity)
             chosen = self._policy(loads, home)
+            if chosen not in loads:
+                raise ConfigError(f"{self.name}: routing returned {chosen!r}; expected one of the replicas {[*loads]}")
             if affinity is not None:
                 self._affinities.set(affinity, chosen)
             for request in siblings:
@@ -192,7 +205,7 @@ class Router:
             error: a WorkerError if its workers are gone; any other error of a replica that was not removed ends the
                 requests.
         """
-        error = error if isinstance(error, WorkerError) else self._loss_behind(replica) or error
+        error = error if isinstance(error, WorkerError) else loss_of(replica) or error
         others = [other for other in self.replicas if other is not replica and other.failure is None]
         is_member = replica in self.replicas
         if not others or (is_member and not isinstance(error, WorkerError)):
@@ -209,16 +222,6 @@ class Router:
         except RliteError as failure:  # the others are gone by now
             for request in requests:
                 request.fail(failure)
-
-    def _loss_behind(self, replica: Replica) -> WorkerError | None:
-        """Return why the workers of a replica are gone; None if they are not, or if the engine was released."""
-        try:
-            replica.check()
-        except WorkerError as error:
-            return error
-        except RliteError:
-            return None
-        return None
 
     def _note_loss(self, replica: Replica, num_moved: int, error: WorkerError) -> None:
         with self._lock:  # two threads may report one loss

@@ -3,7 +3,7 @@
 vLLM runs in a process of its own, so that the program's main module is never imported again by vLLM's children, the
 environment holds for one replica, and all of vLLM ends with one signal. Messages are pickled tuples on a socket pair:
 
-    worker -> server    ("call", number, method, arguments)       ("cast", method, arguments)
+    worker -> server    ("call", number, method, args, kwargs)    ("cast", method, args, kwargs)
     server -> worker    ("reply", number, value, error)           ("step", TokenStep)          ("died", reason)
 
 The server ends itself and all processes that vLLM started when the socket closes, also after SIGKILL of the worker.
@@ -21,19 +21,24 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, socketpair
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
+from rlite.engine.vllm.server import Server, is_resource_tracker
 from rlite.engine.vllm.steps import TokenStep, chunks_of
 from rlite.errors import ConfigError, WorkerDied
 from rlite.types import TokenChunk
 
+P = ParamSpec("P")
+T = TypeVar("T")
+CALL_S = 600.0
+"""time limit in seconds for an answer of the server"""
 CAUSE = re.compile(
     r"^(?:\(.*?\) )?(?:ERROR [\d:. -]*(?:\[[^\]]*\])? ?)?(?P<error>[\w.]*(?:Error|Exception|Exit)): (?P<text>.+)$"
 )
@@ -90,7 +95,7 @@ class EngineProcess:
         reader.name = f"vLLM of {name}"
         reader.start()
         try:
-            self.facts: dict[str, Any] = self.call("start", dict(settings), timeout_s=timeout_s)
+            self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (dict(settings),), {})
         except WorkerDied as error:
             raise ConfigError(self._start_failure(str(error))) from None
         except Exception as error:
@@ -99,27 +104,26 @@ class EngineProcess:
             if not hasattr(self, "facts"):
                 self.close()
 
-    def call(self, method: str, *arguments: Any, timeout_s: float = 600.0) -> Any:
-        """Call a method of the server.
-
-        Args:
-            method: name of the method.
-            *arguments: its arguments.
-            timeout_s: seconds to wait.
-
-        Returns:
-            The method's result.
+    def call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of a coroutine method of the server.
 
         Raises:
             WorkerDied: the process is gone.
             TimeoutError: the server did not answer.
             RuntimeError: the method raised.
         """
+        return self._call(CALL_S, method.__name__, args, kwargs)
+
+    def cast(self, method: Callable[Concatenate[Server, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a method of the server without waiting for it."""
+        self._send("cast", method.__name__, args, kwargs)
+
+    def _call(self, timeout_s: float, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
         reply: Future[Any] = Future()
         with self._changed:
             self._replies[number] = reply
-        self._send("call", number, method, arguments)
+        self._send("call", number, method, *arguments)
         try:
             return reply.result(timeout=timeout_s)
         except TimeoutError:
@@ -127,10 +131,6 @@ class EngineProcess:
         finally:
             with self._changed:
                 self._replies.pop(number, None)
-
-    def cast(self, method: str, *arguments: Any) -> None:
-        """Call a method of the server without waiting for it."""
-        self._send("cast", method, arguments)
 
     def take_chunks(self, wait_s: float = 0.0) -> list[TokenChunk]:
         """Return the tokens that have arrived, as one chunk for each request and policy version.
@@ -262,11 +262,6 @@ def session_members(session: int) -> list[psutil.Process]:
         except (OSError, psutil.Error):
             continue  # it has ended
     return found
-
-
-def is_resource_tracker(process: psutil.Process) -> bool:
-    """Return whether a process is Python's resource tracker, which removes shared memory."""
-    return any("resource_tracker" in argument for argument in process.cmdline())
 
 
 def _listen(owner: weakref.ref[EngineProcess], connection: Connection) -> None:

@@ -66,5 +66,5 @@ class FetchingReplica(PumpedReplica):
             group, first = self.executor.group, self.executor.ranks[0]
             error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
         if isinstance(error, WorkerError):
-            self.executor.group.lose(self.executor.ranks, error)
+            self.executor.group.mark_lost(self.executor.ranks, error)
         super()._fail(error)

@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 
-from rlite.engine.vllm.process import is_resource_tracker
 from rlite.engine.vllm.releases import Release, Table
 from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments, scored_prompt
 from rlite.engine.vllm.steps import TokenStep
@@ -60,7 +59,10 @@ class Serving:
 
 
 class Server:
-    """Serves one connection. All methods run in the event loop; public methods are called by the worker."""
+    """Serves one connection. All methods run in the event loop.
+
+    The worker calls public methods by `EngineProcess.call` if they are coroutines, and by `EngineProcess.cast` if not.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -84,15 +86,14 @@ class Server:
         while True:
             kind, *content = await messages.get()
             if kind == "cast":
-                method, arguments = content
-                getattr(self, method)(*arguments)
+                method, args, kwargs = content
+                getattr(self, method)(*args, **kwargs)
             else:
-                number, method, arguments = content
-                await self._answer(number, method, arguments)
+                await self._answer(*content)
 
-    async def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+    async def _answer(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            value, error = await getattr(self, method)(*arguments), None
+            value, error = await getattr(self, method)(*args, **kwargs), None
         except Exception as raised:  # the boundary: it belongs to the caller
             traceback.print_exc()
             value, error = None, f"{type(raised).__name__}: {raised}"
@@ -312,11 +313,7 @@ class Server:
         """Continue after `pause`."""
         await self._engine.resume_generation()
 
-    def set_version(self, version: int) -> None:
-        """Stamp tokens with this policy version from now on."""
-        self._version = version
-
-    async def load_version(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on, and return when this holds."""
         self._version = version
 
@@ -348,6 +345,11 @@ class Server:
     async def wake_up(self, tags: list[str]) -> None:
         """Allocate GPU memory again."""
         await self._engine.wake_up(tags=tags)
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Return whether a process is Python's resource tracker, which removes shared memory."""
+    return any("resource_tracker" in argument for argument in process.cmdline())
 
 
 def end_everything() -> None:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from rlite.cluster.host import WorkerContext
 from rlite.engine.vllm.options import VllmOptions
 from rlite.engine.vllm.process import EngineProcess
+from rlite.engine.vllm.server import Server
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError, DataError, WeightSyncError, WorkerDied
 from rlite.nn.meta import meta_parameters, real_tensors
@@ -85,9 +86,9 @@ class VllmWorker:
         if self._process is None:
             return []
         if new:
-            self._process.cast("submit", new)
+            self._process.cast(Server.submit, new)
         if aborted:
-            self._process.cast("cancel", aborted)
+            self._process.cast(Server.cancel, aborted)
         return self._process.take_chunks(WAIT_S if max_steps else 0.0)
 
     def pause(self) -> list[TokenChunk]:
@@ -98,13 +99,13 @@ class VllmWorker:
         """
         if self._process is None:
             return []
-        self._process.call("pause")
+        self._process.call(Server.pause)
         return self._process.take_chunks()
 
     def resume(self) -> None:
         """Continue after `pause`."""
         if self._process is not None:
-            self._process.call("resume")
+            self._process.call(Server.resume)
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
@@ -127,13 +128,13 @@ class VllmWorker:
                 raise DataError(
                     f"prompt {index} has {len(ids)} tokens, max_model_len={room + 1} leaves room for {room}"
                 )
-        return self._process.call("prompt_logprobs", prompts, num_top)
+        return self._process.call(Server.prompt_logprobs, prompts, num_top)
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
         self._version = version
         if self._process is not None:
-            self._process.cast("set_version", version)
+            self._process.call(Server.set_version, version)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class VllmWorker:
         if self._process is None:
             return
         if self._staging is None:  # the weights came from a checkpoint
-            self._process.call("load_version", version)
+            self._process.call(Server.set_version, version)
             return
         arena, shards = self._staging
         handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
@@ -181,7 +182,7 @@ class VllmWorker:
         """
         assert self._process is not None
         try:
-            self._process.call("load", source, version)
+            self._process.call(Server.load, source, version)
         except WorkerDied:
             raise
         except RuntimeError as error:
@@ -199,13 +200,13 @@ class VllmWorker:
         assert self._process is not None
         if what != "kv_cache" and not self._are_weights_here:
             if not self._is_cpu:
-                self._process.call("wake_up", ["weights"])
+                self._process.call(Server.wake_up, ["weights"])
             self._are_weights_here = True
         if what != "weights" and not self._has_cache:
             if self._is_cpu:
-                self._process.call("allocate_cache")
+                self._process.call(Server.allocate_cache)
             else:
-                self._process.call("wake_up", ["kv_cache"])
+                self._process.call(Server.wake_up, ["kv_cache"])
             self._has_cache = True
 
     def to_cpu(self) -> None:
@@ -215,7 +216,7 @@ class VllmWorker:
         if self._is_cpu:
             self._free_cache()
         else:
-            self._process.call("sleep", 1)
+            self._process.call(Server.sleep, 1)
         self._has_cache = self._are_weights_here = False
 
     def to_meta(self) -> None:
@@ -226,7 +227,7 @@ class VllmWorker:
         if self._is_cpu:
             self.shut_down()
         else:
-            self._process.call("sleep", 2)
+            self._process.call(Server.sleep, 2)
         self._has_cache = self._are_weights_here = False
 
     def memory_bytes(self) -> dict[str, int]:
@@ -247,7 +248,7 @@ class VllmWorker:
     def _free_cache(self) -> None:
         assert self._process is not None
         if self._is_cpu:
-            self._process.call("free_cache")
+            self._process.call(Server.free_cache)
         self._has_cache = not self._is_cpu
 
     # -- start ---------------------------------------------------------------------------------------------------

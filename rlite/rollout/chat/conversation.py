@@ -8,8 +8,9 @@ from typing import Any, Literal, TypedDict, get_args
 
 from rlite.data.chat.raw import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
+from rlite.data.chat.turns import tokens_after
 from rlite.errors import ConfigError
-from rlite.rollout.chat.transcript import Transcript, continuation
+from rlite.rollout.chat.transcript import Transcript
 from rlite.rollout.text_threads import beside_loop
 from rlite.rollout.workflow import PromptWorkflow, RolloutError, context_length, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
@@ -168,7 +169,12 @@ class Conversation:
         transcript, response = self.transcript, self._latest()
         self.text += self.answer + text
         self._num_unread = len(text)
-        self._unread = lambda limit: transcript.read(continuation(self._tokenizer, text, response, limit))
+
+        def read(limit: int | None) -> None:
+            tokens, _ = tokens_after(self._tokenizer, text, response.output_tokens, response.stop_reason, limit)
+            transcript.read(tokens)
+
+        self._unread = read
 
     def _latest(self) -> LLMResponse:
         if self._response is None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from tensordict import TensorDict
 
-from rlite.data.chat.raw import bounded_tokens
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory
-from rlite.rollout.workflow import EngineAborted, RolloutError, Tokenizer
+from rlite.rollout.workflow import EngineAborted, RolloutError
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
 
@@ -127,24 +126,6 @@ class Transcript:
         if reward is not None:
             rows, values = rows.exclude("token_rewards"), {"rewards": reward, **values}
         return rows.update(of_trajectory(len(written), **values))
-
-
-def continuation(tokenizer: Tokenizer, text: str, response: LLMResponse, limit: int | None = None) -> list[int]:
-    """Return the tokens of text after a turn, without a first end token that the model has already written.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        text: the text that follows the turn.
-        response: the turn.
-        limit: tokens that fit into the model's context; None does not bound the text.
-
-    Raises:
-        TooManyTokens: the text is far longer than `limit` tokens.
-    """
-    tokens = bounded_tokens(tokenizer, text, limit)
-    end = response.output_tokens[-1:]
-    is_written = response.stop_reason == "stop" and tokens[:1] == end
-    return tokens[1:] if is_written and not tokenizer.decode(end, skip_special_tokens=True) else tokens
 
 
 def check_turn_discount(turn_discount: float) -> None:

@@ -109,11 +109,11 @@ class SampleInference:
 
         def count(chunk: TokenChunk) -> None:
             self._tokens[self._sample] += len(chunk.token_ids)
-            if sequence is not None:
-                sequence.write(chunk)
+            if write is not None:
+                write(chunk)
 
-        turn = self._episode.transcript.turn(request.input_ids) if self._keeps_tokens else nullcontext()
-        with self._episode.span("generate"), turn as sequence:
+        turn = self._episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
+        with self._episode.span("generate"), turn as write:
             yield count
 
     def _own(self, request: LLMRequest) -> LLMRequest:

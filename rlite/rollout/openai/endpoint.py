@@ -47,7 +47,7 @@ class Access:
 
 
 @dataclass(eq=False)
-class _Guest:
+class _ServedSession:
     """A session with its requests under way."""
 
     session: AgentSession
@@ -87,15 +87,15 @@ class AgentEndpoint:
         """
         async with self:
             server = self._servers[asyncio.get_running_loop()]
-            guest, token = _Guest(session), secrets.token_urlsafe(32)
-            server.guests[_digest(token)] = guest
+            served, token = _ServedSession(session), secrets.token_urlsafe(32)
+            server.sessions[_digest(token)] = served
             try:
                 yield Access(server.url, token, session.model)
             finally:
-                del server.guests[_digest(token)]
-                for request in guest.requests:
+                del server.sessions[_digest(token)]
+                for request in served.requests:
                     request.cancel()
-                await asyncio.gather(*guest.requests, return_exceptions=True)
+                await asyncio.gather(*served.requests, return_exceptions=True)
 
 
 class _RefusalLog(logging.LoggerAdapter[logging.Logger]):
@@ -128,7 +128,7 @@ class _Server:
     _listener: Listener
 
     def __init__(self, dropped: Counter[str]) -> None:
-        self.guests: dict[bytes, _Guest] = {}
+        self.sessions: dict[bytes, _ServedSession] = {}
         self._dropped = dropped
         self._num_users = 0
         self._turn = asyncio.Lock()
@@ -180,23 +180,23 @@ class _Server:
             raise
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        guest, task = self._guest(request), asyncio.current_task()
+        served, task = self._session(request), asyncio.current_task()
         assert task is not None
-        guest.requests.add(task)
+        served.requests.add(task)
         try:
             with self._listener.busy(request.transport) as connection:
-                body = await _body(request, guest.session.max_body_bytes)
-                reply = await guest.session.answer(request.path.removeprefix("/v1"), body)
+                body = await _body(request, served.session.max_body_bytes)
+                reply = await served.session.answer(request.path.removeprefix("/v1"), body)
                 return await _send(request, reply, connection, self._listener.is_full)
         finally:
-            guest.requests.discard(task)
+            served.requests.discard(task)
 
     async def _models(self, request: web.Request) -> web.Response:
-        guest = self._guest(request)
+        served = self._session(request)
         with self._listener.busy(request.transport):
-            return web.json_response(guest.session.models(request.match_info.get("model")))
+            return web.json_response(served.session.models(request.match_info.get("model")))
 
-    def _guest(self, request: web.Request) -> _Guest:
+    def _session(self, request: web.Request) -> _ServedSession:
         """Return the session of a request's token.
 
         Raises:
@@ -204,11 +204,11 @@ class _Server:
         """
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         # looked up by its digest, so that the time it takes tells nothing of other tokens
-        guest = self.guests.get(_digest(token))
-        if scheme.lower() != "bearer" or guest is None:
+        served = self.sessions.get(_digest(token))
+        if scheme.lower() != "bearer" or served is None:
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
         self._listener.trust(request.transport)
-        return guest
+        return served
 
 
 async def _body(request: web.Request, max_bytes: int) -> bytes:

@@ -7,12 +7,12 @@ the tokens of the rest. If the template rewrites history (it drops earlier thoug
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
-from rlite.data.chat.template import ChatTemplate, Ending, Message, Tokenizer, called_names
+from rlite.data.chat.template import ChatTemplate, Message, Tokenizer, check_calls, check_tools
+from rlite.data.chat.turns import text_after, tokens_after
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ModelRequest
@@ -67,11 +67,13 @@ class ChatPrompts:
         """
         text = self._template.render(messages, tools=tools, add_generation_prompt=True)
         _check_text(text, "messages")
-        _check_shown(messages, tools, text)
+        check_calls(messages, text)
+        check_tools(tools or (), text)
         for turn in _continued(messages, tools, turns):
-            rest = self._rest(turn, messages, text)
-            tokens = None if rest is None else self._tokens_after(turn, rest)
-            if tokens is not None:
+            if (rest := text_after(self._template, turn, messages, text)) is None:
+                continue
+            tokens, has_same_end = tokens_after(self.tokenizer, rest, turn.output_ids, turn.finish_reason, self._limit)
+            if has_same_end:
                 return Prompt(turn.sequence + tokens, text, turn)
         return Prompt(bounded_tokens(self.tokenizer, text, self._limit), text, None)
 
@@ -90,59 +92,12 @@ class ChatPrompts:
         begun = [turn for turn in begun if prompt[: len(turn.sequence)] == turn.sequence]
         return Prompt(prompt, "", max(begun, key=lambda turn: len(turn.sequence), default=None))
 
-    def _rest(self, turn: Turn, messages: Sequence[Message], text: str) -> str | None:
-        """Return the part of the rendered `text` after the model's answer in `turn`.
-
-        None if the text before it differs, other than in white space, from the text that the model read and wrote.
-        """
-        if (ending := self._template.ending) is None:
-            return None
-        end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
-        if end is not None:
-            return ending.closing.rstrip() + text[end:]
-        return self._rest_after_calls(turn, messages, text, ending)
-
-    def _rest_after_calls(self, turn: Turn, messages: Sequence[Message], text: str, ending: Ending) -> str | None:
-        """Return the same part for an answer with calls, which a template may write in other words than the model."""
-        assert turn.messages is not None
-        assert turn.answer is not None
-        before = self._template.render(
-            messages[: len(turn.messages) + 1], tools=turn.tools, add_generation_prompt=False
-        ).removesuffix(ending.tail)
-        names = called_names(turn.answer)
-        if not names or not before.endswith(ending.closing) or not text.startswith(before):
-            return None
-        end = _end_of(turn.prompt_text + turn.answer["content"], before)
-        if end is None or not all(name in before[end:] for name in names):
-            return None
-        return ending.closing + text[len(before) :]
-
-    def _tokens_after(self, turn: Turn, text: str) -> list[int] | None:
-        """Return the tokens of `text`, without its first token if that is the end token which the model has written.
-
-        None if the model has ended its turn with another token than the template.
-        """
-        tokens = bounded_tokens(self.tokenizer, text, self._limit)
-        last = turn.output_ids[-1:]
-        if turn.finish_reason != "stop" or self.tokenizer.decode(last, skip_special_tokens=True):
-            return tokens
-        return tokens[1:] if tokens[:1] == last else None
-
 
 def _begins_with(prompt: str, turn: Turn) -> bool:
     """Return whether a prompt is a turn's text and more."""
     if not turn.prompt_text or len(prompt) <= len(turn.prompt_text) + len(turn.text):
         return False
     return prompt.startswith(turn.prompt_text) and prompt.startswith(turn.text, len(turn.prompt_text))
-
-
-def _check_shown(messages: Sequence[Message], tools: Any, text: str) -> None:
-    for number, message in enumerate(messages):
-        if not all(name in text for name in called_names(message)):
-            raise DataError(f"messages[{number}]: the model's chat template leaves out calls of tools")
-    for tool in tools or ():
-        if tool["function"]["name"] not in text:
-            raise DataError(f"tools: the model's chat template leaves out {tool['function']['name']!r}")
 
 
 def _check_text(text: str, what: str) -> None:
@@ -172,16 +127,3 @@ def _is_same(message: Message, answer: Message) -> bool:
     if message["content"] != answer["content"] and message["content"].split() != answer["content"].split():
         return False
     return {**message, "content": None} == {**answer, "content": None}
-
-
-def _end_of(beginning: str, text: str) -> int | None:
-    """Return where `beginning` ends in `text`; None if the text does not begin with it, except for white space."""
-    expected, matched = "".join(beginning.split()), 0
-    for piece in re.finditer(r"\S+", text):
-        size = min(len(piece[0]), len(expected) - matched)
-        if piece[0][:size] != expected[matched : matched + size]:
-            return None
-        matched += size
-        if matched == len(expected):
-            return piece.start() + size
-    return None

@@ -98,7 +98,7 @@ class Arrays:
     """The recorded keys of an episode as arrays.
 
     Args:
-        episode: without a trajectory, its transcript takes the place.
+        episode: without a trajectory, the history of its last attempt takes the place.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -107,7 +107,7 @@ class Arrays:
         self.sequences: list[dict[str, np.ndarray]] = []
         """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
         if episode.trajectory is None:
-            self.sequences = episode.transcript.arrays()
+            self.sequences = episode.attempt.arrays()
         else:
             self._read(episode.trajectory)
 

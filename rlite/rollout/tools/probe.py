@@ -9,7 +9,8 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from rlite.data.chat.raw import raw_tokens
-from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, has_chat_template, num_shared
+from rlite.data.chat.template import ChatTemplate, TemplateRefusal, has_chat_template
+from rlite.data.chat.turns import without_end
 from rlite.errors import ConfigError, did_you_mean
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, template_format, typed
 
@@ -71,19 +72,14 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
     template = ChatTemplate(tokenizer, {**options, "tools": [TOOL]})
     answer = {"role": "assistant", "content": "", "tool_calls": numbered([PROBE], itertools.count(1))}
     try:
-        prompt = template.render([QUESTION], add_generation_prompt=True)
-        whole = template.render([QUESTION, answer], add_generation_prompt=False)
+        prompt, written = template.written(answer)
     except TemplateRefusal:
         return "", []
-    written = whole[num_shared(prompt, whole) :]
     return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
 
 
 def _reads(form: ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
     """Return whether the format finds the probe in the template's tokens, decoded like an answer of the model."""
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    end = len(written)
-    while end and (written[end - 1] in special or not tokenizer.decode(written[end - 1 : end]).strip()):
-        end -= 1  # the end of the turn is not said
-    text = tokenizer.decode(written[:end], skip_special_tokens=not form.shows_special_tokens)
+    said = without_end(tokenizer, written)
+    text = tokenizer.decode(said, skip_special_tokens=not form.shows_special_tokens)
     return typed(form.parse(text)[1], [TOOL]) == [PROBE]

@@ -39,7 +39,7 @@ from rlite.trainer.evaluate.task_metrics import summary_of_tasks
 from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
-from rlite.trainer.run.program_objects import NOTHING, Given
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 
 Answers = Generation | TaskAnswers
 SAME = ("questions", "scores", "tasks")
@@ -59,7 +59,7 @@ def view_command(folder: Path) -> str:
     return f"rlite view {shlex.quote(str(folder))}"
 
 
-def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
+def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> EvaluationResult:
     """Evaluate in the program's session, or in one of its own.
 
     Args:
@@ -83,7 +83,7 @@ def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
         return result
 
 
-def _find_models(options: EvalConfig, given: Given, folder: Path, journals: ExitStack) -> list[Answered]:
+def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, journals: ExitStack) -> list[Answered]:
     """Return the models with all their samples. Those that are missing are generated now."""
     names = options.names
     asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
@@ -140,7 +140,7 @@ def _earlier(given: str, name: str, folder: Path) -> EarlierResult | None:
     return replace(found, name=name)
 
 
-def _source(options: EvalConfig, given: Given, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
+def _source(options: EvalConfig, given: ProgramObjects, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
     """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
     if options.tasks:
         manager = find_tasks(options)

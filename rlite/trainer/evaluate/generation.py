@@ -14,7 +14,7 @@ from rlite.rollout.record.texts import TokenTexts
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.evaluate.progress import continuing, told
+from rlite.trainer.evaluate.progress import continuing, showing_progress
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
 
 MAX_FAILURES = 16
@@ -67,7 +67,7 @@ class Generation:
         runner = EpisodeRunner(engine, self._workflow, self._questions.items, limits, self._options.seed, concurrent)
         begun = time.monotonic()
         try:
-            with told(lambda: self._progress(begun)):
+            with showing_progress(lambda: self._progress(begun)):
                 runner.run(self.missing, self._keep)
             if self._held:
                 raise self._nothing_but_failures()

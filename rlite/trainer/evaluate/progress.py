@@ -13,7 +13,7 @@ QUIET_S = 10.0
 
 
 @contextmanager
-def told(progress: Callable[[], str]) -> Iterator[None]:
+def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
     """Show the progress of the evaluation until the end of the block.
 
     Args:

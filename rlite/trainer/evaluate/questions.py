@@ -21,7 +21,7 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.model.modules import load_tokenizer
-from rlite.trainer.run.program_objects import Given
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters
 
 NUM_EPISODES = 100
@@ -47,7 +47,7 @@ class Questions:
     make_workflow: MakeWorkflow
 
 
-def read_questions(options: EvalConfig, given: Given) -> Questions:
+def read_questions(options: EvalConfig, given: ProgramObjects) -> Questions:
     """Return the items that the options name, and the maker of their workflow.
 
     Args:
@@ -148,7 +148,7 @@ def context_to_serve(workflow: RolloutWorkflow, items: Items, limit: int, where:
     return min(limit, (workflow.longest_sequence(longest) if longest else None) or MAX_MODEL_LEN)
 
 
-def _read_items(options: EvalConfig, given: Given) -> Items:
+def _read_items(options: EvalConfig, given: ProgramObjects) -> Items:
     """Return the rows of the data, or seeds of an environment.
 
     Raises:
@@ -162,7 +162,7 @@ def _read_items(options: EvalConfig, given: Given) -> Items:
     return read_source(given.source(options.data.source()), "prompts")[: options.limit]
 
 
-def _workflow_maker(options: EvalConfig, given: Given, items: Items, where: str) -> MakeWorkflow:
+def _workflow_maker(options: EvalConfig, given: ProgramObjects, items: Items, where: str) -> MakeWorkflow:
     if (name := options.workflow) is not None:
         return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
     own = {"chat_template_options": options.data.chat_template_options}

@@ -17,10 +17,10 @@ from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.configured_rewards import find_reward
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.run.program_objects import Given
+from rlite.trainer.run.program_objects import ProgramObjects
 
 
-def code_of(options: EvalConfig, given: Given) -> dict[str, str]:
+def code_of(options: EvalConfig, given: ProgramObjects) -> dict[str, str]:
     """Return a digest of the code behind each source of scores, by the file or the name of the source.
 
     Args:

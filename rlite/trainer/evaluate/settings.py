@@ -11,7 +11,7 @@ from rlite import config
 from rlite.nn.huggingface import local_checkpoint
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.scorer_digest import code_of, digest
-from rlite.trainer.run.program_objects import Given
+from rlite.trainer.run.program_objects import ProgramObjects
 
 WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
 """files of a checkpoint that decide its answers"""
@@ -23,7 +23,7 @@ _SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_mod
 _REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
 
 
-def settings_of(options: EvalConfig, given: Given, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings that decide the samples, except for the model's, as values of JSON.
 
     Args:

@@ -19,7 +19,7 @@ from rlite.trainer.evaluate.folder import CACHE
 from rlite.trainer.evaluate.generation import build_engine
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.evaluate.progress import continuing, told
+from rlite.trainer.evaluate.progress import continuing, showing_progress
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
 from rlite.trainer.evaluate.task_metrics import task_metrics, task_values
 
@@ -97,7 +97,7 @@ class TaskAnswers:
         num_samples, sample = self._num_samples.get(name, 1), self._done[name]
         continuing(f"{self.candidate.name}, task {name}", sample, num_samples, "samples")
         while sample < num_samples:
-            with told(partial(self._progress, name, sample, model)):
+            with showing_progress(partial(self._progress, name, sample, model)):
                 line = self._line(name, sample, model)
             self.candidate.journal.append(line)
             num_samples, sample = line["samples"], sample + 1

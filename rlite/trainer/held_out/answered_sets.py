@@ -23,7 +23,7 @@ from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
 from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.options import SamplingOptions
-from rlite.trainer.run.program_objects import Given
+from rlite.trainer.run.program_objects import ProgramObjects
 
 
 class Generation:
@@ -97,7 +97,7 @@ class Generation:
             self._trained.cuda()
 
 
-def read_generated(options: SftConfig, given: Given) -> dict[str, EvaluationSet]:
+def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, EvaluationSet]:
     """Return the sets that the model answers, by name.
 
     Args:
@@ -122,7 +122,7 @@ def read_generated(options: SftConfig, given: Given) -> dict[str, EvaluationSet]
 
 
 def _workflow(
-    options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: Given
+    options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: ProgramObjects
 ) -> RolloutWorkflow:
     default = SamplingOptions(temperature=0.0, max_new_tokens=options.generation.max_new_tokens)
     sampling = SamplingOptions(**dict(config.inherit(own.sampling, default))).gconfig()

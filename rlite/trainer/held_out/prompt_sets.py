@@ -9,7 +9,7 @@ from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out.options import key_of, metric_of, metrics_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
-from rlite.trainer.run.program_objects import REWARD, Given
+from rlite.trainer.run.program_objects import REWARD, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics
 
 ACCURACIES = ("accuracy", "accuracy_finished")
@@ -69,7 +69,7 @@ def check_samples(chosen: EvaluationSet) -> None:
         )
 
 
-def own_rewards(options: GeneratedOptions, key: str, given: Given) -> ChosenRewards:
+def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:
     """Return the rewards that a set to evaluate on has of its own.
 
     Args:

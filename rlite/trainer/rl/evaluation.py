@@ -142,7 +142,7 @@ class InTurns(Evaluations):
             self.engines.actor.save(target)
 
 
-class Beside(Evaluations):
+class BackgroundEvaluations(Evaluations):
     """Evaluations by an engine with weights of its own, while training goes on.
 
     step M: sync the weights ──> a thread evaluates the sets that are due ──> step N > M: metrics, lag_steps = N - M
@@ -228,7 +228,7 @@ def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, set
         return InTurns(options, run, engines, sets)
     if not sets:
         raise ConfigError(f"trainer.evaluate={options.trainer.evaluate}: nothing is evaluated without {KEY}.path")
-    return Beside(options, run, engines, sets)
+    return BackgroundEvaluations(options, run, engines, sets)
 
 
 def _in_thread(act: Callable[[], list[Evaluation]]) -> Future[list[Evaluation]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.trainer.held_out.options import held_out_sources
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.program_objects import NOTHING, Given
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 
 
-def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, dict[str, Rows]]:
+def read_prompts(options: PpoConfig, given: ProgramObjects = NOTHING) -> tuple[Rows, dict[str, Rows]]:
     """Return the rows of train_data, and the rows of each set of test_data.
 
     Args:

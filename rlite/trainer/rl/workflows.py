@@ -20,7 +20,7 @@ from rlite.trainer.held_out.prompt_sets import own_rewards
 from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.rl.lengths import context_limit
 from rlite.trainer.rl.options import PpoConfig, RolloutOptions, SamplingOptions
-from rlite.trainer.run.program_objects import Given
+from rlite.trainer.run.program_objects import ProgramObjects
 
 OPTIONS_KEY = "train_data.chat_template_options"
 Tables = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -59,7 +59,7 @@ def held_out_workflows(
     make: Callable[[SamplingOptions], RolloutWorkflow],
     rewards: ChosenRewards | None,
     tables: Tables,
-    given: Given,
+    given: ProgramObjects,
 ) -> dict[str, RolloutWorkflow]:
     """Return the workflow of each set to evaluate on, by the set's name.
 

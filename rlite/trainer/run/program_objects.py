@@ -17,7 +17,7 @@ IN_MEMORY = "(rows of the program)"
 
 
 @dataclass(frozen=True)
-class Given:
+class ProgramObjects:
     """Objects of a program. A command gives none."""
 
     rows: Iterable[Mapping[str, Any]] | None = None
@@ -47,5 +47,5 @@ class Given:
         return self.rewards.get(key, {})
 
 
-NOTHING = Given()
+NOTHING = ProgramObjects()
 """the objects of a command"""

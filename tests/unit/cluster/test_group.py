@@ -13,7 +13,7 @@ import pytest
 
 from rlite.cluster import group as group_module
 from rlite.cluster.group import WorkerGroup, apply_on_processes
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
 from rlite.errors import CallTimeout, WorkerDied, WorkerError
 
@@ -36,8 +36,8 @@ class ThreadHandle:
         self._calls.put((lambda: method(self._host, *args), answer))
         return answer
 
-    def look(self) -> Future[Whereabouts]:
-        answer: Future[Whereabouts] = Future()
+    def look(self) -> Future[CallPosition]:
+        answer: Future[CallPosition] = Future()
         answer.set_result(self._host.look())
         return answer
 
@@ -265,7 +265,7 @@ def test_a_replica_that_is_started_again_serves_beside_the_others() -> None:
     group = make_group("inference-0", 4)
     group.divide(2)
     old = group.handles[1]
-    group.lose([1], WorkerDied("gone", ("rank 1",)))
+    group.mark_lost([1], WorkerDied("gone", ("rank 1",)))
     with pytest.raises(WorkerDied):
         broadcast(group, "add", 1)
     started_again(group, 0, 2)
@@ -276,7 +276,7 @@ def test_a_replica_that_is_started_again_serves_beside_the_others() -> None:
 
 def test_a_group_that_has_failed_comes_back_with_its_replica_and_a_released_one_does_not() -> None:
     group = make_group()
-    group.lose([2], WorkerDied("gone", ("rank 2",)))
+    group.mark_lost([2], WorkerDied("gone", ("rank 2",)))
     assert isinstance(group.failure, WorkerDied)
     started_again(group, 0, 3)
     assert broadcast(group, "add", 1) == [(0, 1), (1, 1), (2, 1)]

@@ -91,7 +91,7 @@ def test_neighbours_are_the_serving_workers_of_others_on_the_same_devices() -> N
         placed = session.place(PlacementRequest(owner=name, executor_size=1, colocate_with=tuple(groups)[:1]))
         groups[name] = session.start(name, placed[0], lambda context: object())
     assert session.neighbours("first") == [(groups["second"], 0), (groups["third"], 0)]
-    groups["second"].lose([0], WorkerError("it is gone"))
+    groups["second"].mark_lost([0], WorkerError("it is gone"))
     session.release("third")
     assert session.neighbours("first") == []
     assert session.neighbours("second") == [(groups["first"], 0)]

@@ -11,8 +11,9 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
+from rlite.config import load
 from rlite.control import RLJobBuilder, RLRoleType
-from rlite.control.job import job_of, read_job
+from rlite.control.job import job_of
 from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, UnknownOptionError
 from tests.unit.control.programs import Actor, Rollout, Trainer, Unfinished
@@ -114,13 +115,13 @@ collocations: [[actor, rollout]]
 
 def test_a_yaml_spec_is_the_same_job_as_the_builder_makes(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SPEC)
-    job = read_job(["--config", str(tmp_path / "job.yaml"), "config.steps=3"])
+    job = job_of(load(JobSpec, ["--config", str(tmp_path / "job.yaml"), "config.steps=3"]))
     assert job.spec.config == {"lr": 1e-3, "twice": 1e-3, "steps": 3}
     assert job.classes.trainer is Trainer
     assert len(job.layout.seats[RLRoleType.ROLLOUT]) == 2
     (tmp_path / "job.yaml").write_text(SPEC.replace("rollout:", "rolout:"))
     with pytest.raises(UnknownOptionError, match="rolout"):
-        read_job(["--config", str(tmp_path / "job.yaml")])
+        job_of(load(JobSpec, ["--config", str(tmp_path / "job.yaml")]))
 
 
 PROGRAM = {"trainer": "rlite.trainer.ppo", "device_per_node": 2, "device_type": "CPU"}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
 from rlite.errors import WorkerDied
 
 
@@ -23,8 +23,8 @@ class ThreadHandle:
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
         return self._thread.submit(method, self.host, *args)
 
-    def look(self) -> Future[Whereabouts]:
-        answer: Future[Whereabouts] = Future()
+    def look(self) -> Future[CallPosition]:
+        answer: Future[CallPosition] = Future()
         answer.set_result(self.host.look())
         return answer
 

@@ -28,7 +28,7 @@ from rlite.trainer.evaluate.report import difference, shown, shown_metrics, titl
 from rlite.trainer.evaluate.scorer_digest import code_of, digest_of
 from rlite.trainer.evaluate.task_metrics import summary_of_tasks, task_metrics, task_values
 from rlite.trainer.evaluate.tasks import find_tasks, task_rows
-from rlite.trainer.run.program_objects import NOTHING, Given
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
 
 
@@ -289,7 +289,7 @@ def program_function(body: str, file: str = "<program>", module: str = "__main__
 def test_changed_code_of_a_programs_reward_has_another_digest(wrapped: Any) -> None:
     first, same, changed = (wrapped(program_function(f"return {score}")) for score in ("1.0", "1.0", "0.5"))
     config = options("a", "data=t.jsonl", "reward=__main__:own")
-    digests = [code_of(config, Given(rewards={"reward": {"own": each}})) for each in (first, same, changed)]
+    digests = [code_of(config, ProgramObjects(rewards={"reward": {"own": each}})) for each in (first, same, changed)]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
 
@@ -339,7 +339,7 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
             has_said.set()
         return found
 
-    with progress.told(text):
+    with progress.showing_progress(text):
         assert has_said.wait(10)
     assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlite.engine.inference_executor import InFlightRequest, InFlightTable
 from rlite.engine.replicas.router import Affinities, Router, least_outstanding
-from rlite.errors import RliteError, WorkerDied
+from rlite.errors import ConfigError, RliteError, WorkerDied
 from rlite.types import GenerationHyperparameters, SequenceRequest, StopReason, TokenChunk
 
 
@@ -140,3 +140,18 @@ def test_keys_that_are_used_once_push_out_no_session() -> None:
     for key in ("a", "c", "c"):
         affinities.set(key, 2)
     assert [affinities.get(key) for key in ("a", "b", "c")] == [2, None, 2]
+
+
+def test_a_policy_of_the_users_own_chooses_among_the_replicas_that_serve() -> None:
+    router, replicas = router_of(3, policy=lambda loads, home: max(loads))
+    router.route([[in_flight(0)], [in_flight(1)]])
+    assert [len(replica.requests) for replica in replicas] == [0, 0, 2]
+    replicas[2].table.fail(WorkerDied("gone", ("rank 2",)))
+    router.route([[in_flight(2)]])
+    assert len(replicas[1].requests) == 1
+
+
+def test_a_policy_that_names_no_serving_replica_is_an_error() -> None:
+    router, _ = router_of(2, policy=lambda loads, home: 2)
+    with pytest.raises(ConfigError, match=r"routing returned 2; expected one of the replicas \[0, 1\]"):
+        router.route([[in_flight(0)]])

@@ -100,7 +100,7 @@ def test_each_group_is_kept_once_with_its_item_and_reason(collector: Make) -> No
     finished = found[0].episodes
     assert all(len(episode.spans) == 1 and episode.ended is not None for episode in finished)
     assert [episode.trajectory is not None for episode in finished] == [True, True]
-    written = [[one["ids"].tolist() for one in group.episodes[0].transcript.arrays()] for group in found]
+    written = [[one["ids"].tolist() for one in group.episodes[0].attempt.arrays()] for group in found]
     assert written == [[], [], [], [[1, 2, 7, 8]]], "without a trajectory, what was written so far is kept"
     assert rollouts.take_ended() == []
 
@@ -124,7 +124,7 @@ def test_tokens_are_kept_only_for_a_record(collector: Make, keeps: bool) -> None
     collector(keep_ended=keeps).collect([{}], Seen())
     [episode] = episodes
     assert episode is not None
-    assert [len(columns["ids"]) for columns in episode.transcript.arrays()] == ([4] if keeps else [])
+    assert [len(columns["ids"]) for columns in episode.attempt.arrays()] == ([4] if keeps else [])
 
 
 def test_refused_and_too_old_groups_keep_their_trajectories(collector: Make) -> None:

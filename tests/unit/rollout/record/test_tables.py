@@ -195,9 +195,9 @@ def test_an_episode_without_a_trajectory_has_the_tokens_of_its_last_attempt(text
     [episode] = group.episodes
     for text in ("first", "second"):
         episode.begin_attempt()
-        with episode.transcript.turn(ids("1+1=")) as sequence:
+        with episode.attempt.turn(ids("1+1=")) as write:
             made = ids(text)
-            sequence.write(TokenChunk(request_id=0, version=5, token_ids=made, logprobs=[-0.25] * len(made)))
+            write(TokenChunk(request_id=0, version=5, token_ids=made, logprobs=[-0.25] * len(made)))
     again = Ended.from_state(group.state_dict())
     for each in (group, again):
         made = make_tables(1, [each], texts, shown=[0])
@@ -207,7 +207,7 @@ def test_an_episode_without_a_trajectory_has_the_tokens_of_its_last_attempt(text
         assert tokens["logprobs"] == [0.0] * 4 + [-0.25] * 6
         assert (tokens["trainer_logprobs"], tokens["advantages"]) == (None, None)
     episode.take_trajectory(turns("a", "b"))
-    assert episode.transcript.arrays() == []
+    assert episode.attempt.arrays() == []
 
 
 def test_a_group_that_never_started_has_rows(texts: TokenTexts) -> None:

@@ -1,0 +1,111 @@
+"""Turns of the assistant in a rendered conversation: the text and the tokens that follow an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rlite.data.chat.raw import bounded_tokens
+from rlite.data.chat.template import ChatTemplate, Ending, Message, Tokenizer, called_names
+from rlite.types import StopReason
+
+
+class AnsweredTurn(Protocol):
+    """A conversation that a model has answered."""
+
+    messages: Sequence[Message] | None
+    """the conversation"""
+    tools: Any
+    answer: Message | None
+    """the answer as a message"""
+    prompt_text: str
+    """the conversation as the template has rendered it"""
+    text: str
+    """the answer as the model has written it, without its end"""
+
+
+def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Message], text: str) -> str | None:
+    """Return the part of a rendered conversation after the model's answer in a turn.
+
+    Args:
+        template: the chat template.
+        turn: has messages and an answer.
+        messages: begin with the turn's messages and its answer.
+        text: these messages, rendered.
+
+    Returns:
+        The text that follows the answer, from the template's end of the answer on. None if the text before it differs,
+        other than in white space, from the text that the model has read and written.
+    """
+    if (ending := template.ending) is None:
+        return None
+    end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
+    if end is not None:
+        return ending.closing.rstrip() + text[end:]
+    return _text_after_calls(template, turn, messages, text, ending)
+
+
+def tokens_after(
+    tokenizer: Tokenizer, text: str, output: Sequence[int], stop_reason: StopReason, limit: int | None = None
+) -> tuple[list[int], bool]:
+    """Return the tokens of text that follows an answer, without a first end token that the model has already written.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: follows the answer.
+        output: the tokens of the answer.
+        stop_reason: why the answer ended.
+        limit: tokens that fit into the model's context; None does not bound the text.
+
+    Returns:
+        The tokens; and False if the model has ended its answer with another token than the template does.
+
+    Raises:
+        TooManyTokens: the text is far longer than `limit` tokens.
+    """
+    tokens = bounded_tokens(tokenizer, text, limit)
+    end = list(output[-1:])
+    if stop_reason != "stop" or tokenizer.decode(end, skip_special_tokens=True):
+        return tokens, True
+    return (tokens[1:], True) if tokens[:1] == end else (tokens, False)
+
+
+def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+    """Return the tokens of an answer without special tokens and white space at its end."""
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    end = len(tokens)
+    while end and (tokens[end - 1] in special or not tokenizer.decode(tokens[end - 1 : end]).strip()):
+        end -= 1
+    return list(tokens[:end])
+
+
+def _text_after_calls(
+    template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Message], text: str, ending: Ending
+) -> str | None:
+    """Return the same part for an answer with calls, which a template may write in other words than the model."""
+    assert turn.messages is not None
+    assert turn.answer is not None
+    before = template.render(
+        messages[: len(turn.messages) + 1], tools=turn.tools, add_generation_prompt=False
+    ).removesuffix(ending.tail)
+    names = called_names(turn.answer)
+    if not names or not before.endswith(ending.closing) or not text.startswith(before):
+        return None
+    end = _end_of(turn.prompt_text + turn.answer["content"], before)
+    if end is None or not all(name in before[end:] for name in names):
+        return None
+    return ending.closing + text[len(before) :]
+
+
+def _end_of(beginning: str, text: str) -> int | None:
+    """Return where `beginning` ends in `text`; None if the text does not begin with it, except for white space."""
+    expected, matched = "".join(beginning.split()), 0
+    for piece in re.finditer(r"\S+", text):
+        size = min(len(piece[0]), len(expected) - matched)
+        if piece[0][:size] != expected[matched : matched + size]:
+            return None
+        matched += size
+        if matched == len(expected):
+            return piece.start() + size
+    return None
