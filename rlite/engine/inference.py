@@ -198,9 +198,7 @@ class RliteInferenceEngine(ElasticReplicas):
             CancelledError: the task was cancelled.
         """
         if request.gconfig.n_samples != 1:
-            raise ConfigError(
-                f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call it again"
-            )
+            raise ConfigError(f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call again")
         self._need(
             self.extras.issuperset(request.extras),
             f"extras={request.extras}",
