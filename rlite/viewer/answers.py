@@ -192,7 +192,7 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
     if not trace.lanes and not trace.flights:
         return None
     found = timeline(trace, query.number("start"), query.number("end"))
-    return {**found, "num_left_out": run.trace.num_left_out}
+    return {**found, "num_left_out": run.trace.num_left_out, "earlier": run.trace.earlier}
 
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -275,3 +275,5 @@ QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
     "ledger_rows": _ledger_rows,
 }
 """questions about one run"""
+OF_TRACE = ("timeline",)
+"""questions that read the trace of a run and nothing else"""
