@@ -81,6 +81,7 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "problems": run.problems,
         "notes": run.notes,
         "changed_at": run.changed_at,
+        "live_s": run.live_s,
         "has_trace": run.trace.path.exists(),
         "metrics": sorted(run.metrics.series),
     }
