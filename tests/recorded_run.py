@@ -88,7 +88,7 @@ def write_config(folder: Path, shape: Shape, learning_rate: float) -> None:
 def metrics_of(step: int, shape: Shape) -> dict[str, float]:
     rng = random.Random(1000 * shape.seed + step)
     progress = step / shape.steps
-    slow = 7.5 if step == (2 * shape.steps) // 3 else 1.0
+    slow = 7.5 if step == shape.steps - 2 else 1.0
     phases = {"rollout": 8.0, "update": 4.2, "reference": 0.9, "sync": 0.4 * slow, "snapshot": 0.1}
     metrics = {f"seconds_{name}": value * rng.uniform(0.9, 1.15) for name, value in phases.items()}
     metrics |= {
