@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rlite.observability.record.schema import ROWS, TOKENS
 
 BEGAN = 1_790_000_000.0
 STEP_S = 14.0
+EVENTS_OF_A_STEP = 107
 THOUGHTS = (
     "I need to reach {goal} with {a}, {b} and {c}.",
     "First I add {a} and {b}, which gives {ab}.",
@@ -87,7 +88,7 @@ def write_config(folder: Path, shape: Shape, learning_rate: float) -> None:
 def metrics_of(step: int, shape: Shape) -> dict[str, float]:
     rng = random.Random(1000 * shape.seed + step)
     progress = step / shape.steps
-    slow = 7.5 if step == (2 * shape.steps) // 3 else 1.0
+    slow = 7.5 if step == shape.steps - 2 else 1.0
     phases = {"rollout": 8.0, "update": 4.2, "reference": 0.9, "sync": 0.4 * slow, "snapshot": 0.1}
     metrics = {f"seconds_{name}": value * rng.uniform(0.9, 1.15) for name, value in phases.items()}
     metrics |= {
@@ -196,17 +197,26 @@ def data_of(item: str) -> dict[str, str]:
 
 
 def write_trace(path: Path, num_steps: int) -> None:
-    """A trace as `rlite.observability.trace` writes it."""
+    """A trace as `rlite.observability.trace` writes it, with EVENTS_OF_A_STEP for each step."""
+    with path.open("w") as file:
+        separator = "[\n"
+        for event in _trace_events(num_steps):
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+        file.write("\n]\n")
+
+
+def _trace_events(num_steps: int) -> Iterator[dict[str, Any]]:
     rng = random.Random(3)
-    events = [*_names({1: "driver (process 4711)", 2: "train-0", 3: "inference-0", 4: "in flight"})]
+    yield from _names({1: "driver (process 4711)", 2: "train-0", 3: "inference-0", 4: "in flight"})
     for step in range(num_steps):
         at = step * STEP_S
         phases = {"rollout": (0, 8), "reference": (8, 8.9), "update": (8.9, 13.1), "sync": (13.1, 13.5)}
-        events += [_span(1, name, at + start, at + end) for name, (start, end) in phases.items()]
-        events.append(_span(1, "wait for rollouts", at + 0.2, at + 7.8))
-        events += [_span(2, "train_batch", at + 9 + index, at + 9.8 + index) for index in range(4)]
-        events += [_span(3, "advance", at + 0.3 + 0.3 * index, at + 0.55 + 0.3 * index) for index in range(25)]
-        events.append(_span(3, "receive weights", at + 13.1, at + 13.5))
+        yield from (_span(1, name, at + start, at + end) for name, (start, end) in phases.items())
+        yield _span(1, "wait for rollouts", at + 0.2, at + 7.8)
+        yield from (_span(2, "train_batch", at + 9 + index, at + 9.8 + index) for index in range(4))
+        yield from (_span(3, "advance", at + 0.3 + 0.3 * index, at + 0.55 + 0.3 * index) for index in range(25))
+        yield _span(3, "receive weights", at + 13.1, at + 13.5)
         for group in range(12):
             start, end = at + 0.1, at + rng.uniform(4, 7.8)
             waits = start + rng.uniform(0.1, 1.5)
@@ -214,8 +224,7 @@ def write_trace(path: Path, num_steps: int) -> None:
             name = f"group {step * 12 + group}"
             times = [("b", name, start), ("b", "waiting", start), ("e", "waiting", waits)]
             times += [("b", "running", waits), ("e", "running", end), ("e", name, end)]
-            events += [{"ph": phase, "name": label, "ts": time * 1e6, **key} for phase, label, time in times]
-    path.write_text("[\n" + ",\n".join(json.dumps(event) for event in events) + "\n]\n")
+            yield from ({"ph": phase, "name": label, "ts": time * 1e6, **key} for phase, label, time in times)
 
 
 def _status(rng: random.Random, number: int) -> str:
@@ -266,7 +275,8 @@ def _tokens(
     rng: random.Random, place: dict[str, int], pieces: Sequence[str], mask: Sequence[bool], row: Any, step: int
 ) -> dict[str, Any]:
     numbers = np.random.default_rng(rng.randrange(1 << 30))
-    logprobs = -numbers.exponential(0.4, len(pieces))
+    logprobs = np.where(mask, -numbers.exponential(0.4, len(pieces)), 0.0)
+    read = -numbers.exponential(5.0, len(pieces))  # the trainer's forward pass covers tokens that were only read
     turn = numbers.integers(len(pieces) // 2, len(pieces))  # weights arrived here
     return {
         **place,
@@ -277,8 +287,8 @@ def _tokens(
         "mask": mask,
         "versions": [(step - 1 - (index < turn)) if own else -1 for index, own in enumerate(mask)],
         "logprobs": logprobs,
-        "trainer_logprobs": logprobs + numbers.normal(0, 0.02, len(pieces)),
-        "advantages": [row["advantage"] or 0.0] * len(pieces) if row["advantage"] is not None else None,
+        "trainer_logprobs": np.where(mask, logprobs + numbers.normal(0, 0.02, len(pieces)), read),
+        "advantages": np.where(mask, row["advantage"], 0.0) if row["advantage"] is not None else None,
         "entropy": numbers.exponential(0.6, len(pieces)),
     }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from statistics import fmean, median
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from rlite.viewer.metrics import MetricsLog
+from rlite.viewer.metrics import PHASE, MetricsLog
 
 RECENT = 10
 """steps that count as now"""
@@ -21,6 +22,12 @@ MIN_PHASE = 0.05
 """share of a step below which a phase is too short to matter"""
 MIN_STEPS = 4
 """steps of a phase before which its median says nothing: the long one, and three others"""
+MAX_STEPS = 100
+"""last steps of a phase that have its median"""
+WARM_UP = 2
+"""first steps of a phase, in which programs compile and caches fill"""
+OF_GROUP = ("reinforce", "dr_grpo", "grpo", "rloo", "normalized", "opo", "pass_at_k")
+"""estimators whose advantages depend on the rewards of one group, and are 0 if these are equal"""
 
 
 class Advice(TypedDict):
@@ -34,15 +41,45 @@ class Advice(TypedDict):
     """metric that shows it; empty for the ledger"""
 
 
-def advisories(metrics: MetricsLog, statuses: Mapping[str, int]) -> list[Advice]:
+def advisories(
+    metrics: MetricsLog, statuses: Mapping[str, int], num_steps: int, config: Mapping[str, Any]
+) -> list[Advice]:
     """Return the advisories of a run, alarms first.
 
     Args:
         metrics: metrics of the run.
-        statuses: number of recorded rollouts by status.
+        statuses: number of rollouts by status, in the last recorded steps.
+        num_steps: number of these steps.
+        config: options of the run; empty if they are unknown.
     """
-    found = [*_uniform(metrics), *_truncated(metrics), *_drift(metrics), *_stalls(metrics), *_lost(statuses)]
+    found = [
+        *(_uniform(metrics) if do_equal_rewards_teach_nothing(config) else ()),
+        *_truncated(metrics),
+        *_drift(metrics),
+        *_stalls(metrics),
+        *_lost(statuses, num_steps),
+    ]
     return sorted(found, key=lambda advice: advice["level"] != "alarm")
+
+
+def do_equal_rewards_teach_nothing(config: Mapping[str, Any]) -> bool:
+    """Return whether a run learns nothing from a group of equal rewards, as `PpoConfig.why_equal_rewards_teach` says.
+
+    Args:
+        config: options of the run; those that it does not have are at their defaults.
+    """
+    adv, kl, data = (_options(config, name) for name in ("adv", "kl", "train_data"))
+    options = _options(adv, "options")
+    is_of_group = adv.get("estimator", "reinforce") in OF_GROUP and options.get("mean", "group") == "group"
+    is_of_batch = data.get("responses_per_prompt") == 1 or adv.get("global_norm") or "batch" in options.values()
+    is_of_tokens = adv.get("gamma", 1) != 1 or kl.get("type") in ("reward", "advantage")
+    return is_of_group and not is_of_batch and not is_of_tokens
+
+
+def _options(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a group of options; an empty one if a config has none."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _uniform(metrics: MetricsLog) -> Iterator[Advice]:
@@ -84,33 +121,35 @@ def _drift(metrics: MetricsLog) -> Iterator[Advice]:
 def _stalls(metrics: MetricsLog) -> Iterator[Advice]:
     whole = metrics.series.get("seconds", {})
     for name in metrics.series:
-        if not name.startswith("seconds_"):
+        if not name.startswith(PHASE):
             continue
-        times = {step: value for step, value in metrics.series[name].items() if value is not None}
-        if len(times) < MIN_STEPS or not (usual := median(times.values())):
+        times = {step: value for step, value in sorted(metrics.series[name].items()) if value is not None}
+        if len(times) < MIN_STEPS or not (usual := median([*times.values()][-MAX_STEPS:])):
             continue
-        long = {step: value for step, value in times.items() if value > STALL * usual}
+        recent = {step for step in islice(times, WARM_UP, None) if step > metrics.last_step - RECENT}
+        long = {step: times[step] for step in recent if times[step] > STALL * usual}
         slow = [step for step, value in long.items() if value > MIN_PHASE * (whole.get(step) or value)]
         if slow:
             worst = max(slow, key=times.__getitem__)
-            often = f"in {len(slow)} steps, worst" if len(slow) > 1 else "once,"
+            often = f"in {len(slow)} of the last {RECENT} steps, worst" if len(slow) > 1 else "once,"
             yield Advice(
                 level="warning",
-                title=f"A phase stalled: {name.removeprefix('seconds_')}",
+                title=f"A phase stalled: {name.removeprefix(PHASE)}",
                 reason=f"It took over {STALL:.0f} times its median of {usual:.2g} s {often} in step {worst}: "
                 f"{times[worst]:.3g} s. A machine, a reward or a disk may have been slow.",
                 metric=name,
             )
 
 
-def _lost(statuses: Mapping[str, int]) -> Iterator[Advice]:
+def _lost(statuses: Mapping[str, int], num_steps: int) -> Iterator[Advice]:
     broken = {status: statuses.get(status, 0) for status in ("failed", "timed_out", "reward_killed", "aborted")}
     total = sum(statuses.values())
     if total and sum(broken.values()) > MAX_LOST * total:
         told = ", ".join(f"{count:,} {status.replace('_', ' ')}" for status, count in broken.items() if count)
+        where = f" of the last {num_steps} steps" if num_steps > 1 else ""
         yield Advice(
             level="warning",
             title="Many rollouts were lost",
-            reason=f"{told} of {total:,} rollouts. The ledger lists them by reason.",
+            reason=f"{told} of {total:,} rollouts{where}. The ledger lists them by reason.",
             metric="",
         )

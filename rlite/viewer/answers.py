@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.arguments import flat
-from rlite.viewer.advisories import advisories
+from rlite.viewer.advisories import RECENT, advisories
 from rlite.viewer.evaluation import results
 from rlite.viewer.lanes import timeline
 from rlite.viewer.plain import jsonable
@@ -81,6 +81,7 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "problems": run.problems,
         "notes": run.notes,
         "changed_at": run.changed_at,
+        "live_s": run.live_s,
         "has_trace": run.trace.path.exists(),
         "metrics": sorted(run.metrics.series),
     }
@@ -98,20 +99,26 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     }
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
     table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
+    recent, num_steps = _recent(run, table)
     return {
         "results": results(run),
         "phases": run.metrics.phases(),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
         "statuses_by_step": counts_by_step(table, "status"),
-        "advisories": advisories(run.metrics, dict(_value_counts(_finished(run, table)["status"]))),
+        "advisories": advisories(run.metrics, dict(_value_counts(recent["status"])), num_steps, run.config),
     }
 
 
-def _finished(run: ViewedRun, table: pa.Table) -> pa.Table:
-    """Return the rows of finished steps. A run that ends records the rollouts under way in the step after its last."""
+def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
+    """Return the rows of the last finished steps that have rows, and the number of these steps.
+
+    A run that ends records the rollouts under way in the step after its last.
+    """
+    steps = sorted(pc.unique(table["step"]).to_pylist())
     last = run.metrics.last_step
-    return table.filter(pc.less_equal(table["step"], last)) if last else table
+    chosen = [step for step in steps if not last or step <= last][-RECENT:]
+    return table.filter(pc.is_in(table["step"], pa.array(chosen, pa.int32()))), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -192,7 +199,7 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
     if not trace.lanes and not trace.flights:
         return None
     found = timeline(trace, query.number("start"), query.number("end"))
-    return {**found, "num_left_out": run.trace.num_left_out}
+    return {**found, "num_left_out": run.trace.num_left_out, "earlier": run.trace.earlier}
 
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -275,3 +282,5 @@ QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
     "ledger_rows": _ledger_rows,
 }
 """questions about one run"""
+OF_TRACE = ("timeline",)
+"""questions that read the trace of a run and nothing else"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import yaml
@@ -18,6 +19,12 @@ from rlite.wording import counted
 CONFIG = "config.yaml"
 Change = Literal["run", "trace"]
 """kind of news: config, metrics, record or results; or the trace, which only one page shows"""
+LIVE_S = 60.0
+"""seconds without a change after which a run no longer counts as live, at least"""
+LIVE_STEPS = 3
+"""steps of usual length without a change, after which a run no longer counts as live"""
+RECENT = 10
+"""steps that have the usual length"""
 UNFINISHED = (
     "an evaluation that has not ended: these are the samples so far; if it was interrupted, the `rlite eval` command "
     "that began it continues it"
@@ -79,6 +86,12 @@ class ViewedRun:
         self._config_stamp = stamp
         self.config, self._config_problem = _read_config(self.folder / CONFIG)
         return True
+
+    @property
+    def live_s(self) -> float:
+        """Seconds without a change after which the run no longer counts as live; a step may take minutes."""
+        seconds = self.metrics.recent("seconds", RECENT)
+        return max(LIVE_S, LIVE_STEPS * median(seconds)) if seconds else LIVE_S
 
     @property
     def can_record(self) -> bool:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
-from rlite.viewer.answers import answer
+from rlite.viewer.answers import OF_TRACE, answer
 from rlite.viewer.page import TYPES, assets, served_page
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import Change, ViewedRun
@@ -59,6 +59,7 @@ class PageServer:
         self._page, self._policy = served_page()
         self._assets = assets()
         self._reader = ThreadPoolExecutor(1, "reader")  # one thread, so runs need no locks
+        self._trace_reader = ThreadPoolExecutor(1, "trace reader")  # a long trace keeps only its own page waiting
         self._num_changes: dict[Change, int] = {"run": 0, "trace": 0}
         self._num_streams = 0
         self._changed = asyncio.Condition()
@@ -89,7 +90,8 @@ class PageServer:
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         await self._runner.cleanup()
-        self._reader.shutdown(cancel_futures=True)
+        for reader in (self._reader, self._trace_reader):
+            reader.shutdown(cancel_futures=True)
 
     @property
     def url(self) -> str:
@@ -138,8 +140,9 @@ class PageServer:
 
     async def _answer(self, request: web.Request) -> web.Response:
         name, query = request.match_info["name"], Query(request.query.items())
+        reader = self._trace_reader if name in OF_TRACE else self._reader
         try:
-            text = await self._read(lambda: json.dumps(answer(self._runs, name, query), allow_nan=False))
+            text = await _in(reader, lambda: json.dumps(answer(self._runs, name, query), allow_nan=False))
         except DataError as error:
             return web.json_response({"error": str(error)}, status=404 if isinstance(error, UnknownPlace) else 400)
         return web.Response(text=text, content_type="application/json")
@@ -182,7 +185,7 @@ class PageServer:
         trace_due = 0.0
         while True:
             for run in self._runs:
-                news |= await self._read(run.refresh)
+                news |= await _in(self._reader, run.refresh)
             now = asyncio.get_running_loop().time()
             told = news if now >= trace_due else news - {"trace"}
             if "trace" in told:
@@ -200,8 +203,9 @@ class PageServer:
                 self._num_changes[kind] += 1
             self._changed.notify_all()
 
-    async def _read(self, act: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._reader, act)
+
+async def _in(reader: ThreadPoolExecutor, act: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(reader, act)
 
 
 async def serve(runs: Sequence[ViewedRun], port: int, tell: Callable[[str], Any]) -> None:

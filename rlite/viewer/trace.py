@@ -7,6 +7,8 @@ import math
 import os
 import re
 from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +21,12 @@ MAX_EVENTS = 300_000
 """newest events that are shown; Perfetto opens the others"""
 NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
+EARLIER = re.compile(r"\.\d+\.json")
+"""end of the name of an earlier session's trace, such as trace.1.json"""
+HEAD = 512
+"""bytes at the beginning, with names and times, that tell one trace from another"""
+BLOCK = 1000
+"""lines that are parsed together"""
 BRACKETS = (b"[", b"]", b"")
 MAX_TIME = 1e16
 """microseconds: three hundred years"""
@@ -27,6 +35,8 @@ MAX_TIME = 1e16
 class TraceLog:
     """Reader of a trace that may be under way. It reads what was appended since.
 
+    One thread may read it (`refresh`, `events`, `layout`) while another one looks at it (`look`, `problems`).
+
     Args:
         path: the file; it need not exist.
     """
@@ -34,13 +44,13 @@ class TraceLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp: tuple[int, int] | None = None
-        self._begin(0)
+        self._begin()
 
-    def _begin(self, inode: int) -> None:
+    def _begin(self, inode: int = 0) -> None:
         self._names: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._num_events = self._num_torn = self._offset = 0
-        self._inode = inode
+        self._inode, self._head = inode, b""
         self._unfinished = b""
         self._failure = ""
         self._layout: Layout | None = None
@@ -61,14 +71,16 @@ class TraceLog:
         try:
             with self.path.open("rb") as file:
                 state = os.fstat(file.fileno())
-                if state.st_ino != self._inode or state.st_size < self._offset:
+                head = file.read(HEAD)
+                if state.st_ino != self._inode or state.st_size < self._offset or not head.startswith(self._head):
                     self._begin(state.st_ino)
+                self._head = head
                 file.seek(self._offset)
                 self._read(file)
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._begin(0)
+            self._begin()
             self._failure = f"{TRACE}: cannot be read: {error.strerror or error}"
         if self._offset != before:
             self._layout = None
@@ -80,6 +92,13 @@ class TraceLog:
         num_torn = self._num_torn + (1 if _event(self._unfinished) is None else 0)
         torn = f"{TRACE}: {counted(num_torn, 'line')} cannot be read" if num_torn else ""
         return [text for text in (self._failure, torn) if text]
+
+    @property
+    def earlier(self) -> list[str]:
+        """Names of the files with the traces of earlier sessions of the run, the newest first."""
+        beside = self.path.parent.glob(f"{self.path.stem}.*.json")
+        found = [path.name for path in beside if EARLIER.fullmatch(path.name.removeprefix(self.path.stem))]
+        return sorted(found, key=lambda name: int(name.split(".")[-2]))
 
     @property
     def num_left_out(self) -> int:
@@ -107,17 +126,16 @@ class TraceLog:
             line, self._unfinished = self._unfinished + line, b""
             if not line.endswith(b"\n"):  # it is being written, or a crash cut it off
                 self._unfinished = line
-            elif NAMES.search(line):
-                self._add(line)
+            elif b'"M"' in line and NAMES.search(line):
+                self._add(_event(line))
             elif line.strip() not in BRACKETS:
                 newest.append(line)
                 num_lines += 1
         self._num_events += num_lines - len(newest)
-        for line in newest:
-            self._add(line)
+        for event in _events(newest):
+            self._add(event)
 
-    def _add(self, line: bytes) -> None:
-        event = _event(line)
+    def _add(self, event: dict[str, Any] | None) -> None:
         if event is None:
             self._num_torn += 1
         elif event and event["ph"] == "M":
@@ -127,6 +145,17 @@ class TraceLog:
             self._num_events += 1
 
 
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
+    """Yield the event of each line, as `_event` does; none of the lines is empty."""
+    left = iter(lines)
+    while block := list(islice(left, BLOCK)):
+        try:
+            found = json.loads(b"[%s]" % b",".join(line.strip().rstrip(b",") for line in block))
+        except (ValueError, RecursionError):
+            found = []
+        yield from map(_checked, found) if len(found) == len(block) else map(_event, block)
+
+
 def _event(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line; an empty one for a line without an event, None if it cannot be read."""
     text = line.strip().rstrip(b",")
@@ -134,19 +163,28 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return {}
     try:
         return _checked(json.loads(text))
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 
-def _checked(event: Any) -> dict[str, Any]:
-    """Return an event that has what lanes need: names and places, and times that are numbers."""
-    made = {**event, "ph": str(event["ph"]), "name": str(event["name"])}
-    made |= {"pid": int(event["pid"]), "tid": int(event["tid"])}
-    if made["ph"] == "M":
-        return made | {"args": {"name": str(event["args"]["name"])}}
-    if made["ph"] in ("b", "e"):
-        made["id"] = str(event["id"])
-    return made | {"ts": _microseconds(event["ts"]), "dur": _microseconds(event.get("dur", 0.0))}
+def _checked(event: Any) -> dict[str, Any] | None:
+    """Return an event if it has what lanes need: names and places, and times that are numbers; else None."""
+    try:
+        phase = str(event["ph"])
+        made: dict[str, Any] = {
+            "ph": phase,
+            "name": str(event["name"]),
+            "pid": int(event["pid"]),
+            "tid": int(event["tid"]),
+        }
+        if phase == "M":
+            return made | {"args": {"name": str(event["args"]["name"])}}
+        made["ts"], made["dur"] = _microseconds(event["ts"]), _microseconds(event.get("dur", 0.0))
+        if phase in ("b", "e"):
+            made["id"], made["cat"] = str(event["id"]), str(event.get("cat", ""))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return None
+    return made
 
 
 def _microseconds(value: Any) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from tests.browser.chromium import Browser
 
 IS_NEEDED = bool(os.environ.get("RLITE_NEEDS_BROWSER"))
+TIMEOUT = 60
+"""seconds of a test, which takes one or two: these tests take at most four minutes together"""
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
 @pytest.fixture(scope="module")

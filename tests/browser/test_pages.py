@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rlite.observability.record.files import write_table
-from rlite.observability.record.schema import ROWS
+from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.viewer import load
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
@@ -227,6 +227,53 @@ def test_tokens_are_coloured_by_any_column(show: Any) -> None:
     assert float(dimmed) < 0.6
 
 
+def test_the_colours_of_tokens_measure_what_the_model_wrote(chromium: Browser, tmp_path: Path) -> None:
+    place = {"step": 1, "group": 0, "sample": 0}
+    row = {**place, "item": "", "status": "trained", "reason": ""}
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    text = {"text": "abcd", "ids": [1, 2, 3, 4], "offsets": [0, 1, 2, 3], "versions": [-1, 0, 0, 0]}
+    engine = {"mask": [False, True, True, False], "logprobs": [0.0, -0.5, -1.0, -8.0], "entropy": [9.0, 0.5, 0.1, 0.2]}
+    trained = [[-12.0, -0.48, -1.01, -8.0], [-15.0, -0.48, -1.04, -8.0]]  # the trainer reads the prompt, too
+    sequences = [
+        {**place, "sequence": number, **text, **engine, "trainer_logprobs": own} for number, own in enumerate(trained)
+    ]
+    write_table(tmp_path, "train", 1, "tokens", pa.Table.from_pylist(sequences, schema=TOKENS))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/sample?tab=tokens&by=difference")
+        page.wait_for_selector("div.tokens")
+        ends = page.locator("p.legend", has=page.locator(".ramp")).evaluate(
+            "each => [...each.childNodes].filter(part => part.nodeType === 3).map(part => part.data)"
+        )
+        assert ends == ["-0.02", "0.02"], "98 % of what was trained on, of both sequences"
+        colours = page.locator("div.tokens span[data-at='1']").evaluate_all(
+            "all => all.map(e => e.style.backgroundColor)"
+        )
+        assert colours[0] == colours[1] != "transparent"
+        told = {}
+        for at in (0, 1, 3):
+            page.locator(f"div.tokens span[data-at='{at}']").first.hover()
+            told[at] = page.locator(".told").inner_text()
+        page.context.close()
+    assert "read, not written by the model" in told[0]
+    assert not any(name in told[0] for name in ("log-prob", "entropy", "policy version", "probability"))
+    assert "log-prob (engine) -0.5" in told[1]
+    assert "log-prob (engine) -8" in told[3]
+    assert "not trained on" in told[3]
+
+
+def test_metrics_of_many_sets_are_asked_for_in_portions(chromium: Browser, tmp_path: Path) -> None:
+    names = [f"mmlu_college_computer_science_{number}" for number in range(200)]
+    metrics = {f"{name}/{key}": 0.5 for name in names for key in ("accuracy", "num_errors", "standard_error")}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, **metrics}) + "\n")
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(url)
+        chromium.wait_until_shown(page, "")
+        assert page.locator(".tile", has_text="held out:").count() == len(names)
+        page.context.close()
+
+
 def test_siblings_stand_side_by_side(show: Any) -> None:
     page = show("sample?step=2&group=6&sample=1&tab=siblings")
     assert page.locator(".beside > section").count() == SHAPE.samples
@@ -257,6 +304,21 @@ def test_two_answers_to_one_prompt_are_compared(show: Any) -> None:
     assert kept[0] == kept[1]
     texts = [side.inner_text() for side in (first, second)]
     assert all(text.startswith("<think>") and text.endswith("</answer>") for text in texts)
+
+
+def test_a_difference_that_is_cut_or_rough_says_so(chromium: Browser, tmp_path: Path) -> None:
+    base = {"step": 1, "group": 0, "item": "a", "status": "trained", "reason": ""}
+    texts = ["".join(f"{letter}{number} " for number in range(size)) for letter, size in (("a", 40_000), ("b", 3_000))]
+    rows = [{**base, "sample": n, "segments": [{"role": "model", "text": text}]} for n, text in enumerate(texts)]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/compare")
+        page.wait_for_selector(".diff ins")
+        notes = page.locator(".diff .note").all_inner_texts()
+        page.context.close()
+    assert "too little in common to compare them word by word" in notes[0]
+    assert notes[1:] == [f"The first 200,000 of {len(texts[0]):,} characters are compared. The page Sample shows all."]
 
 
 def test_options_that_differ_are_listed(show: Any) -> None:

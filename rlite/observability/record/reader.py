@@ -5,8 +5,9 @@ A record may grow, be compacted, or be cut off by a crash while it is read. File
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow.dataset import ParquetFileFormat, ParquetFileFragment
+from pyarrow.fs import LocalFileSystem
 
 from rlite import files
 from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
@@ -26,6 +29,8 @@ Place = tuple[int, int]
 """group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
 """time of change and size of a file"""
+MAX_FOOTERS = 16
+"""files whose footers are kept: each takes about 5 kB for each row group"""
 
 
 class RecordReader:
@@ -92,18 +97,18 @@ class RecordReader:
 
     def segments(
         self, source: str, steps: Sequence[int] | None = None, newest_first: bool = False
-    ) -> Iterable[pa.Table]:
-        """Yield tables of step, group, sample and segments, one for each file that has the steps.
+    ) -> Iterator[pa.Table]:
+        """Yield tables of step, group, sample and segments, one for each row group that may have the steps.
 
         Args:
             source: `train`, or `eval.NAME`.
             steps: steps to read; None for all.
-            newest_first: True for the order of the files from the last step to the first.
+            newest_first: True for the order from the last step to the first.
         """
         chosen = None if steps is None else pc.field("step").isin(list(steps))
         own = self._holders(source, "rows", steps)
         for file in reversed(own) if newest_first else own:
-            yield from self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen)
+            yield from self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen, newest_first)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.
@@ -138,9 +143,9 @@ class RecordReader:
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
         for file in self._holders(source, kind, [step]):
-            for table in self._read(file, schema, None, chosen):
-                if table.num_rows:
-                    return table.to_pylist()
+            parts = self._read(file, schema, None, chosen)
+            if rows := [row for table in parts for row in table.to_pylist()]:
+                return rows
         return []
 
     def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
@@ -153,57 +158,68 @@ class RecordReader:
     def _parts(self, source: str) -> Iterable[pa.Table]:
         for file in self._holders(source, "rows"):
             part = self._scalars.get(file.path)
-            if part is None and (found := self._read(file, SCALARS, SCALARS.names)):
-                part = found[0]
+            if part is None and (found := list(self._read(file, SCALARS, SCALARS.names))):
+                part = pa.concat_tables(found)
                 if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
                     self._scalars[file.path] = part
             if part is not None:
                 yield part
 
     def _read(
-        self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None = None
-    ) -> list[pa.Table]:
-        """Return columns of a file in the form of `schema`. A file that was merged is read from the one that holds it.
+        self,
+        file: RecordFile,
+        schema: pa.Schema,
+        columns: list[str] | None,
+        chosen: pc.Expression | None = None,
+        last_first: bool = False,
+    ) -> Iterator[pa.Table]:
+        """Yield columns of a file in the form of `schema`, one table for each row group that may have the chosen rows.
 
-        Returns:
-            One table; none, and a problem, if the file cannot be read.
+        A file that was merged is read from the one that holds it. What cannot be read is a problem.
         """
-        try:
-            return self._read_file(file, schema, columns, chosen)
-        except FileNotFoundError:
-            self._look()
+        with suppress(FileNotFoundError):
+            yield from self._read_file(file, schema, columns, chosen, last_first)
+            return
+        self._look()
         own = (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
         chosen = own if chosen is None else chosen & own
         for wide in self._holders(file.source, file.kind, [file.first]):
             with suppress(FileNotFoundError):
-                return self._read_file(wide, schema, columns, chosen)
-        return []
+                yield from self._read_file(wide, schema, columns, chosen, last_first)
+                return
 
     def _read_file(
-        self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None
-    ) -> list[pa.Table]:
-        """Return one table, or none.
+        self,
+        file: RecordFile,
+        schema: pa.Schema,
+        columns: list[str] | None,
+        chosen: pc.Expression | None,
+        last_first: bool,
+    ) -> Iterator[pa.Table]:
+        """Yield the tables of `_read`.
 
         Raises:
-            FileNotFoundError: the file was merged, or deleted.
+            FileNotFoundError: the file was merged, or deleted; not after the first table.
         """
+        made = pa.schema([schema.field(name) for name in columns or schema.names])
         try:
-            found = pq.read_schema(file.path)
-            if reason := _refusal(found):
+            footer = _footer(file.path)
+            if reason := _refusal(footer.physical_schema):
                 self.problems[file.path.name] = reason
-                return []
-            wanted = [name for name in columns or schema.names if name in found.names]
-            table = pq.read_table(file.path, columns=wanted, filters=chosen, partitioning=None)
-            made = _conformed(table, pa.schema([schema.field(name) for name in columns or schema.names]))
-            if empty := [name for name in made.column_names if name in NOT_NULL and made[name].null_count]:
-                self.problems[file.path.name] = f"cannot be read: rows without a value of {', '.join(empty)}"
-                return []
-            return [made]
+                return
+            wanted = [name for name in made.names if name in footer.physical_schema.names]
+            numbers = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
+            with pq.ParquetFile(file.path, metadata=footer.metadata) as opened:
+                for number in reversed(numbers) if last_first else numbers:
+                    table = _conformed(opened.read_row_group(number, wanted), made)
+                    if empty := [name for name in made.names if name in NOT_NULL and table[name].null_count]:
+                        self.problems[file.path.name] = f"cannot be read: rows without a value of {', '.join(empty)}"
+                        return
+                    yield table if chosen is None else table.filter(chosen)
         except FileNotFoundError:
             raise
         except (OSError, pa.ArrowException, KeyError) as error:
             self.problems[file.path.name] = f"cannot be read: {str(error).splitlines()[0]}"
-            return []
 
 
 def is_recorded(folder: Path) -> bool:
@@ -211,10 +227,28 @@ def is_recorded(folder: Path) -> bool:
     return (folder / FOLDER).is_dir()
 
 
+def _footer(path: Path) -> ParquetFileFragment:
+    """Return the schema, the row groups and the statistics of a file; those of the files read last are kept.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+    """
+    if (stamp := files.stamp(path)) is None:
+        raise FileNotFoundError(path)
+    return _footer_of(path, stamp)
+
+
+@lru_cache(MAX_FOOTERS)
+def _footer_of(path: Path, stamp: Stamp) -> ParquetFileFragment:
+    footer = ParquetFileFormat().make_fragment(str(path), LocalFileSystem())
+    footer.ensure_complete_metadata()
+    return footer
+
+
 def _damage(path: Path) -> str:
     """Return why a file cannot be read, by its end; an empty text if it can, or was deleted."""
     try:
-        return _refusal(pq.read_schema(path))
+        return _refusal(_footer(path).physical_schema)
     except FileNotFoundError:
         return ""
     except (OSError, pa.ArrowException) as error:

@@ -22,6 +22,8 @@ from rlite.observability.record.schema import ROWS
 logger = logging.getLogger(__name__)
 HUNDRED = 100
 """steps that a compacted file holds"""
+PART_BYTES = 4 << 20
+"""rows that are read together of a file of many steps, to show one: a footer lists the parts, and is read first"""
 TEXTS = ("segments", "data")
 """columns of rows that are null if the text of a rollout is not recorded"""
 
@@ -130,7 +132,7 @@ def _without_texts(table: pa.Table) -> pa.Table:
 def _rewrite(
     sources: Sequence[Path], target: Path, change: Callable[[pa.Table], pa.Table] = lambda table: table
 ) -> bool:
-    """Write the changed rows of files into one file, one row group at a time.
+    """Write the changed rows of files into one file. Neighbouring row groups are joined up to `PART_BYTES`.
 
     Returns:
         False if a source cannot be read. The sources stay as they are, and one warning names the unreadable source.
@@ -156,17 +158,30 @@ def _rewrite(
 def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
     with _reading(sources[0]):
         schema = pq.read_schema(sources[0])
+    changed = (table for source in sources for table in _changed(source, schema, change) if len(table))
     with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for source in sources:
-            for table in _changed(source, schema, change):
-                if len(table):
-                    writer.write_table(table)
+        for table in _joined(changed):
+            writer.write_table(table)
 
 
 def _changed(source: Path, schema: pa.Schema, change: Callable[[pa.Table], pa.Table]) -> Iterator[pa.Table]:
     with _reading(source), pq.ParquetFile(source) as file:
         for number in range(file.num_row_groups):
             yield change(file.read_row_group(number)).cast(schema)
+
+
+def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield tables of at most `PART_BYTES` from smaller ones; a larger one stays as it is."""
+    held: list[pa.Table] = []
+    size = 0
+    for table in tables:
+        if held and size + table.nbytes > PART_BYTES:
+            yield pa.concat_tables(held)
+            held, size = [], 0
+        held.append(table)
+        size += table.nbytes
+    if held:
+        yield pa.concat_tables(held)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 let carried = null;
 const RECENT = 64; // answers that are kept until a run changes
+const MAX_NAMES = 4000; // characters of the names in an address, of which a server reads about 8,000
 const OF_TRACE = /^\/api\/(runs|timeline)\?/; // answers that a trace changes
 const recent = new Map();
 
@@ -38,10 +39,27 @@ async function fetched(address, signal = null) {
   return body;
 }
 
-// Each metric is a question of its own, so that an exported file needs to carry each only once.
+// The server is asked in portions that an address can hold. In an exported file each metric is a question of its own, so
+// that the file needs to carry each only once.
 export async function series(run, names) {
-  if (!carried) return ask("series", { run, names });
+  if (!carried) return Object.assign({}, ...(await Promise.all(portions(names).map((each) => ask("series", { run, names: each })))));
   return Object.assign({}, ...(await Promise.all(names.map((name) => ask("series", { run, names: name }).catch(() => ({}))))));
+}
+
+// Lists of names, each of at most about MAX_NAMES characters in an address.
+function portions(names) {
+  const made = [];
+  let room = 0;
+  for (const name of names) {
+    const { length } = `${new URLSearchParams({ names: name })}&`;
+    if (room < length) {
+      made.push([]);
+      room = MAX_NAMES;
+    }
+    made.at(-1).push(name);
+    room -= length;
+  }
+  return made;
 }
 
 function lookUp(name, texts) {

@@ -7,6 +7,7 @@ import { card, empty, fill, groupedBy, h, longText, mean, number, rowsOf } from 
 import { sourceName, statusChip, withoutRecord } from "viewer/place";
 
 const MAX_LISTED = 300;
+const MAX_COMPARED = 200_000; // characters of an answer
 const PAUSE_MS = 300; // of the reader, after which the server searches
 const natural = new Intl.Collator("en", { numeric: true });
 let latest = { key: "", found: null }; // the last search of the server
@@ -213,24 +214,27 @@ async function promptOf({ run, source, step, group, sample }) {
 
 async function drawDifference(box, chosen, app) {
   const found = await Promise.all(chosen.map(answerText));
-  const [texts, missing] = [found.map(({ text }) => text), found.map(({ why }) => why)];
+  const [texts, notes] = [found.map(({ text }) => text), found.map(({ note }) => note !== "" && h("p", { class: "note" }, note))];
   const heads = chosen.map(({ run, source, step, group, sample, reward, status }, index) => h("h3", {}, h("b", {}, "AB"[index]), " ",
     h("a", { href: app.link("sample", { run, source, step, group, sample }) }, `${app.runs.length > 1 ? `${app.runs[run].name}, ` : ""}${[sourceName(source), stepName({ run, step }, app)].filter(Boolean).join(", ")}, sample ${sample}`),
     h("small", {}, `reward ${number(reward)}`), statusChip(status)));
   const isKnown = texts.every((text) => text !== null);
-  const parts = isKnown ? difference(texts[0], texts[1]) : [];
-  const bodies = texts.map((text, index) => h("div", { class: "text", dir: "auto" }, text === null ? h("p", { class: "note" }, missing[index]) : isKnown ? side(parts, index ? "new" : "gone") : text));
-  fill(box, h("section", {}, heads[0], bodies[0]), h("section", {}, heads[1], bodies[1]));
+  const { parts, isRough } = isKnown ? difference(...texts) : { parts: [], isRough: false };
+  const bodies = texts.map((text, index) => text !== null && h("div", { class: "text", dir: "auto" }, isKnown ? side(parts, index ? "new" : "gone") : text));
+  fill(box, isRough && h("p", { class: "note" }, "These answers have too little in common to compare them word by word: everything between their beginning and their end is shown as replaced."),
+    chosen.map((_, index) => h("section", {}, heads[index], notes[index], bodies[index])));
   box.removeAttribute("aria-busy");
 }
 
+// The text of an answer, null if it is not known, and what the reader has to know about it.
 async function answerText({ run, source, step, group, sample }) {
   const found = await ask("sample", { run, source, step, group, sample }).catch((error) => ({ error }));
-  if (found.error) return { text: null, why: found.error.message };
+  if (found.error) return { text: null, note: found.error.message };
   const { segments } = found.row;
-  if (!segments) return { text: null, why: "The text of this rollout is not recorded." };
-  const text = segments.filter((segment) => segment.role !== "prompt").map((segment) => segment.text).join("").slice(0, 200000);
-  return { text, why: "" };
+  if (!segments) return { text: null, note: "The text of this rollout is not recorded." };
+  const text = segments.filter((segment) => segment.role !== "prompt").map((segment) => segment.text).join("");
+  if (text.length <= MAX_COMPARED) return { text, note: "" };
+  return { text: text.slice(0, MAX_COMPARED), note: `The first ${number(MAX_COMPARED)} of ${number(text.length)} characters are compared. The page Sample shows all.` };
 }
 
 async function configs(app) {

@@ -4,16 +4,19 @@ import { h } from "viewer/dom";
 
 const MAX_EDITS = 3000; // beyond, texts have little in common, and the middle is shown as replaced
 
-// Two lists of parts {text, kind}: same, gone (of the first), new (of the second).
+// Parts {text, kind} of two texts: same, gone (of the first), new (of the second). `isRough` is true if the texts differ so
+// much that all words between their beginning and their end count as replaced.
 export function difference(first, second) {
   const [a, b] = [words(first), words(second)];
   let head = 0;
   while (head < a.length && head < b.length && a[head] === b[head]) head += 1;
   let tail = 0;
   while (tail < Math.min(a.length, b.length) - head && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail += 1;
-  const middle = edits(a.slice(head, a.length - tail), b.slice(head, b.length - tail));
-  const same = (parts) => parts.map((text) => ({ text, kind: "same" }));
-  return joined([...same(a.slice(0, head)), ...middle, ...same(a.slice(a.length - tail))]);
+  const [x, y] = [a.slice(head, a.length - tail), b.slice(head, b.length - tail)];
+  const middle = edits(x, y);
+  const of = (kind, parts) => parts.map((text) => ({ text, kind }));
+  const between = middle ?? [...of("gone", x), ...of("new", y)];
+  return { parts: joined([...of("same", a.slice(0, head)), ...between, ...of("same", a.slice(a.length - tail))]), isRough: !middle };
 }
 
 export function side(parts, kind) {
@@ -24,9 +27,10 @@ function words(text) {
   return text.match(/\w+\s*|[^\s\w]\s*|\s+/gu) ?? [];
 }
 
+// Parts of two lists of words; null if there are too many edits.
 function edits(a, b) {
   const trace = path(a, b);
-  if (!trace) return [...a.map((text) => ({ text, kind: "gone" })), ...b.map((text) => ({ text, kind: "new" }))];
+  if (!trace) return null;
   const parts = [];
   let [x, y] = [a.length, b.length];
   for (let depth = trace.length - 1; depth >= 0; depth -= 1) {

@@ -12,7 +12,6 @@ import * as timeline from "viewer/timeline";
 
 const PAGES = { overview, rollouts, sample, compare, timeline, ledger };
 const TITLES = { overview: "Overview", rollouts: "Rollouts", sample: "Sample", compare: "Compare", timeline: "Timeline", ledger: "Ledger" };
-const LIVE_S = 60; // without a change, after which a run no longer counts as live
 const LOOK_EVERY_MS = 5000; // at the clock
 const KEYS = [
   ["1 – 6", "pages"],
@@ -106,7 +105,7 @@ function showRuns() {
 }
 
 function isLive(run) {
-  return !api.isExport() && Date.now() / 1000 - run.changed_at < LIVE_S;
+  return !api.isExport() && Date.now() / 1000 - run.changed_at < run.live_s;
 }
 
 // pages that show one step keep it when the reader goes from one to another

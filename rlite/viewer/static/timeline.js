@@ -65,7 +65,9 @@ class Timeline {
   take(data) {
     this.data = { ...data };
     this.answered = [data.start, data.end];
-    fill(this.cut, data.num_left_out > 0 && `The trace is long: its newest part is shown, from ${seconds(data.first)} on. Perfetto (ui.perfetto.dev) opens all of trace.json.`);
+    const long = data.num_left_out > 0 && `The trace is long: its newest part is shown, from ${seconds(data.first)} on. Perfetto (ui.perfetto.dev) opens all of trace.json. `;
+    const earlier = data.earlier.length > 0 && `The run was resumed: this is its last session. Perfetto opens the earlier ones, the newest first: ${data.earlier.join(", ")}.`;
+    fill(this.cut, long, earlier);
   }
 
   observe() {

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlite.config import to_container
 from rlite.trainer.rl.alarms import DRIFT_LIMIT
-from rlite.viewer.advisories import MAX_DRIFT, advisories
+from rlite.trainer.rl.options import PpoConfig
+from rlite.viewer.advisories import MAX_DRIFT, Advice, advisories
 from rlite.viewer.metrics import MetricsLog
 
 CALM = {"uniform_groups": 0.5, "truncated": 0.25, "logprob_drift": 0.1, "seconds": 10.0, "seconds_sync": 1.0}
@@ -24,8 +27,12 @@ def log_of(folder: Path, rows: list[dict[str, float]]) -> MetricsLog:
     return made
 
 
+def told(metrics: MetricsLog, statuses: dict[str, int] | None = None) -> list[Advice]:
+    return advisories(metrics, statuses or {}, 10, {})
+
+
 def test_a_calm_run_has_no_advice(tmp_path: Path) -> None:
-    assert advisories(log(tmp_path), {"trained": 95, "failed": 5}) == []
+    assert told(log(tmp_path), {"trained": 95, "failed": 5}) == []
 
 
 @pytest.mark.parametrize(
@@ -40,30 +47,59 @@ def test_a_calm_run_has_no_advice(tmp_path: Path) -> None:
 def test_each_threshold_has_an_advice_with_its_reason(
     tmp_path: Path, change: dict[str, float], title: str, reason: str
 ) -> None:
-    [advice] = advisories(log(tmp_path, **change), {})
+    [advice] = told(log(tmp_path, **change))
     assert advice["title"] == title
     assert reason in advice["reason"]
     assert advice["metric"] == next(iter(change))
 
 
 def test_a_phase_that_is_short_beside_its_step_does_not_stall(tmp_path: Path) -> None:
-    assert advisories(log(tmp_path, seconds_sync=6.5, seconds=200.0), {}) == []
+    assert told(log(tmp_path, seconds_sync=6.5, seconds=200.0)) == []
 
 
 @pytest.mark.parametrize(("num_steps", "number"), [(4, 1), (3, 0)])
 def test_a_short_phase_stalls_beside_three_other_steps(tmp_path: Path, num_steps: int, number: int) -> None:
     times = {step: 0.9 if step == num_steps else 0.1 for step in range(1, num_steps + 1)}
     rows = [{"step": step, "seconds": 2.0, "seconds_sync": time} for step, time in times.items()]
-    assert len(advisories(log_of(tmp_path, rows), {})) == number
+    assert len(told(log_of(tmp_path, rows))) == number
+
+
+@pytest.mark.parametrize(("slow", "is_told"), [(1, False), (30, False), (31, True), (40, True)])
+def test_a_stall_is_told_while_it_is_new_and_never_of_the_first_steps(tmp_path: Path, slow: int, is_told: bool) -> None:
+    rows = [{"step": step, "seconds": 90.0, "seconds_sync": 80.0 if step == slow else 5.0} for step in range(1, 41)]
+    assert bool(told(log_of(tmp_path, rows))) == is_told
+    assert told(log_of(tmp_path, rows[:9])) == [], "its first steps are slow"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *({"adv": {"estimator": name}} for name in ("gae", "dr_grpo", "grpo", "rloo", "normalized", "gpg", "opo")),
+        {"adv": {"estimator": "pass_at_k"}},
+        {"adv": {"estimator": "normalized", "options": {"mean": "batch"}}},
+        {"adv": {"estimator": "normalized", "options": {"mean": None}}},
+        {"adv": {"estimator": "normalized", "options": {"std": "group"}}},
+        {"adv": {"global_norm": True}},
+        {"adv": {"gamma": 0.9}},
+        *({"kl": {"type": place}} for place in ("reward", "loss", "advantage")),
+        {"train_data": {"responses_per_prompt": 1}},
+    ],
+)
+def test_equal_rewards_are_no_matter_if_the_run_learns_from_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    given = PpoConfig(actor={"model_name": "x"}, **options)  # type: ignore[arg-type]
+    metrics = log(tmp_path, uniform_groups=1.0)
+    for config in (options, to_container(given)):
+        assert bool(advisories(metrics, {}, 10, config)) == (not given.why_equal_rewards_teach())
 
 
 def test_lost_rollouts_lead_to_the_ledger(tmp_path: Path) -> None:
-    [advice] = advisories(log(tmp_path), {"trained": 90, "failed": 6, "timed_out": 4})
-    assert advice["reason"].startswith("6 failed, 4 timed out of 100 rollouts")
+    [advice] = told(log(tmp_path), {"trained": 90, "failed": 6, "timed_out": 4})
+    assert advice["reason"].startswith("6 failed, 4 timed out of 100 rollouts of the last 10 steps")
 
 
 def test_alarms_come_first(tmp_path: Path) -> None:
-    found = advisories(log(tmp_path, truncated=0.9, logprob_drift=0.2), {})
+    found = told(log(tmp_path, truncated=0.9, logprob_drift=0.2))
     assert [advice["level"] for advice in found] == ["alarm", "warning"]
 
 

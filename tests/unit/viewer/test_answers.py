@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import DataError
@@ -168,6 +169,20 @@ def test_a_search_reads_the_newest_texts_and_says_when_it_leaves_out_older_ones(
     assert (found["items"]["item"], found["is_cut"]) == (["m20"], True)
 
 
+def test_a_search_leaves_out_older_parts_of_a_merged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"sample": 0, "status": "trained", "reason": ""}
+    given = [
+        {**base, "step": step, "group": step, "item": f"m{step}", "segments": [{"role": "prompt", "text": "Count"}]}
+        for step in (1, 2, 3)
+    ]
+    (tmp_path / "record").mkdir()
+    merged = tmp_path / "record" / "train-00000001_00000100.rows.parquet"
+    pq.write_table(pa.Table.from_pylist(given, schema=ROWS), merged, row_group_size=1)
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
+    found = ask(open_runs([str(tmp_path)]), "items", text="count")
+    assert (found["items"]["item"], found["is_cut"]) == (["m3"], True)
+
+
 def test_prompts_are_shown_by_their_differences() -> None:
     chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     texts = [chat.format(text) for text in ("What is 1+1?", "Count\nto 3.")]
@@ -211,6 +226,15 @@ def test_groups_under_way_at_the_end_count_neither_as_rewards_nor_as_lost(tmp_pa
     assert overview["sources"]["train"]["steps"] == [1]
     assert overview["advisories"] == []
     assert overview["statuses"] == {"trained": 1, "aborted": 2}
+
+
+def test_lost_rollouts_are_judged_by_the_last_steps_alone(tmp_path: Path) -> None:
+    for step in range(1, 13):
+        rows_file(tmp_path, "train", step, [{"status": "failed" if step < 3 else "trained"}])
+    assert ask(open_runs([str(tmp_path)]), "overview")["advisories"] == []
+    rows_file(tmp_path, "train", 12, [{"status": "failed"}])
+    [advice] = ask(open_runs([str(tmp_path)]), "overview")["advisories"]
+    assert advice["reason"].startswith("1 failed of 10 rollouts of the last 10 steps")
 
 
 def test_standard_errors_are_clustered_by_group() -> None:

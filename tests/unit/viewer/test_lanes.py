@@ -160,3 +160,28 @@ def test_lanes_are_kept_until_the_trace_grows(tmp_path: Path) -> None:
     assert log.problems == []
     path.write_text("[\n")
     assert log.layout().lanes == []
+
+
+def test_a_new_trace_that_has_outgrown_the_old_one_shows_nothing_of_it(tmp_path: Path) -> None:
+    path = tmp_path / TRACE
+    path.write_text("[\n" + json.dumps(span("old", 0, 1)) + ",\n")
+    log = TraceLog(path)
+    assert len(log.events()) == 1
+    path.write_text("[\n" + "".join(json.dumps(span(f"new {at}", at, at + 1)) + ",\n" for at in range(9)))
+    assert [event["name"] for event in log.events()] == [f"new {at}" for at in range(9)]
+
+
+def test_traces_of_earlier_sessions_are_named_the_newest_first(tmp_path: Path) -> None:
+    for name in (TRACE, "trace.10.json", "trace.1.json", "trace.old.json", "other.2.json"):
+        (tmp_path / name).touch()
+    assert TraceLog(tmp_path / TRACE).earlier == ["trace.1.json", "trace.10.json"]
+
+
+@pytest.mark.parametrize("torn", ["nonsense", '{"ph": "X"}, {"ph": "X"}', '{"ph": "X", "name": "a"'])
+def test_a_line_that_cannot_be_read_hides_no_other_of_a_long_trace(tmp_path: Path, torn: str) -> None:
+    lines = [json.dumps(span(f"step {at}", at, at + 1)) for at in range(2500)]
+    lines.insert(1200, torn)
+    (tmp_path / TRACE).write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    log = TraceLog(tmp_path / TRACE)
+    assert [event["name"] for event in log.events()] == [f"step {at}" for at in range(2500)]
+    assert log.problems == ["trace.json: 1 line cannot be read"]

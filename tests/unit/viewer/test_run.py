@@ -91,3 +91,11 @@ def test_a_trace_that_grows_is_news_of_its_own_kind(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 1}\nx\n')
     assert run.refresh() == {"run"}
     assert run.problems == ["metrics.jsonl: 1 line without metrics"]
+
+
+@pytest.mark.parametrize(("seconds", "live_s"), [([], 60.0), ([1.0], 60.0), ([900.0, 300.0, 310.0], 930.0)])
+def test_a_run_of_long_steps_counts_as_live_between_them(tmp_path: Path, seconds: list[float], live_s: float) -> None:
+    lines = [f'{{"step": {step}, "seconds": {value}}}\n' for step, value in enumerate(seconds, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    [run] = open_runs([str(tmp_path)])
+    assert run.live_s == live_s

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -137,6 +138,22 @@ def test_growing_trace_is_announced_separately_and_rarely(
         times.append(time.monotonic())
     assert times[1] - times[0] > 1.5 * LOOK_EVERY_S
     connection.close()
+
+
+def test_a_trace_that_takes_long_to_read_keeps_no_other_page_waiting(tmp_path: Path) -> None:
+    trace = write_run(tmp_path / "run", Shape(steps=1, groups=1, samples=1)) / "trace.json"
+    trace.unlink()
+    os.mkfifo(trace)
+    with serving([str(trace.parent)]) as url:
+        page = connect(url)
+        page.request("GET", "/api/timeline?run=0", headers=token(url))
+        try:
+            assert get(url, "/api/overview?run=0", token(url))[0] == 200
+        finally:
+            with trace.open("wb"):  # the trace can be opened, and ends when this block does
+                trace.unlink()
+        assert page.getresponse().status == 200
+        page.close()
 
 
 def test_open_pages_are_bounded_and_closed_ones_do_not_count(url: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pyarrow.dataset import dataset
 
 from rlite.observability.record.files import write_table
-from rlite.observability.record.reader import RecordReader
+from rlite.observability.record.reader import RecordReader, _footer_of
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 
 
@@ -232,6 +232,21 @@ def test_tokens_of_one_rollout_are_found(tmp_path: Path) -> None:
     assert reader.tokens("train", 1, (1, 30)) == []
     assert reader.tokens("train", 2, (1, 17)) == []
     assert reader.token_table("train", [1]).num_rows == 60
+
+
+def test_all_sequences_of_a_rollout_are_found_in_several_parts_of_a_file_whose_footer_is_read_once(
+    tmp_path: Path,
+) -> None:
+    sequences = [{"step": 1, "group": 1, "sample": sample, "sequence": n} for sample in range(3) for n in range(20)]
+    write_table(tmp_path, "train", 1, "tokens", pa.Table.from_pylist(sequences, schema=TOKENS))
+    reader = RecordReader(tmp_path)
+    reader.refresh()
+    _footer_of.cache_clear()
+    for sample in range(3):
+        assert [found["sequence"] for found in reader.tokens("train", 1, (1, sample))] == list(range(20))
+    assert _footer_of.cache_info().misses == 1
+    write_table(tmp_path, "train", 1, "tokens", pa.Table.from_pylist(sequences[:1], schema=TOKENS))
+    assert len(reader.tokens("train", 1, (1, 0))) == 1, "a file that was replaced is another one"
 
 
 def test_a_folder_whose_name_looks_like_a_partition_adds_no_column(tmp_path: Path) -> None:

@@ -53,6 +53,24 @@ def test_full_hundreds_before_the_oldest_checkpoint_become_one_file(tmp_path: Pa
     assert VERSION_KEY in pq.read_schema(merged).metadata
 
 
+def test_a_merged_file_has_few_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    compact(tmp_path, before=101)
+    for kind in ("rows", "tokens"):
+        merged = path_of(tmp_path, "train", kind, 1, 100)
+        assert pq.ParquetFile(merged).num_row_groups == 1
+    size = pq.read_table(path_of(tmp_path, "train", "tokens", 1, 100)).nbytes
+    for step in range(101, 201):
+        write(tmp_path, step)
+    monkeypatch.setattr("rlite.observability.record.rewrite.PART_BYTES", size // 4)
+    compact(tmp_path, before=201)
+    file = pq.ParquetFile(path_of(tmp_path, "train", "tokens", 101, 200))
+    assert 4 <= file.num_row_groups <= 8
+    assert max(file.read_row_group(part).nbytes for part in range(file.num_row_groups)) <= size // 4
+    assert steps(tmp_path, kind="tokens") == list(range(1, 201))
+
+
 def test_a_reader_sees_each_step_once_while_files_are_merged(tmp_path: Path) -> None:
     for step in range(1, 101):
         write(tmp_path, step)
@@ -177,6 +195,7 @@ def test_texts_are_removed_and_rows_stay(tmp_path: Path) -> None:
 
 
 def test_a_text_is_searched_only_up_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlite.observability.record.rewrite.PART_BYTES", 1)  # a part of the file for each step
     for step in range(1, 101):
         write(tmp_path, step, segments=[{"role": "model", "text": "4"}] if step > 5 else None)
     compact(tmp_path, before=101)
