@@ -28,7 +28,7 @@ from benchmarks.grpo import STOP_PROBABILITY, grpo_trainer
 from benchmarks.model import build_model
 from rlite.observability.record.files import FOLDER
 from rlite.rollout.record.recorder import Amount, Recorder, make_recorder
-from rlite.trainer.rl.record import decided
+from rlite.trainer.rl.record import Outcome
 
 MODES: tuple[Amount, ...] = ("all", "sample", "none")
 WARM_UP = 2
@@ -61,7 +61,7 @@ def seconds_of_steps(model: Path, scratch: Path, steps: int) -> dict[str, list[t
         trainer.sync()
         trained = time.perf_counter(), time.process_time()
         ended, groups = collector.take_ended(), set(batch["group_ids"].tolist())
-        recorders[mode].record(len(found[mode]) + 1, [decided(group, groups) for group in ended], batch)
+        recorders[mode].record(len(found[mode]) + 1, [Outcome(trained=groups).decide(group) for group in ended], batch)
         recorders[mode].flush()
         written = time.perf_counter(), time.process_time()
         trainer.run.step += 1

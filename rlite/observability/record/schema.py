@@ -21,8 +21,8 @@ Status = Literal[
 
     trained        a batch that was trained on holds it
     evaluated      an evaluation counts it
-    filtered       all rewards of its group were equal
-    refused        should_accept refused its group, or the workflow returned None
+    filtered       all rewards of its group were equal, and dynamic filtering replaced it
+    refused        should_accept refused its group, the workflow returned None, or the trainer left it out
     too_old        exceeds max_head_offpolicyness
     failed         its episode, or one of its group, raised an error until no attempt was left
     timed_out      its episode did not end in time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensordict import TensorDict
@@ -38,7 +38,7 @@ class RunRecord(EvaluationRecord):
 
     def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
         super().__init__(options.trainer, run)
-        self._engines = engines
+        self._engines, self._is_filtering = engines, options.has_dynamic_filtering
 
     def begin(self) -> None:
         """Begin, after the run has opened its folder and the engines are built."""
@@ -56,12 +56,14 @@ class RunRecord(EvaluationRecord):
         """
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
         layouts = layouts_of([group for group in ended if group.group in trained])
-        self._recorder.record(self._run.step, [decided(group, trained, layouts) for group in ended], batch)
+        outcome = Outcome(trained=trained, layouts=layouts, is_filtering=self._is_filtering)
+        self._recorder.record(self._run.step, [outcome.decide(group) for group in ended], batch)
         self._tell_of_limit()
 
     def _end(self, reason: str) -> None:
         """Record what is under way, and close."""
-        ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
+        outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
+        ended = [outcome.decide(group) for group in self._collector.take_ended()]
         self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
         super()._end(reason)
 
@@ -72,30 +74,38 @@ def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
     return frozenset(layout(episode.trajectory) for episode in episodes if episode.trajectory is not None)
 
 
-def decided(group: Ended, trained: Set[int], layouts: frozenset[Layout] = frozenset(), aborted: str = "") -> Ended:
-    """Return a group with what the trainer has made of it.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Fate of the groups that have ended before or in a step."""
 
-    Args:
-        group: was lost or consumed.
-        trained: numbers of the groups in the batch that was trained on.
-        layouts: of the trajectories in the batch; empty if they are unknown.
-        aborted: why nothing was trained on; "" if a batch was.
-    """
-    status, reason = _decide(group, trained, layouts, aborted)
-    return replace(group, status=status, reason=reason)
+    trained: Set[int] = frozenset()
+    """numbers of the groups in the batch that was trained on"""
+    layouts: frozenset[Layout] = frozenset()
+    """layouts of the trajectories in the batch; empty if they are unknown"""
+    is_filtering: bool = False
+    """groups of equal rewards are replaced"""
+    aborted: str = ""
+    """why nothing was trained on; "" if a batch was"""
+
+    def decide(self, group: Ended) -> Ended:
+        """Return a group that was lost or consumed, with its status and reason."""
+        status, reason = self._decide(group)
+        return replace(group, status=status, reason=reason)
+
+    def _decide(self, group: Ended) -> tuple[Status, str]:
+        if group.reason == NOT_ACCEPTED and self.is_filtering:
+            return "filtered", EQUAL_REWARDS
+        if group.status is not None:
+            return group.status, group.reason
+        if self.aborted:
+            return "aborted", self.aborted
+        if group.group in self.trained:
+            return "trained", ""
+        if self.layouts and not layouts_of([group]) <= self.layouts:
+            return "refused", UNLIKE
+        return ("filtered", EQUAL_REWARDS) if self.is_filtering and _is_uniform(group) else ("refused", LEFT_OUT)
 
 
-def _decide(group: Ended, trained: Set[int], layouts: frozenset[Layout], aborted: str) -> tuple[Status, str]:
-    if group.reason == NOT_ACCEPTED:  # by the filter of equal rewards
-        return "filtered", EQUAL_REWARDS
-    if group.status is not None:
-        return group.status, group.reason
-    if aborted:
-        return "aborted", aborted
-    if group.group in trained:
-        return "trained", ""
+def _is_uniform(group: Ended) -> bool:
     rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
-    is_uniform = all(reward.equal(rewards[0]) for reward in rewards)
-    if is_uniform:
-        return "filtered", EQUAL_REWARDS
-    return "refused", UNLIKE if layouts and not layouts_of([group]) <= layouts else LEFT_OUT
+    return all(reward.equal(rewards[0]) for reward in rewards)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, RunRecord, decided, layouts_of
+from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord, layouts_of
 from rlite.trainer.rl.rollouts import make_rollouts
 from tests.recorded import recorded
 
@@ -99,21 +101,37 @@ def test_every_group_has_the_rows_of_one_step_with_its_status(made: Any, tmp_pat
     assert all(row["reward"] == 0 for row in rows if row["status"] == "filtered" and row["item"] in ("row 0", "row 4"))
 
 
-def test_a_group_outside_the_batch_has_the_true_reason() -> None:
-    def ended(number: int, **more: float) -> Ended:
-        group = Group(number, {}, Ask(), 2)
-        for reward, episode in enumerate(group.episodes):
-            history = TokenHistory()
-            history.read([65])
-            episode.trajectory = history.row().update(of_trajectory(1, rewards=float(reward), **more))
-        return group.ended(None, "")
+def consumed(number: int, rewards: Sequence[float] = (0.0, 1.0), **more: float) -> Ended:
+    group = Group(number, {}, Ask(), 2)
+    for reward, episode in zip(rewards, group.episodes, strict=True):
+        history = TokenHistory()
+        history.read([65])
+        episode.trajectory = history.row().update(of_trajectory(1, rewards=reward, **more))
+    return group.ended(None, "")
 
-    batch = [ended(0), ended(1, scores=1.0)]
-    layouts = layouts_of(batch)
-    assert decided(batch[0], {0, 1}, layouts).status == "trained"
-    for own, reason in ((ended(2), LEFT_OUT), (ended(3, scores=2.0), LEFT_OUT), (ended(4, num_turns=1.0), UNLIKE)):
-        found = decided(own, {0, 1}, layouts)
-        assert (found.status, found.reason) == ("refused", reason)
+
+def test_a_group_outside_the_batch_has_the_true_reason() -> None:
+    batch = [consumed(0), consumed(1, scores=1.0)]
+    outcome = Outcome(trained={0, 1}, layouts=layouts_of(batch), is_filtering=True)
+    assert outcome.decide(batch[0]).status == "trained"
+    for own, status, reason in (
+        (consumed(2), "refused", LEFT_OUT),
+        (consumed(3, scores=2.0), "refused", LEFT_OUT),
+        (consumed(4, num_turns=1.0), "refused", UNLIKE),
+        (consumed(5, (1.0, 1.0)), "filtered", EQUAL_REWARDS),
+        (consumed(6, (1.0, 1.0), num_turns=1.0), "refused", UNLIKE),
+    ):
+        found = outcome.decide(own)
+        assert (found.status, found.reason) == (status, reason)
+
+
+def test_nothing_is_filtered_without_dynamic_filtering() -> None:
+    outcome = Outcome(trained={0})
+    left_out, refused = consumed(1, (1.0, 1.0)), replace(consumed(2), status="refused", reason=NOT_ACCEPTED)
+    assert [(found.status, found.reason) for found in map(outcome.decide, (left_out, refused))] == [
+        ("refused", LEFT_OUT),
+        ("refused", NOT_ACCEPTED),
+    ]
 
 
 def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -> None:
