@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.batch import NAMED_REWARD
-from rlite.observability.record.schema import ROWS, TOKENS
+from rlite.observability.record.schema import ROWS, TOKENS, Status
 from rlite.observability.record.writer import Tables
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.lost_groups import in_a_line
@@ -30,6 +30,8 @@ SHORTEST = 1e-3
 """seconds of the environment that make an event"""
 MAX_REASON = 500
 """characters of a reason"""
+NOT_FINITE = "the loss or the gradients of its update were not finite"
+NO_TOKENS = "it has no token to train on, and its update was skipped"
 TRAINED = {
     "trained_logprobs": "trainer_logprobs",
     "old_logprobs": "trainer_logprobs",
@@ -54,6 +56,7 @@ class TrainedBatch:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
         self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
+        self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
         samples: dict[int, int] = defaultdict(lambda: -1)
@@ -79,8 +82,15 @@ class TrainedBatch:
         own = {name: column[rows[sequence], :length] for name, column in self._columns.items()}
         return {name: column for name, column in own.items() if not np.isnan(column).all()}
 
+    def status(self, group: int, sample: int) -> tuple[Status, str]:
+        """Return status and reason of a sample that the batch holds: it is trained if one of its updates was made."""
+        rows = self._rows[group, sample]
+        if not self._is_skipped[rows].all():
+            return "trained", ""
+        return "skipped", NOT_FINITE if self._columns["loss_mask"][rows].any() else NO_TOKENS
+
     def advantage(self, group: int, sample: int) -> float | None:
-        """Return the mean advantage of a trajectory's trained tokens; None if there are none."""
+        """Return the mean advantage of a trajectory's tokens to train on; None if there are none."""
         rows = self._rows.get((group, sample))
         if rows is None or "advantages" not in self._columns:
             return None
@@ -178,7 +188,10 @@ def make_tables(
                 warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
             texts_of = {"segments": _segments(own), "data": _data(group)} if place in shown else {}
-            rows.append({**key, **_row(group, number), **columns, "advantage": advantage, **texts_of})
+            made = {**key, **_row(group, number), **columns, "advantage": advantage, **texts_of}
+            if group.status == "skipped" and trained is not None:  # some samples of the group may be in other updates
+                made["status"], made["reason"] = trained.status(key["group"], key["sample"])
+            rows.append(made)
             tokens += own
     return {
         "rows": pa.Table.from_pylist(rows, schema=ROWS),

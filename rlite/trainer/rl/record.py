@@ -56,7 +56,8 @@ class RunRecord(EvaluationRecord):
         """
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
         layouts = layouts_of([group for group in ended if group.group in trained])
-        outcome = Outcome(trained=trained, layouts=layouts, is_filtering=self._is_filtering)
+        skipped = set(batch["group_ids"][batch["is_skipped"]].tolist()) if "is_skipped" in batch else set()
+        outcome = Outcome(trained=trained, skipped=skipped, layouts=layouts, is_filtering=self._is_filtering)
         self._recorder.record(self._run.step, [outcome.decide(group) for group in ended], batch)
         self._tell_of_limit()
 
@@ -80,6 +81,8 @@ class Outcome:
 
     trained: Set[int] = frozenset()
     """numbers of the groups in the batch that was trained on"""
+    skipped: Set[int] = frozenset()
+    """numbers of the groups in the batch with a row whose update was skipped"""
     layouts: frozenset[Layout] = frozenset()
     """layouts of the trajectories in the batch; empty if they are unknown"""
     is_filtering: bool = False
@@ -100,7 +103,7 @@ class Outcome:
         if self.aborted:
             return "aborted", self.aborted
         if group.group in self.trained:
-            return "trained", ""
+            return ("skipped" if group.group in self.skipped else "trained"), ""
         if self.layouts and not layouts_of([group]) <= self.layouts:
             return "refused", UNLIKE
         return ("filtered", EQUAL_REWARDS) if self.is_filtering and _is_uniform(group) else ("refused", LEFT_OUT)

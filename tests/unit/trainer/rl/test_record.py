@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensordict import TensorDict
 
+from rlite.batch import with_keys
 from rlite.data.prompts import PromptStream
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
+from rlite.rollout.record.tables import NO_TOKENS, NOT_FINITE
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
@@ -123,6 +126,21 @@ def test_a_group_outside_the_batch_has_the_true_reason() -> None:
     ):
         found = outcome.decide(own)
         assert (found.status, found.reason) == (status, reason)
+
+
+def test_rollouts_of_a_skipped_update_are_not_called_trained(made: Any, tmp_path: Path) -> None:
+    parts = made(0)
+    with parts.record:
+        batch = parts.rollouts.next_batch()
+        parts.run.step += 1
+        is_skipped = torch.arange(len(batch)) > 0  # the first row alone is in an update that was made
+        parts.record.step(
+            with_keys(batch, is_skipped=is_skipped, loss_mask=batch["loss_mask"] & (batch["rewards"] > 0)[:, None])
+        )
+    rows = [row for row in recorded(tmp_path) if row["status"] in ("trained", "skipped")]
+    assert [row["status"] for row in rows] == ["trained"] + ["skipped"] * (len(batch) - 1)
+    assert [row["reason"] for row in rows[1:]] == [NOT_FINITE if row["reward"] else NO_TOKENS for row in rows[1:]]
+    assert {NOT_FINITE, NO_TOKENS} == {row["reason"] for row in rows[1:]}
 
 
 def test_nothing_is_filtered_without_dynamic_filtering() -> None:
