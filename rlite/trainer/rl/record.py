@@ -64,8 +64,8 @@ class RunRecord(EvaluationRecord):
     def _end(self, reason: str) -> None:
         """Record what is under way, and close."""
         outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
-        ended = [outcome.decide(group) for group in self._collector.take_ended()]
-        self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
+        groups = [outcome.decide(group) for group in self._collector.take_all(reason)]
+        self._recorder.record(self._run.step + 1, groups)
         super()._end(reason)
 
 

@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from rlite.batch import with_keys
-from rlite.data.prompts import PromptStream
+from rlite.data.prompts import Prompt, PromptStream
+from rlite.errors import StreamedDataError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended_groups import Ended
@@ -24,7 +25,7 @@ from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord, layouts_of
-from rlite.trainer.rl.rollouts import make_rollouts
+from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD, make_rollouts
 from tests.recorded import recorded
 
 ROWS = [{"id": f"row {number}", "input_ids": [65], "number": number} for number in range(8)]
@@ -45,7 +46,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
     """Makes the parts of a trainer that rollouts pass through, around a scripted engine."""
     collectors = []
 
-    def make(ahead: int, **trainer: Any) -> Any:
+    def make(ahead: int, prompts: PromptStream | None = None, **trainer: Any) -> Any:
         options = PpoConfig(
             actor=ActorOptions(model_name="x"),
             train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=2),
@@ -60,7 +61,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         said: list[Any] = []
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
         run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
-        prompts = PromptStream(ROWS, 2, seed=0)
+        prompts = prompts or PromptStream(ROWS, 2, seed=0)
         record = RunRecord(options, run, engines)
         record.begin()
         rollouts = make_rollouts(options, engines, Ask(), prompts)
@@ -150,6 +151,58 @@ def test_nothing_is_filtered_without_dynamic_filtering() -> None:
         ("refused", LEFT_OUT),
         ("refused", NOT_ACCEPTED),
     ]
+
+
+def groups_of(rows: list[dict[str, Any]]) -> list[int]:
+    return sorted(row["group"] for row in rows if row["sample"] == 0)
+
+
+def test_a_run_that_no_longer_runs_ahead_records_what_it_does_not_use(made: Any, tmp_path: Path) -> None:
+    ahead = made(1)
+    train(ahead, 2)
+    ahead.record.before_checkpoint()
+    state = ahead.rollouts.state_dict()
+    begun = {group["id"] for group in state["groups"]}
+    assert begun
+    parts = made(0)
+    parts.run.step = 2
+    parts.rollouts.load_state_dict(state)
+    with parts.record:
+        train(parts, 1)
+    rows = recorded(tmp_path)
+    assert groups_of(rows) == list(range(max(groups_of(rows)) + 1)), "every submitted group, once"
+    given_up = [row for row in rows if row["reason"] == NOT_AHEAD]
+    assert {row["group"] for row in given_up} == begun
+    assert {(row["step"], row["status"]) for row in given_up} == {(3, "aborted")}
+    finished = {group["id"] for group in state["groups"] if group["trajectories"] is not None}
+    assert {row["group"] for row in given_up if row["reward"] is not None} == finished
+
+
+class BadLater(PromptStream):
+    """The third call of `next` meets a row that cannot be used."""
+
+    num_calls = 0
+
+    def next(self, count: int | None = None) -> list[Prompt]:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise StreamedDataError("a bad row")
+        return super().next(count)
+
+
+def test_groups_of_a_batch_that_met_bad_data_are_recorded_by_the_run_that_goes_on(made: Any, tmp_path: Path) -> None:
+    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, seed=0))  # equal rewards, which are replaced
+    with pytest.raises(StreamedDataError):
+        train(parts, 1)
+    state = parts.rollouts.state_dict()
+    again = made(0)
+    again.rollouts.load_state_dict(state)
+    with again.record:
+        train(again, 1)
+    rows = recorded(tmp_path)
+    assert groups_of(rows) == list(range(max(groups_of(rows)) + 1))
+    given_up = [(row["step"], row["status"]) for row in rows if row["reason"] == BAD_DATA]
+    assert given_up == [(1, "aborted")] * 8
 
 
 def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -> None:
