@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from rlite import files
 from rlite.errors import writing
 from rlite.observability.record.files import FOLDER, RecordFile, all_files, path_of, record_files
+from rlite.observability.record.gaps import resume_gaps
 from rlite.observability.record.schema import ROWS
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def drop_later(folder: Path, step: int) -> None:
         StorageError: a file cannot be written or deleted.
     """
     _delete((folder / FOLDER).glob(".*.partial"))
+    resume_gaps(folder, step)
     whole = {file.path for file in record_files(folder)}
     for file in all_files(folder):
         if file.path not in whole or file.first > step:

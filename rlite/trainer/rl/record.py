@@ -50,9 +50,6 @@ class RunRecord(EvaluationRecord):
 
         Args:
             batch: the batch as it was trained on.
-
-        Raises:
-            StorageError: an earlier step could not be written.
         """
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
         layouts = layouts_of([group for group in ended if group.group in trained])

@@ -15,6 +15,8 @@ from tensordict import TensorDict
 from rlite.batch import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
+from rlite.observability.record.gaps import read_gaps
+from rlite.observability.record.rewrite import drop_later
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended_groups import Ended
@@ -226,12 +228,34 @@ def test_an_error_of_the_record_does_not_hide_why_a_run_failed(made: Any, caplog
 
     def fail() -> None:
         with parts.record:
-            parts.record.evaluation("test", 1, [SimpleNamespace(group=0)])  # no group
+            parts.record._collector = None
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
         fail()
     assert "the end of the record could not be written" in caplog.text
+
+
+def test_a_full_disk_ends_the_record_and_a_resumed_run_is_recorded_again(made: Any, tmp_path: Path) -> None:
+    first = made(0)
+    train(first, 1)
+    first.record.before_checkpoint()
+    (tmp_path / "record").rename(tmp_path / "aside")
+    (tmp_path / "record").touch()  # no folder
+    with first.record:
+        train(first, 2)
+        first.record.before_checkpoint()
+        (tmp_path / "record").unlink()
+        (tmp_path / "aside").rename(tmp_path / "record")
+        state = first.rollouts.state_dict()
+    drop_later(tmp_path, 3)
+    again = made(0)
+    again.run.step = 3
+    again.rollouts.load_state_dict(state)
+    with again.record:
+        train(again, 1)
+    assert {row["step"] for row in recorded(tmp_path)} == {1, 4}
+    assert [(gap.first, gap.last) for gap in read_gaps(tmp_path)] == [(2, 3)]
 
 
 def test_all_texts_are_there_only_if_all_are_asked_for(made: Any, tmp_path: Path) -> None:
