@@ -5,16 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
 from rlite.errors import StorageError, writing
 from rlite.observability.record import rewrite
-from rlite.observability.record.files import FOLDER, Kind, all_files, path_of, write_table
+from rlite.observability.record.files import (
+    FOLDER,
+    Kind,
+    all_files,
+    damaged_files,
+    path_of,
+    size_of,
+    used_bytes,
+    write_table,
+)
 from rlite.observability.record.gaps import Gap, read_gaps, write_gaps
 
 logger = logging.getLogger(__name__)
@@ -35,8 +45,8 @@ class RecordWriter:
 
     Args:
         folder: the run's folder.
-        limit: bytes of all files of the record. Beyond it the texts and tokens of the oldest steps are deleted, and if
-            there are none left, their rows.
+        limit: bytes of all files of the record. Beyond it damaged files are deleted, then the texts and tokens of the
+            oldest steps, and if there are none left, their rows.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -45,7 +55,7 @@ class RecordWriter:
         self._pending: deque[tuple[int, Future[None]]] = deque()
         self._gap: Gap | None = None
         self._is_noted = False
-        self._size = sum(_size(file.path) for file in all_files(folder))
+        self._size = used_bytes(folder)
         self._removed = threading.Event()
 
     @property
@@ -127,16 +137,20 @@ class RecordWriter:
 
     def _compact(self, before: int) -> None:
         try:
-            rewrite.compact(self._folder, before)
+            rewrite.compact(self._folder, before, self._has_room)
         except StorageError as error:  # nothing is lost: the next checkpoint tries again
             logger.warning("the files of the record are not merged: %s", error)
+        self._size = used_bytes(self._folder)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return used_bytes(self._folder) + num_bytes <= self._limit
 
     def _write(self, source: str, step: int, tables: Tables) -> None:
         for kind, table in tables.items():
             path = path_of(self._folder, source, kind, step, step)
-            self._size -= _size(path)
+            self._size -= size_of(path)
             if len(table):
-                self._size += _size(write_table(self._folder, source, step, kind, table))
+                self._size += size_of(write_table(self._folder, source, step, kind, table))
             else:
                 with writing(path):
                     path.unlink(missing_ok=True)
@@ -144,26 +158,21 @@ class RecordWriter:
             self._trim()
 
     def _trim(self) -> None:
-        """Remove the oldest texts and tokens, and then the oldest rows, until the record is below its limit."""
-        oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        sizes = {file.path: _size(file.path) for file in oldest}
-        self._size = sum(sizes.values())
-        if self._size <= self._limit:  # files were merged
+        """Remove the least useful files and texts, until the record is below its limit."""
+        self._size = used_bytes(self._folder)
+        if self._size <= self._limit:
             return
-        for act in (rewrite.strip, rewrite.delete):
-            for file in oldest:
-                if self._size <= ROOM * self._limit:
-                    return
-                if file.path.exists() and act(file):
-                    left = _size(file.path)
-                    self._size -= sizes[file.path] - left
-                    sizes[file.path] = left
-                    self._removed.set()
+        for path, remove in self._removable():
+            if self._size <= ROOM * self._limit:
+                return
+            before = size_of(path)
+            if before and remove():
+                self._size -= before - size_of(path)
+                self._removed.set()
 
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
+        """Yield the files with a call that removes the file, or a part of it: the least useful come first."""
+        oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
+        yield from ((path, partial(rewrite.delete, path)) for path in damaged_files(self._folder))
+        yield from ((file.path, partial(rewrite.strip, file)) for file in oldest)
+        yield from ((file.path, partial(rewrite.delete, file.path)) for file in oldest)

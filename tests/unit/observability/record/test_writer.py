@@ -161,6 +161,35 @@ def test_the_limit_holds_although_rows_alone_exceed_it(tmp_path: Path) -> None:
     assert [row["step"] for row in recorded(tmp_path)][-1] == 30
 
 
+def test_damaged_files_count_and_go_first(tmp_path: Path) -> None:
+    first = RecordWriter(tmp_path, limit=2**30)
+    first.write("train", 1, lambda: tables(1, size=20_000))
+    first.close()
+    damaged = path_of(tmp_path, "train", "tokens", 1, 100).with_suffix(".damaged")
+    damaged.write_bytes(bytes(300_000))
+    second = RecordWriter(tmp_path, limit=300_000)
+    second.write("train", 2, lambda: tables(2, size=20_000))
+    second.close()
+    assert not damaged.exists()
+    assert second.has_removed
+    assert all(row["segments"] for row in recorded(tmp_path))
+
+
+@pytest.mark.parametrize(("times", "is_merged"), [(1.5, False), (2.5, True)])
+def test_files_are_merged_only_if_the_limit_has_room_for_both(tmp_path: Path, times: float, is_merged: bool) -> None:
+    first = RecordWriter(tmp_path, limit=2**30)
+    for step in (1, 2):
+        first.write("train", step, lambda step=step: {"rows": tables(step, size=20_000)["rows"]})  # type: ignore[misc]
+    first.close()
+    folder = tmp_path / "record"
+    second = RecordWriter(tmp_path, int(times * sum(path.stat().st_size for path in folder.iterdir())))
+    second.compact(101)
+    second.close()
+    assert len(list(folder.iterdir())) == (1 if is_merged else 2)
+    assert [row["step"] for row in recorded(tmp_path)] == [1, 2]
+    assert not second.has_removed
+
+
 def test_a_resumed_run_counts_what_is_there(tmp_path: Path) -> None:
     first = RecordWriter(tmp_path, limit=2**30)
     for step in range(1, 6):
