@@ -6,9 +6,9 @@ The steps are those of `benchmarks.grpo`: 8 prompts x 8 generations of up to 128
 a step with `all`, one with `sample` and one with `none`, in changing order, with the same prompts and seeds. A step is
 whole: the collector keeps the rollouts and their tokens, the loss returns the log-probabilities and entropies, and the
 step waits until its record is on disk, although a run goes on meanwhile. The share is the median over the rounds of the
-paired ratio to `none`, less 1. `sample` writes the texts and tokens of all groups in every tenth of its steps: its share
-is the mean of both kinds of steps, weighted by their number. A busy machine disturbs CPU time less than wall time. With
-several devices the workers are processes of Ray, and CPU time is that of this process alone.
+paired ratio to `none`, less 1. `sample` writes the texts and tokens of all groups in every tenth step: its share is the
+mean of both kinds of steps, weighted by their number. A busy machine disturbs CPU time less than wall time. With more
+devices than one the workers are processes of Ray, and CPU time is that of this process alone.
 """
 
 from __future__ import annotations
