@@ -26,6 +26,10 @@ class Gap:
     """last step; None if the run has not been resumed since"""
     reason: str
 
+    def __str__(self) -> str:
+        last = "the end" if self.last is None else self.last
+        return f"steps {self.first} to {last} are missing or incomplete: {self.reason}"
+
 
 def read_gaps(folder: Path) -> list[Gap]:
     """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
