@@ -89,15 +89,16 @@ class RecordWriter:
     def close(self) -> None:
         """Wait until everything is written, and end the thread; see `flush`."""
         self.flush()
-        self._note()
+        wait([self._executor.submit(self._note)], TIMEOUT)
         self._executor.shutdown(wait=False)
 
     def _submit(self, step: int, act: Callable[[], None]) -> None:
         while self._pending and (self._pending[0][1].done() or len(self._pending) >= MAX_PENDING):
             self._finish()
-        self._note()
         if self._gap is None:
             self._pending.append((step, self._executor.submit(self._attempt, step, act)))
+        else:
+            self._executor.submit(self._note)
 
     def _finish(self) -> None:
         """Wait for the oldest step that is not written; if it takes too long, the record ends."""
@@ -105,6 +106,18 @@ class RecordWriter:
         if not wait([written], TIMEOUT).done:
             self._end(step, f"a step was not written in {TIMEOUT:g} s")
             self._pending.clear()
+
+    def _end(self, step: int, reason: str) -> None:
+        self._gap = Gap(step, None, reason)
+        logger.warning(
+            "%s: the record ends before step %d: %s. The run goes on without it. Free space if the disk is full; a run "
+            "that is resumed is recorded again",
+            self._folder / FOLDER,
+            step,
+            reason,
+        )
+
+    # -- called in the background --------------------------------------------------------------------------------
 
     def _attempt(self, step: int, act: Callable[[], None]) -> None:
         """Act, unless the record has ended; a failure ends it."""
@@ -116,16 +129,6 @@ class RecordWriter:
             except Exception as error:  # tables may hold anything, and no record is worth a run
                 logger.warning("the record of step %d failed", step, exc_info=True)
                 self._end(step, repr(error))
-
-    def _end(self, step: int, reason: str) -> None:
-        self._gap = Gap(step, None, reason)
-        logger.warning(
-            "%s: the record ends before step %d: %s. The run goes on without it. Free space if the disk is full; a run "
-            "that is resumed is recorded again",
-            self._folder / FOLDER,
-            step,
-            reason,
-        )
         self._note()
 
     def _note(self) -> None:

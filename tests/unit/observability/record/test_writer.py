@@ -105,6 +105,7 @@ def test_a_gap_is_noted_as_soon_as_the_disk_takes_it(tmp_path: Path) -> None:
     writer.flush()
     (tmp_path / "record").unlink()
     writer.write("train", 2, lambda: tables(2))
+    writer._executor.submit(lambda: None).result()
     assert [gap.first for gap in read_gaps(tmp_path)] == [1]
     writer.close()
     assert len(read_gaps(tmp_path)) == 1
