@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Transcript:
 
     def state_dict(self) -> list[dict[str, list[Any]]]:
         """Return plain values."""
-        return [{name: columns[name].tolist() for name in _Sequence.TYPES} for columns in self.arrays()]
+        return [{name: columns[name].tolist() for name in _Sequence.NAMES} for columns in self.arrays()]
 
     @classmethod
     def from_state(cls, state: Sequence[dict[str, list[Any]]]) -> Transcript:
@@ -61,39 +61,39 @@ class Transcript:
 class _Sequence:
     """Tokens in the order in which the model reads and writes them, with version -1 where it only reads."""
 
-    TYPES: ClassVar = {"ids": "i", "versions": "i", "logprobs": "f"}
-    """columns with their types; an array takes less memory than a list"""
+    NAMES = ("ids", "versions", "logprobs")
 
-    def __init__(self, **columns: list[Any]) -> None:
-        self._columns = {name: array(kind, columns.get(name, ())) for name, kind in self.TYPES.items()}
+    def __init__(self, ids: Sequence[int] = (), versions: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
+        # an array takes less memory than a list
+        self._ids, self._versions, self._logprobs = array("i", ids), array("i", versions), array("f", logprobs)
         self.is_open = False
         """an answer is arriving"""
 
     def begins(self, prompt: list[int]) -> bool:
         """Return whether a prompt goes on with this sequence."""
-        ids = self._columns["ids"]
-        count = len(ids)
-        if self.is_open or prompt[count - 1 : count] != ids[-1:].tolist():
+        count = len(self._ids)
+        if self.is_open or prompt[count - 1 : count] != self._ids[-1:].tolist():
             return False
-        return prompt[:count] == ids.tolist()
+        return prompt[:count] == self._ids.tolist()
 
     def read(self, prompt: list[int]) -> None:
         """Append the tokens of a prompt that are new."""
-        new = prompt[len(self._columns["ids"]) :]
-        self._append(logprobs=[0.0] * len(new), versions=[-1] * len(new), ids=new)
+        new = prompt[len(self._ids) :]
+        self._append(new, [-1] * len(new), [0.0] * len(new))
 
     def write(self, chunk: TokenChunk) -> None:
-        """Append tokens of the answer."""
-        versions = [chunk.version] * len(chunk.token_ids)
-        self._append(logprobs=chunk.logprobs, versions=versions, ids=chunk.token_ids)
+        """Append tokens of the answer. Engines call this for each token."""
+        self._append(chunk.token_ids, [chunk.version] * len(chunk.token_ids), chunk.logprobs)
 
-    def _append(self, **columns: Sequence[Any]) -> None:
-        """Append values to columns, to the ids at last: another thread may read meanwhile, and counts by them."""
-        for name, values in columns.items():
-            self._columns[name].extend(array(self.TYPES[name], values))
+    def _append(self, ids: Sequence[int], versions: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens, their ids at last: another thread may read meanwhile, and counts by them."""
+        self._logprobs.extend(logprobs)
+        self._versions.extend(versions)
+        self._ids.extend(ids)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the columns, and the mask of the tokens that the model wrote."""
-        count = len(self._columns["ids"])
-        columns = {name: np.array(values[:count]) for name, values in self._columns.items()}
-        return {**columns, "mask": columns["versions"] >= 0}
+        count = len(self._ids)
+        versions = np.array(self._versions[:count])
+        columns = {"ids": np.array(self._ids[:count]), "versions": versions, "mask": versions >= 0}
+        return {**columns, "logprobs": np.array(self._logprobs[:count])}

@@ -41,6 +41,8 @@ TRAINED = {
 """columns of tokens that the trainer makes, by the keys of a batch; a later key counts more than an earlier one"""
 SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
 """columns of tokens that a trajectory has, by their keys"""
+INTEGERS = ("turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "version_min", "version_max")
+"""columns of rows that are made of numbers of a trajectory, in 32 bits"""
 OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
 """further keys of a trajectory that are recorded, beside the parts of its reward"""
 
@@ -124,9 +126,7 @@ class Arrays:
     def _read(self, trajectory: TensorDict) -> None:
         recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
         self.columns = {
-            key: as_array(trajectory[key])
-            for key in map(str, trajectory.keys())
-            if key in recorded or key.startswith(NAMED_REWARD)
+            key: as_array(value) for key, value in trajectory.items() if key in recorded or key.startswith(NAMED_REWARD)
         }
         self.sequences = list(self._sequences())
 
@@ -202,12 +202,17 @@ def make_tables(
 def _read(
     key: Mapping[str, int], episode: Episode, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown."""
+    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown.
+
+    Raises:
+        OverflowError: A column cannot hold its number.
+    """
     made = Arrays(episode)
     if not made.sequences:
         return {}, []
     columns = _of_trajectory(made)
-    pa.RecordBatch.from_pylist([columns], ROWS)  # raises for a number that a column cannot hold
+    if beyond := [name for name in INTEGERS if not -(2**31) <= (columns[name] or 0) < 2**31]:
+        raise OverflowError(f"{', '.join(beyond)}: a number that the column cannot hold")
     return columns, _tokens(key, made, texts, trained) if is_shown else []
 
 

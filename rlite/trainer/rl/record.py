@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tensordict import TensorDict
@@ -52,9 +53,8 @@ class RunRecord(EvaluationRecord):
             batch: the batch as it was trained on.
         """
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
-        layouts = layouts_of([group for group in ended if group.group in trained])
         skipped = set(batch["group_ids"][batch["is_skipped"]].tolist()) if "is_skipped" in batch else set()
-        outcome = Outcome(trained=trained, skipped=skipped, layouts=layouts, is_filtering=self._is_filtering)
+        outcome = Outcome(ended=ended, trained=trained, skipped=skipped, is_filtering=self._is_filtering)
         self._recorder.record(self._run.step, [outcome.decide(group) for group in ended], batch)
         self._tell_of_limit()
 
@@ -76,16 +76,21 @@ def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
 class Outcome:
     """Fate of the groups that have ended before or in a step."""
 
+    ended: Sequence[Ended] = ()
+    """groups that have ended; those in the batch are among them"""
     trained: Set[int] = frozenset()
     """numbers of the groups in the batch that was trained on"""
     skipped: Set[int] = frozenset()
     """numbers of the groups in the batch with a row whose update was skipped"""
-    layouts: frozenset[Layout] = frozenset()
-    """layouts of the trajectories in the batch; empty if they are unknown"""
     is_filtering: bool = False
     """groups of equal rewards are replaced"""
     aborted: str = ""
     """why nothing was trained on; "" if a batch was"""
+
+    @cached_property
+    def _layouts(self) -> frozenset[Layout]:
+        """Layouts of the trajectories in the batch."""
+        return layouts_of(group for group in self.ended if group.group in self.trained)
 
     def decide(self, group: Ended) -> Ended:
         """Return a group that was lost or consumed, with its status and reason."""
@@ -101,7 +106,7 @@ class Outcome:
             return "aborted", self.aborted
         if group.group in self.trained:
             return ("skipped" if group.group in self.skipped else "trained"), ""
-        if self.layouts and not layouts_of([group]) <= self.layouts:
+        if self._layouts and not layouts_of([group]) <= self._layouts:
             return "refused", UNLIKE
         return ("filtered", EQUAL_REWARDS) if self.is_filtering and _is_uniform(group) else ("refused", LEFT_OUT)
 

@@ -26,7 +26,7 @@ from rlite.rollout.record.tables import NO_TOKENS, NOT_FINITE
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord, layouts_of
+from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD, make_rollouts
 from tests.recorded import recorded
 
@@ -118,7 +118,7 @@ def consumed(number: int, rewards: Sequence[float] = (0.0, 1.0), **more: float) 
 
 def test_a_group_outside_the_batch_has_the_true_reason() -> None:
     batch = [consumed(0), consumed(1, scores=1.0)]
-    outcome = Outcome(trained={0, 1}, layouts=layouts_of(batch), is_filtering=True)
+    outcome = Outcome(ended=batch, trained={0, 1}, is_filtering=True)
     assert outcome.decide(batch[0]).status == "trained"
     for own, status, reason in (
         (consumed(2), "refused", LEFT_OUT),
