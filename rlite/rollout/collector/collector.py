@@ -395,7 +395,7 @@ class RolloutCollector:
         with self._changed:
             self._restore_record(state)
             if self.options.keep_ended:
-                self._runner.ended += [aborted(group, reason) for group in state["groups"] if "id" in group]
+                self._runner.ended += [aborted(saved, reason) for saved in state["groups"] if "id" in saved]
 
     def _restore_record(self, state: Mapping[str, Any]) -> None:
         self._num_submitted = state.get("num_ids", 0)
