@@ -14,6 +14,7 @@ devices than one the workers are processes of Ray, and CPU time is that of this 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -122,6 +123,12 @@ def share_of(mode: Amount, found: Mapping[int, float]) -> float:
     return (whole + (WHOLE_EVERY - 1) * other) / WHOLE_EVERY
 
 
+def error_of(found: Mapping[int, float]) -> float:
+    """Return the standard error of the median of ratios, from their quartiles as if they were normal."""
+    low, _, high = statistics.quantiles(found.values(), n=4)
+    return 0.93 * (high - low) / math.sqrt(len(found))
+
+
 def shares_of(mode: Amount, found: Mapping[Amount, Sequence[Step]]) -> dict[str, float]:
     """Return the share that an amount takes, by clock."""
     return {clock: share_of(mode, ratios(found[mode], found["none"], clock)) for clock in ("wall", "cpu")}
@@ -145,7 +152,10 @@ def main() -> None:
         sizes = {mode: used_bytes(scratch / "run" / mode) / (args.steps + WARM_UP) for mode in MODES}
     for mode in MODES:
         seconds = {clock: statistics.median(vars(step)[clock] for step in found[mode]) for clock in ("wall", "cpu")}
-        shares = "".join(f", {share:+.2%} of {clock}" for clock, share in shares_of(mode, found).items())
+        errors = {clock: error_of(ratios(found[mode], found["none"], clock)) for clock in ("wall", "cpu")}
+        shares = "".join(
+            f", {share:+.2%} (error {errors[clock]:.2%}) of {clock}" for clock, share in shares_of(mode, found).items()
+        )
         print(
             f"{mode:6} {len(found[mode])} steps of {seconds['wall']:.3f} s, CPU {seconds['cpu']:.3f} s{shares}; "
             f"{sizes[mode] / 1024:.0f} KiB a step"

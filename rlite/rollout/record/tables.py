@@ -126,7 +126,9 @@ class Arrays:
     def _read(self, trajectory: TensorDict) -> None:
         recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
         self.columns = {
-            key: as_array(value) for key, value in trajectory.items() if key in recorded or key.startswith(NAMED_REWARD)
+            key: as_array(value)
+            for key, value in trajectory.items()
+            if isinstance(value, Tensor) and (key in recorded or key.startswith(NAMED_REWARD))
         }
         self.sequences = list(self._sequences())
 
