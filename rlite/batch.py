@@ -68,6 +68,7 @@ _TABLE = (
     Key("full_old_logprobs", "[N, L]", "float32", "trainer", "advantages", "`old_logprobs` over the vocabulary."),
     Key("trained_logprobs", "[N, L]", "float32", "trainer", "record", "Log-probability in the token's own update."),
     Key("entropies", "[N, L]", "float32", "trainer", "record", "Entropy where the token is predicted, in its update."),
+    Key("is_skipped", "[N]", "bool", "trainer", "record", "Whether the row's update was not made."),
     Key("advantages", "[N, L]", "float32", "advantages", "policy losses", "Advantage of the token; 0 off `loss_mask`."),
     Key("returns", "[N, L]", "float32", "advantages", "value loss", "Value that the critic should have predicted."),
     Key("selected", "[N, L]", "bool", "selection", "policy losses", "Tokens that the policy loss treats differently."),

@@ -12,8 +12,9 @@
 
 There is one trace in a process, and none until `start`: then each of these costs a fraction of a microsecond. Events
 are buffered briefly and written in pieces, so memory stays bounded, and the file of a killed process opens, too. A
-trace that cannot be written, such as on a full disk, ends with a warning; the program goes on. Times are those of
-`time.perf_counter`, written in microseconds since `start`.
+trace that cannot be written, such as on a full disk, ends with a warning; the program goes on. `start` keeps an earlier
+trace of the same path: the newest of them is trace.1.json. Times are those of `time.perf_counter`, written in
+microseconds since `start`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ MAX_EVENTS = 2_000_000
 """largest number of events in a trace; about 300 MB of JSON"""
 HELD_EVENTS = 4096
 """between two writes"""
+MAX_EARLIER = 9
+"""earlier traces that are kept"""
 THREADS, TASKS = "driver", "in flight"
 """the processes, in the trace's sense, of this process's threads and of what many tasks share"""
 
@@ -58,7 +61,7 @@ class Tracer:
     If the file cannot be written, one warning is logged, and later events are dropped.
 
     Args:
-        path: where it is written; an older file is replaced.
+        path: where it is written; an older file is kept, see `set_aside`.
         max_events: largest number of events; later events are counted, and the last event has their number.
 
     Raises:
@@ -79,6 +82,7 @@ class Tracer:
         self._lock = threading.RLock()
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            set_aside(self.path)
             self._file = self.path.open("w", encoding="utf-8")
         self._file.write("[\n")
         self._began = time.perf_counter()
@@ -274,6 +278,32 @@ class Tracer:
 
     def _name(self, what: str, process: int, row: int, name: str) -> None:
         self._hold({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
+
+
+def earlier_traces(path: Path) -> list[Path]:
+    """Return the paths of earlier traces, the newest first: of trace.json trace.1.json, trace.2.json, ..."""
+    return [path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, MAX_EARLIER + 1)]
+
+
+def set_aside(path: Path) -> None:
+    """Rename a trace to the first earlier one, and each earlier one to the next. The oldest of too many is deleted.
+
+    A process that follows the trace still has its file: the next trace is a new one.
+
+    Args:
+        path: of the trace; nothing happens if it is no file, such as a device.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    if not path.is_file():
+        return
+    names = [path, *earlier_traces(path)]
+    num_held = next((place for place, name in enumerate(names) if not name.exists()), len(names))
+    if num_held == len(names):
+        logger.warning("%s is deleted: %d later traces are kept", names[-1], MAX_EARLIER)
+    for place in reversed(range(min(num_held, MAX_EARLIER))):
+        names[place].replace(names[place + 1])
 
 
 @contextmanager

@@ -218,8 +218,8 @@ class PpoTrainer:
         """Make the optimizer steps of one rollout batch.
 
         Returns:
-            The batch, with `trained_logprobs` and `entropies` [N, L] if the run is recorded: NaN for the rows of an
-                update without trained tokens.
+            The batch, with `is_skipped` [N], and with `trained_logprobs` and `entropies` [N, L] if the run is recorded:
+                NaN for the rows of an update without trained tokens.
         """
         if self.run.step < self.options.actor.freeze_steps:
             return batch
@@ -227,12 +227,13 @@ class PpoTrainer:
         loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
         self.engines.move_to_device(actor)
         actor.train()
-        columns: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {"is_skipped": torch.zeros(len(batch), dtype=torch.bool)}
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
             stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
             for name in stats.keys() & set(OF_TOKENS):  # an update without trained tokens has none
                 columns.setdefault(name, torch.full(batch["attention_mask"].shape, math.nan))[rows] = stats.pop(name)
+            columns["is_skipped"][rows] = bool(stats["is_skipped"])
             stats_tracker.scalar(**loss_stats(stats))
         return with_keys(batch, **columns)
 

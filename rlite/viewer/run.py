@@ -10,6 +10,7 @@ import yaml
 
 from rlite import files
 from rlite.errors import ConfigError
+from rlite.observability.record.gaps import read_gaps
 from rlite.observability.record.reader import RecordReader, is_recorded
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile
@@ -128,7 +129,8 @@ class ViewedRun:
     @property
     def notes(self) -> list[str]:
         """Information for the reader that is no problem."""
-        return [UNFINISHED] if self.is_unfinished_evaluation else []
+        gaps = [f"record: {gap}" for gap in read_gaps(self.folder)]
+        return [UNFINISHED, *gaps] if self.is_unfinished_evaluation else gaps
 
 
 def open_runs(folders: list[str]) -> list[ViewedRun]:

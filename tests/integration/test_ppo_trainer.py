@@ -199,6 +199,7 @@ def test_update_without_trained_tokens_keeps_the_record_of_others(model, tmp_pat
     sequences = recorded(tmp_path, kind="tokens")
     assert [sequence["entropy"] is None for sequence in sequences] == [False] * 32 + [True] * 32
     assert all(sum(sequence["entropy"]) > 0 for sequence in sequences[:32])
+    assert [row["status"] for row in recorded(tmp_path)] == ["trained"] * 32 + ["skipped"] * 32
 
 
 def test_the_old_policy_of_several_updates_has_the_temperature_of_sampling(model, tmp_path, session):

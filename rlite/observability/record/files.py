@@ -26,6 +26,8 @@ from rlite.errors import writing
 
 FOLDER = "record"
 TRAIN = "train"
+DAMAGED = ".damaged"
+"""suffix of a file that a resumed run can neither read nor cut"""
 TOKEN_ROWS = 8
 """sequences that are read together, to show one"""
 ROW_BYTES = 16 << 20
@@ -71,6 +73,24 @@ def record_files(folder: Path) -> Iterator[RecordFile]:
     found = all_files(folder)
     compacted = [file for file in found if file.first < file.last]
     yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
+
+
+def damaged_files(folder: Path) -> list[Path]:
+    """Return the damaged files that a resumed run has set aside, by name."""
+    return sorted((folder / FOLDER).glob(f"*{DAMAGED}"))
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of all files of the record in a run's folder, whatever they are."""
+    return sum(size_of(path) for path in (folder / FOLDER).glob("*"))
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path:

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from rlite import files
 from rlite.errors import writing
-from rlite.observability.record.files import FOLDER, RecordFile, all_files, path_of, record_files
+from rlite.observability.record.files import DAMAGED, FOLDER, RecordFile, all_files, path_of, record_files, size_of
+from rlite.observability.record.gaps import resume_gaps
 from rlite.observability.record.schema import ROWS
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,15 @@ class _UnreadableError(Exception):
     """A source cannot be read."""
 
 
-def compact(folder: Path, before: int) -> None:
+def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda num_bytes: True) -> None:
     """Merge the files of each full hundred of steps, from step 1 on, into one file for each source and kind.
 
     Args:
         folder: the run's folder.
         before: step after the last step that may be merged. It may still be recorded: the evaluation after a step
             comes later than the step's own rows.
+        has_room: whether the disk may take so many more bytes. While files are merged they are there twice; files for
+            which there is no room stay as they are.
 
     Raises:
         StorageError: a file cannot be written.
@@ -49,7 +52,8 @@ def compact(folder: Path, before: int) -> None:
 
     due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED < before]
     for (source, kind, number), parts in groupby(sorted(due, key=hundred_of), key=hundred_of):
-        if len(own := sorted(parts, key=lambda file: file.first)) > 1:
+        own = sorted(parts, key=lambda file: file.first)
+        if len(own) > 1 and has_room(sum(size_of(file.path) for file in own)):
             target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)
             if _rewrite([file.path for file in own], target):
                 _delete(file.path for file in own)
@@ -66,6 +70,7 @@ def drop_later(folder: Path, step: int) -> None:
         StorageError: a file cannot be written or deleted.
     """
     _delete((folder / FOLDER).glob(".*.partial"))
+    resume_gaps(folder, step)
     whole = {file.path for file in record_files(folder)}
     for file in all_files(folder):
         if file.path not in whole or file.first > step:
@@ -75,7 +80,7 @@ def drop_later(folder: Path, step: int) -> None:
             if _rewrite([file.path], target, lambda table: table.filter(pc.field("step") <= step)):
                 _delete([file.path])
             else:  # its name would hide the files of the steps that are made again
-                file.path.rename(file.path.with_suffix(".damaged"))
+                file.path.rename(file.path.with_suffix(DAMAGED))
 
 
 def strip(file: RecordFile) -> bool:
@@ -98,7 +103,7 @@ def strip(file: RecordFile) -> bool:
     return _rewrite([file.path], file.path, _without_texts)
 
 
-def delete(file: RecordFile) -> bool:
+def delete(path: Path) -> bool:
     """Delete a file.
 
     Returns:
@@ -107,7 +112,7 @@ def delete(file: RecordFile) -> bool:
     Raises:
         StorageError: the file cannot be deleted.
     """
-    _delete([file.path])
+    _delete([path])
     return True
 
 

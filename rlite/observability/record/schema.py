@@ -15,14 +15,24 @@ VERSION_KEY = b"rlite.record"
 """metadata key of the tables that holds the version"""
 
 Status = Literal[
-    "trained", "evaluated", "filtered", "refused", "too_old", "failed", "timed_out", "reward_killed", "aborted"
+    "trained",
+    "evaluated",
+    "skipped",
+    "filtered",
+    "refused",
+    "too_old",
+    "failed",
+    "timed_out",
+    "reward_killed",
+    "aborted",
 ]
 """status of a rollout:
 
     trained        a batch that was trained on holds it
     evaluated      an evaluation counts it
-    filtered       all rewards of its group were equal
-    refused        should_accept refused its group, or the workflow returned None
+    skipped        every update with one of its rows was skipped: not finite, or without a token to train on
+    filtered       all rewards of its group were equal, and dynamic filtering replaced it
+    refused        should_accept refused its group, the workflow returned None, or the trainer left it out
     too_old        exceeds max_head_offpolicyness
     failed         its episode, or one of its group, raised an error until no attempt was left
     timed_out      its episode did not end in time
@@ -51,7 +61,7 @@ ROWS = _schema(
     reward_parts=(pa.map_(pa.string(), pa.float64()), "parts of the reward by name, before their weights"),
     score=(pa.float64(), "score by which it is evaluated; null if the workflow gives none"),
     answer=(pa.string(), "answer that the reward has judged; null if it names none"),
-    advantage=(pa.float64(), "mean advantage of the trained tokens; null if it was not trained on"),
+    advantage=(pa.float64(), "mean advantage of the tokens to train on; null if it is in no batch"),
     turns=(pa.int32(), "turns of the model"),
     tool_calls=(pa.int32(), "tool calls; null if the workflow has none"),
     tool_errors=(pa.int32(), "tool calls that failed; null if the workflow has none"),
@@ -96,7 +106,7 @@ TOKENS = _schema(
         "log-probability by the trainer before all updates of the step if the step computes it, else before the update "
         "of the token's minibatch; null if unknown",
     ),
-    advantages=(pa.list_(pa.float32()), "advantage; null if it was not trained on"),
+    advantages=(pa.list_(pa.float32()), "advantage; null if it is in no batch"),
     entropy=(
         pa.list_(pa.float32()),
         "entropy of the trainer's distribution before the update of the token's minibatch, after earlier updates of "

@@ -23,7 +23,7 @@ from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.collector.consumer import GroupConsumer, join
 from rlite.rollout.collector.ended_groups import Ended
-from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept
+from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept, aborted
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
 from rlite.rollout.collector.lost_groups import LostGroups
 from rlite.rollout.collector.options import CollectorOptions
@@ -329,8 +329,7 @@ class RolloutCollector:
         """
         with self._changed:
             failed_attempts = dict(self.failed_attempts)
-            counts = {"failed_attempts": failed_attempts, "num_ids": self._num_submitted}
-            return {**self._ahead.state_dict(), **counts, "ended": [group.state_dict() for group in self._runner.ended]}
+            return {**self._ahead.state_dict(), "failed_attempts": failed_attempts, **self.record_state()}
 
     def load_state_dict(
         self, state: Mapping[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
@@ -348,9 +347,7 @@ class RolloutCollector:
         with self._changed:
             self._ahead.load_state_dict(state, workflow, should_accept, self.engine.get_version())
             self._runner.lost_groups = LostGroups(self.failed_attempts.total())
-            self._num_submitted = state["num_ids"]
-            if self.options.keep_ended:
-                self._runner.ended = [Ended.from_state(kept) for kept in state.get("ended", ())]
+            self._restore_record(state)
         self.version_changed()
 
     # -- for the record ------------------------------------------------------------------------------------------
@@ -361,25 +358,49 @@ class RolloutCollector:
             found, self._runner.ended = self._runner.ended, []
         return found
 
-    def under_way(self, reason: str) -> list[Ended]:
-        """Return the groups to train on that have not ended, as aborted. They go on.
+    def take_all(self, reason: str) -> list[Ended]:
+        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
 
         Args:
             reason: why they will not be trained on.
         """
-        with self._changed:
+        with self._changed:  # once for both: a group that ends in between would be in neither
             groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
-            return [group.ended("aborted", reason) for group in groups]
+            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
 
-    @property
-    def num_submitted(self) -> int:
-        """Number of groups submitted so far, from which the next group has its number."""
-        return self._num_submitted
+    def give_up_consumed(self, reason: str) -> None:
+        """Call the groups aborted that were consumed since `take_ended`: they will not be trained on.
 
-    def number_from(self, num_submitted: int) -> None:
-        """Set the number of submitted groups."""
+        Args:
+            reason: why.
+        """
         with self._changed:
-            self._num_submitted = num_submitted
+            self._runner.ended = [
+                replace(group, status="aborted", reason=reason) if group.status is None else group
+                for group in self._runner.ended
+            ]
+
+    def record_state(self) -> dict[str, Any]:
+        """Return the number of submitted groups, and those that `take_ended` has not returned yet, as plain values."""
+        with self._changed:
+            return {"num_ids": self._num_submitted, "ended": [group.state_dict() for group in self._runner.ended]}
+
+    def load_record_state(self, state: Mapping[str, Any], reason: str) -> None:
+        """Continue the numbers and the record of a state. Its groups do not go on: they count as aborted.
+
+        Args:
+            state: what `state_dict` or `record_state` returned, with further groups.
+            reason: why the groups do not go on.
+        """
+        with self._changed:
+            self._restore_record(state)
+            if self.options.keep_ended:
+                self._runner.ended += [aborted(saved, reason) for saved in state["groups"] if "id" in saved]
+
+    def _restore_record(self, state: Mapping[str, Any]) -> None:
+        self._num_submitted = state.get("num_ids", 0)
+        if self.options.keep_ended:
+            self._runner.ended = [Ended.from_state(kept) for kept in state.get("ended", ())]
 
     def close(self) -> None:
         """Cancel running groups and end the thread; the last collector ends the reward processes, too. Idempotent."""

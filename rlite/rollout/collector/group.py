@@ -121,7 +121,7 @@ class Group:
         group = cls(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("version"))
         group.item = state.get("item", "")
         if (rows := state["trajectories"]) is not None:
-            group.trajectories = [TensorDict(row, batch_size=[len(row["input_ids"])]) for row in rows]
+            group.trajectories = [_trajectory(row) for row in rows]
             group.tokens.update(dict(enumerate(response_lengths(group.trajectories))))
             if kept := state.get("episodes"):
                 pairs = zip(kept, group.trajectories, strict=True)
@@ -229,6 +229,25 @@ class Queue:
                 self.ledger.submit(group.id)
             else:
                 self.ledger.restore_ready(group.id, version if group.age is None else group.age)
+
+
+def aborted(state: Mapping[str, Any], reason: str) -> Ended:
+    """Return a group that was saved and does not go on, as its episodes were when it was saved.
+
+    Args:
+        state: what `Group.state_dict` returned.
+        reason: why it does not go on.
+    """
+    rows = state["trajectories"] or [None] * state["size"]
+    episodes = [
+        Episode.from_state(kept, None if row is None else _trajectory(row))
+        for kept, row in zip(state["episodes"], rows, strict=True)
+    ]
+    return Ended(state["id"], state["item"], "aborted", reason, episodes, {}, columns=short_columns(state["data"]))
+
+
+def _trajectory(columns: Mapping[str, Any]) -> TensorDict:
+    return TensorDict(dict(columns), batch_size=[len(columns["input_ids"])])
 
 
 def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:

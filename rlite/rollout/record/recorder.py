@@ -50,9 +50,7 @@ class NoRecorder:
 
 
 class FileRecorder:
-    """Recorder that writes the files of `rlite.observability.record`.
-
-    All methods raise StorageError if an earlier step could not be written.
+    """Recorder that writes the files of `rlite.observability.record`. It ends if a step cannot be written.
 
     Args:
         folder: the run's folder.

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.batch import NAMED_REWARD
-from rlite.observability.record.schema import ROWS, TOKENS
+from rlite.observability.record.schema import ROWS, TOKENS, Status
 from rlite.observability.record.writer import Tables
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.lost_groups import in_a_line
@@ -30,6 +30,8 @@ SHORTEST = 1e-3
 """seconds of the environment that make an event"""
 MAX_REASON = 500
 """characters of a reason"""
+NOT_FINITE = "the loss or the gradients of its update were not finite"
+NO_TOKENS = "it has no token to train on, and its update was skipped"
 TRAINED = {
     "trained_logprobs": "trainer_logprobs",
     "old_logprobs": "trainer_logprobs",
@@ -39,6 +41,8 @@ TRAINED = {
 """columns of tokens that the trainer makes, by the keys of a batch; a later key counts more than an earlier one"""
 SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
 """columns of tokens that a trajectory has, by their keys"""
+INTEGERS = ("turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "version_min", "version_max")
+"""columns of rows that are made of numbers of a trajectory, in 32 bits"""
 OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
 """further keys of a trajectory that are recorded, beside the parts of its reward"""
 
@@ -54,6 +58,7 @@ class TrainedBatch:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
         self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
+        self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
         samples: dict[int, int] = defaultdict(lambda: -1)
@@ -79,8 +84,15 @@ class TrainedBatch:
         own = {name: column[rows[sequence], :length] for name, column in self._columns.items()}
         return {name: column for name, column in own.items() if not np.isnan(column).all()}
 
+    def status(self, group: int, sample: int) -> tuple[Status, str]:
+        """Return status and reason of a sample that the batch holds: it is trained if one of its updates was made."""
+        rows = self._rows[group, sample]
+        if not self._is_skipped[rows].all():
+            return "trained", ""
+        return "skipped", NOT_FINITE if self._columns["loss_mask"][rows].any() else NO_TOKENS
+
     def advantage(self, group: int, sample: int) -> float | None:
-        """Return the mean advantage of a trajectory's trained tokens; None if there are none."""
+        """Return the mean advantage of a trajectory's tokens to train on; None if there are none."""
         rows = self._rows.get((group, sample))
         if rows is None or "advantages" not in self._columns:
             return None
@@ -114,9 +126,9 @@ class Arrays:
     def _read(self, trajectory: TensorDict) -> None:
         recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
         self.columns = {
-            key: as_array(trajectory[key])
-            for key in map(str, trajectory.keys())
-            if key in recorded or key.startswith(NAMED_REWARD)
+            key: as_array(value)
+            for key, value in trajectory.items()
+            if isinstance(value, Tensor) and (key in recorded or key.startswith(NAMED_REWARD))
         }
         self.sequences = list(self._sequences())
 
@@ -178,7 +190,10 @@ def make_tables(
                 warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
             texts_of = {"segments": _segments(own), "data": _data(group)} if place in shown else {}
-            rows.append({**key, **_row(group, number), **columns, "advantage": advantage, **texts_of})
+            made = {**key, **_row(group, number), **columns, "advantage": advantage, **texts_of}
+            if group.status == "skipped" and trained is not None:  # some samples of the group may be in other updates
+                made["status"], made["reason"] = trained.status(key["group"], key["sample"])
+            rows.append(made)
             tokens += own
     return {
         "rows": pa.Table.from_pylist(rows, schema=ROWS),
@@ -189,12 +204,17 @@ def make_tables(
 def _read(
     key: Mapping[str, int], episode: Episode, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown."""
+    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown.
+
+    Raises:
+        OverflowError: A column cannot hold its number.
+    """
     made = Arrays(episode)
     if not made.sequences:
         return {}, []
     columns = _of_trajectory(made)
-    pa.RecordBatch.from_pylist([columns], ROWS)  # raises for a number that a column cannot hold
+    if beyond := [name for name in INTEGERS if not -(2**31) <= (columns[name] or 0) < 2**31]:
+        raise OverflowError(f"{', '.join(beyond)}: a number that the column cannot hold")
     return columns, _tokens(key, made, texts, trained) if is_shown else []
 
 

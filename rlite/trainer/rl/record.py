@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tensordict import TensorDict
@@ -38,7 +39,7 @@ class RunRecord(EvaluationRecord):
 
     def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
         super().__init__(options.trainer, run)
-        self._engines = engines
+        self._engines, self._is_filtering = engines, options.has_dynamic_filtering
 
     def begin(self) -> None:
         """Begin, after the run has opened its folder and the engines are built."""
@@ -50,19 +51,18 @@ class RunRecord(EvaluationRecord):
 
         Args:
             batch: the batch as it was trained on.
-
-        Raises:
-            StorageError: an earlier step could not be written.
         """
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
-        layouts = layouts_of([group for group in ended if group.group in trained])
-        self._recorder.record(self._run.step, [decided(group, trained, layouts) for group in ended], batch)
+        skipped = set(batch["group_ids"][batch["is_skipped"]].tolist()) if "is_skipped" in batch else set()
+        outcome = Outcome(ended=ended, trained=trained, skipped=skipped, is_filtering=self._is_filtering)
+        self._recorder.record(self._run.step, [outcome.decide(group) for group in ended], batch)
         self._tell_of_limit()
 
     def _end(self, reason: str) -> None:
         """Record the groups under way, and close."""
-        ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
-        self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
+        outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
+        groups = [outcome.decide(group) for group in self._collector.take_all(reason)]
+        self._recorder.record(self._run.step + 1, groups)
         super()._end(reason)
 
 
@@ -72,30 +72,45 @@ def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
     return frozenset(layout(episode.trajectory) for episode in episodes if episode.trajectory is not None)
 
 
-def decided(group: Ended, trained: Set[int], layouts: frozenset[Layout] = frozenset(), aborted: str = "") -> Ended:
-    """Return a group with the status that the trainer has given it.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Fate of the groups that have ended before or in a step."""
 
-    Args:
-        group: was lost or consumed.
-        trained: numbers of the groups in the batch that was trained on.
-        layouts: of the trajectories in the batch; empty if they are unknown.
-        aborted: why nothing was trained on; "" if a batch was.
-    """
-    status, reason = _decide(group, trained, layouts, aborted)
-    return replace(group, status=status, reason=reason)
+    ended: Sequence[Ended] = ()
+    """groups that have ended; those in the batch are among them"""
+    trained: Set[int] = frozenset()
+    """numbers of the groups in the batch that was trained on"""
+    skipped: Set[int] = frozenset()
+    """numbers of the groups in the batch with a row whose update was skipped"""
+    is_filtering: bool = False
+    """groups of equal rewards are replaced"""
+    aborted: str = ""
+    """why nothing was trained on; "" if a batch was"""
+
+    @cached_property
+    def _layouts(self) -> frozenset[Layout]:
+        """Layouts of the trajectories in the batch."""
+        return layouts_of(group for group in self.ended if group.group in self.trained)
+
+    def decide(self, group: Ended) -> Ended:
+        """Return a group that was lost or consumed, with its status and reason."""
+        status, reason = self._decide(group)
+        return replace(group, status=status, reason=reason)
+
+    def _decide(self, group: Ended) -> tuple[Status, str]:
+        if group.reason == NOT_ACCEPTED and self.is_filtering:
+            return "filtered", EQUAL_REWARDS
+        if group.status is not None:
+            return group.status, group.reason
+        if self.aborted:
+            return "aborted", self.aborted
+        if group.group in self.trained:
+            return ("skipped" if group.group in self.skipped else "trained"), ""
+        if self._layouts and not layouts_of([group]) <= self._layouts:
+            return "refused", UNLIKE
+        return ("filtered", EQUAL_REWARDS) if self.is_filtering and _is_uniform(group) else ("refused", LEFT_OUT)
 
 
-def _decide(group: Ended, trained: Set[int], layouts: frozenset[Layout], aborted: str) -> tuple[Status, str]:
-    if group.reason == NOT_ACCEPTED:  # by the filter of equal rewards
-        return "filtered", EQUAL_REWARDS
-    if group.status is not None:
-        return group.status, group.reason
-    if aborted:
-        return "aborted", aborted
-    if group.group in trained:
-        return "trained", ""
+def _is_uniform(group: Ended) -> bool:
     rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
-    is_uniform = all(reward.equal(rewards[0]) for reward in rewards)
-    if is_uniform:
-        return "filtered", EQUAL_REWARDS
-    return "refused", UNLIKE if layouts and not layouts_of([group]) <= layouts else LEFT_OUT
+    return all(reward.equal(rewards[0]) for reward in rewards)

@@ -21,6 +21,8 @@ from rlite.trainer.rl.rollout_metrics import Generated
 
 TRAINED_ON = ("loss_mask", "logprobs", "rewards")
 """keys that a workflow must give a trajectory so that it can be trained on"""
+BAD_DATA = "a row of its batch could not be used; its prompt is asked again when the run goes on"
+NOT_AHEAD = "the run went on without rollouts ahead of training, and asked its prompt again"
 
 
 def check_trained_on(batch: TensorDict) -> None:
@@ -63,6 +65,7 @@ class SynchronousRollouts:
                 prompts = self._prompts.next(count)
             except StreamedDataError:
                 self._prompts.returned[:0] = asked
+                self._engines.rollout.collector.give_up_consumed(BAD_DATA)
                 raise
             # at the end of an epoch a refill may ask a prompt again: another place draws another answer
             place = len(asked)
@@ -85,12 +88,12 @@ class SynchronousRollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return prompts that are left by an earlier run whose rollouts ran ahead, or by a batch that met a bad one."""
         groups = [{"data": plain(prompt, "a prompt"), "item": prompt.item} for prompt in self._prompts.returned]
-        return {"groups": groups, "num_ids": self._engines.rollout.collector.num_submitted}
+        return {"groups": groups, **self._engines.rollout.collector.record_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with the prompts that were under way."""
+        """Begin with the prompts that were under way. Groups of an earlier run that ran ahead are aborted."""
         self._prompts.returned = _prompts(state)
-        self._engines.rollout.collector.number_from(state.get("num_ids", 0))
+        self._engines.rollout.collector.load_record_state(state, NOT_AHEAD)
 
 
 class RolloutsAhead:
@@ -133,7 +136,7 @@ class RolloutsAhead:
             self._engines.rollout.collector.load_state_dict(state, self._workflow, self._filter)
         else:
             self._prompts.returned = _prompts(state)
-            self._engines.rollout.collector.number_from(state.get("num_ids", 0))
+            self._engines.rollout.collector.load_record_state(state, NOT_AHEAD)
 
 
 def _prompts(state: Mapping[str, Any]) -> list[Prompt]:

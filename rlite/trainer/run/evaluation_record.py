@@ -20,8 +20,7 @@ SINGLE = "test"
 class EvaluationRecord:
     """Records evaluations. A run that resumes at step S deletes records of later steps.
 
-    The end of a `with` block closes the record. All methods but `open` raise StorageError if an earlier step could not
-    be written.
+    The end of a `with` block closes the record. A record that cannot be written ends with a warning; the run goes on.
 
     Args:
         options: say how much is recorded.
@@ -68,11 +67,7 @@ class EvaluationRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close.
-
-        Raises:
-            StorageError: the record could not be written, and the block has raised nothing.
-        """
+        """Close. The block's own error comes before an error of the record."""
         try:
             self._end("the run ended" if kind is None else f"the run ended with {kind.__name__}")
         except Exception:  # of any kind: the block's own error must not be hidden

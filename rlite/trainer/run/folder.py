@@ -13,6 +13,7 @@ from rlite.arguments import shown
 from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError
 from rlite.observability.record.files import FOLDER as RECORD
+from rlite.observability.trace import earlier_traces
 
 CONFIG = "config.yaml"
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
@@ -92,7 +93,7 @@ def clear(folder: Path) -> None:
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)
-    for path in folder.glob("*_latest"):
+    for path in (*folder.glob("*_latest"), *earlier_traces(folder / TRACE)):
         discard(path)
 
 

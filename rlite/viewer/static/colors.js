@@ -4,6 +4,7 @@ export const SERIES = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#d6336c", "#
 export const STATUS = {
   trained: "#2563eb",
   evaluated: "#2563eb",
+  skipped: "#d6336c",
   filtered: "#94a3b8",
   refused: "#8d6e1f",
   too_old: "#8b5cf6",

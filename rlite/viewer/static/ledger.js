@@ -8,6 +8,7 @@ import { News, placeOf, sourceName, statusChip } from "viewer/place";
 
 const SPARK = 80; // bars of a small picture
 const MEANINGS = {
+  skipped: "its update was not made: not finite, or without a token to train on",
   filtered: "all rewards of the group were equal",
   refused: "should_accept refused the group, or the workflow returned None",
   too_old: "older than rollout.max_head_offpolicyness allows",

@@ -192,6 +192,30 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_nothing_else(
     assert re.search(r"^/dev/full: the trace ends here.* the disk is full.* goes on.* free space", warning)
 
 
+def test_earlier_traces_are_kept_up_to_a_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trace.json"
+    for number in range(trace.MAX_EARLIER + 3):
+        trace.start(path)
+        trace.instant(f"start {number}")
+    followed = path.open()
+    trace.start(path)
+    trace.stop()
+    assert "start 11" in followed.read(), "a reader keeps the file that it follows"
+    followed.close()
+    held = [path.with_name(f"trace.{number}.json").read_text() for number in range(1, trace.MAX_EARLIER + 1)]
+    assert [re.findall("start [0-9]+", text) for text in held] == [[f"start {number}"] for number in range(11, 2, -1)]
+    assert len(list(tmp_path.iterdir())) == trace.MAX_EARLIER + 1
+    assert caplog.messages == [f"{tmp_path / 'trace.9.json'} is deleted: 9 later traces are kept"] * 3
+
+
+def test_a_free_place_among_earlier_traces_is_used(tmp_path: Path) -> None:
+    for name, text in (("trace.json", "a"), ("trace.1.json", "b"), ("trace.3.json", "c")):
+        (tmp_path / name).write_text(text)
+    trace.set_aside(tmp_path / "trace.json")
+    held = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert held == {"trace.1.json": "a", "trace.2.json": "b", "trace.3.json": "c"}
+
+
 def test_without_a_trace_a_site_costs_less_than_a_microsecond_or_ten_calls(tmp_path: Path) -> None:
     def nothing(*args: object, **kwargs: object) -> None:
         pass

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError
+from rlite.observability.record.gaps import Gap, write_gaps
 from rlite.viewer.run import UNFINISHED, open_runs
 
 
@@ -32,6 +33,15 @@ def test_an_evaluation_that_was_killed_before_its_first_record_is_opened(tmp_pat
     run.refresh()
     assert (run.notes, run.problems) == ([], [])
     assert not run.is_unfinished_evaluation
+
+
+def test_steps_that_could_not_be_recorded_are_noted(tmp_path: Path) -> None:
+    write_gaps(tmp_path, [Gap(3, 7, "the disk is full"), Gap(12, None, "the disk is full")])
+    [run] = open_runs([str(tmp_path)])
+    assert run.notes == [
+        "record: steps 3 to 7 are missing or incomplete: the disk is full",
+        "record: steps 12 to the end are missing or incomplete: the disk is full",
+    ]
 
 
 def test_half_a_run_is_shown(tmp_path: Path) -> None:

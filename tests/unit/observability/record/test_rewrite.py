@@ -12,6 +12,7 @@ import pytest
 
 from rlite.errors import StorageError
 from rlite.observability.record.files import path_of, record_files, write_table
+from rlite.observability.record.gaps import Gap, read_gaps, write_gaps
 from rlite.observability.record.rewrite import compact, drop_later, strip
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION_KEY
 from tests.recorded import recorded
@@ -108,9 +109,21 @@ def test_a_resumed_run_drops_later_steps_and_cuts_merged_files(tmp_path: Path) -
     assert len(names(tmp_path)) == 2 * (1 + 20)
 
 
+def test_a_resumed_run_ends_the_gaps_and_drops_later_ones(tmp_path: Path) -> None:
+    write_gaps(tmp_path, [Gap(3, 5, "full"), Gap(8, None, "full"), Gap(30, None, "full")])
+    drop_later(tmp_path, 20)
+    assert read_gaps(tmp_path) == [Gap(3, 5, "full"), Gap(8, 20, "full")]
+    drop_later(tmp_path, 4)
+    assert read_gaps(tmp_path) == [Gap(3, 4, "full")]
+    with (tmp_path / "record" / "gaps.jsonl").open("a") as file:
+        file.write('{"first": 4}\n[1]\n{"fir')
+    assert read_gaps(tmp_path) == [Gap(3, 4, "full")]
+
+
 def test_a_new_run_drops_everything(tmp_path: Path) -> None:
     write(tmp_path, 0, "eval.test")
     write(tmp_path, 1)
+    write_gaps(tmp_path, [Gap(3, None, "full")])
     drop_later(tmp_path, -1)
     assert names(tmp_path) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rlite.errors import StorageError
 from rlite.observability.record import writer as module
+from rlite.observability.record.files import path_of
+from rlite.observability.record.gaps import read_gaps
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.observability.record.writer import RecordWriter, Tables
 from tests.recorded import recorded
@@ -63,22 +65,75 @@ def test_no_more_than_a_few_steps_wait(writer: RecordWriter, tmp_path: Path) -> 
     assert submitted.is_set()
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_record_with_one_warning_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = path_of(tmp_path, "train", "rows", 3, 3)
+    path.mkdir(parents=True)  # no file can take its place
+    writer = RecordWriter(tmp_path, limit=2**30)
+    for step in (1, 2, 3, 4, 5):
+        writer.write("train", step, lambda step=step: tables(step))  # type: ignore[misc]
+    writer.compact(5)
+    writer.flush()
+    writer.write("train", 6, lambda: tables(6))
+    writer.close()
+    [warning] = caplog.messages
+    assert re.search(
+        r"record: the record ends before step 3: .*train-00000003\.rows.*The run goes on.*Free space", warning
+    )
+    path.rmdir()
+    assert [row["step"] for row in recorded(tmp_path)] == [1, 2], "no later step hides the gap"
+    [gap] = read_gaps(tmp_path)
+    assert (gap.first, gap.last) == (3, None)
+    assert "could not be written" in gap.reason
+
+
+def test_tables_that_cannot_be_made_end_the_record_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = RecordWriter(tmp_path, limit=2**30)
+    writer.write("train", 1, lambda: {"rows": 1 / 0})  # type: ignore[dict-item]
+    writer.write("train", 2, lambda: tables(2))
+    writer.close()
+    assert "ZeroDivisionError" in caplog.text
+    assert [gap.first for gap in read_gaps(tmp_path)] == [1]
+    assert recorded(tmp_path) == []
+
+
+def test_a_gap_is_noted_as_soon_as_the_disk_takes_it(tmp_path: Path) -> None:
     (tmp_path / "record").touch()
     writer = RecordWriter(tmp_path, limit=2**30)
     writer.write("train", 1, lambda: tables(1))
-    with pytest.raises(StorageError, match=r"train-00000001\.rows\.parquet: could not be written"):
-        writer.flush()
+    writer.flush()
+    (tmp_path / "record").unlink()
+    writer.write("train", 2, lambda: tables(2))
+    writer._executor.submit(lambda: None).result()
+    assert [gap.first for gap in read_gaps(tmp_path)] == [1]
     writer.close()
+    assert len(read_gaps(tmp_path)) == 1
 
 
-def test_a_step_that_is_never_written_is_an_error(writer: RecordWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_fails_ends_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = RecordWriter(tmp_path, limit=2**30)
+    for step in (1, 2):
+        writer.write("train", step, lambda step=step: tables(step))  # type: ignore[misc]
+    path_of(tmp_path, "train", "rows", 1, 100).mkdir(parents=True)
+    writer.compact(101)
+    writer.write("train", 101, lambda: tables(101))
+    writer.close()
+    assert "the files of the record are not merged" in caplog.text
+    assert [row["step"] for row in recorded(tmp_path)] == [1, 2, 101]
+
+
+def test_a_step_that_is_never_written_ends_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RecordWriter(tmp_path, limit=2**30)
     go = threading.Event()
     monkeypatch.setattr(module, "TIMEOUT", 0.05)
     writer.write("train", 1, lambda: tables(1) if go.wait(60) else {})
-    with pytest.raises(StorageError, match=r"record: a step was not written in 0\.05 s"):
-        writer.flush()
+    writer.write("train", 2, lambda: tables(2))
+    writer.flush()
     go.set()
+    writer.close()
+    [gap] = read_gaps(tmp_path)
+    assert (gap.first, gap.reason) == (1, "a step was not written in 0.05 s")
 
 
 def test_the_oldest_texts_go_first_and_the_limit_holds(tmp_path: Path) -> None:
@@ -105,6 +160,35 @@ def test_the_limit_holds_although_rows_alone_exceed_it(tmp_path: Path) -> None:
     writer.close()
     assert sum(path.stat().st_size for path in (tmp_path / "record").iterdir()) <= 60_000
     assert [row["step"] for row in recorded(tmp_path)][-1] == 30
+
+
+def test_damaged_files_count_and_go_first(tmp_path: Path) -> None:
+    first = RecordWriter(tmp_path, limit=2**30)
+    first.write("train", 1, lambda: tables(1, size=20_000))
+    first.close()
+    damaged = path_of(tmp_path, "train", "tokens", 1, 100).with_suffix(".damaged")
+    damaged.write_bytes(bytes(300_000))
+    second = RecordWriter(tmp_path, limit=300_000)
+    second.write("train", 2, lambda: tables(2, size=20_000))
+    second.close()
+    assert not damaged.exists()
+    assert second.has_removed
+    assert all(row["segments"] for row in recorded(tmp_path))
+
+
+@pytest.mark.parametrize(("times", "is_merged"), [(1.5, False), (2.5, True)])
+def test_files_are_merged_only_if_the_limit_has_room_for_both(tmp_path: Path, times: float, is_merged: bool) -> None:
+    first = RecordWriter(tmp_path, limit=2**30)
+    for step in (1, 2):
+        first.write("train", step, lambda step=step: {"rows": tables(step, size=20_000)["rows"]})  # type: ignore[misc]
+    first.close()
+    folder = tmp_path / "record"
+    second = RecordWriter(tmp_path, int(times * sum(path.stat().st_size for path in folder.iterdir())))
+    second.compact(101)
+    second.close()
+    assert len(list(folder.iterdir())) == (1 if is_merged else 2)
+    assert [row["step"] for row in recorded(tmp_path)] == [1, 2]
+    assert not second.has_removed
 
 
 def test_a_resumed_run_counts_what_is_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,8 +173,34 @@ def test_groups_under_way_are_aborted_in_the_record_alone(collector: Make) -> No
     rollouts = collector(max_head_offpolicyness=1, consumer_batch_size=2)
     rollouts.submit({"id": "ready"}, Ask())
     rollouts._runner.wait_until(lambda: rollouts.counters.ready == 1, None)
-    assert outcome(rollouts.under_way("the run ended")) == [("ready", "aborted", "the run ended")]
+    assert outcome(rollouts.take_all("the run ended")) == [("ready", "aborted", "the run ended")]
     assert rollouts.counters.ready == 1
+
+
+class OutpacedCollector(RolloutCollector):
+    """After `take_ended`, another thread drops each group, if it gets the lock."""
+
+    def take_ended(self) -> list[Ended]:
+        found = super().take_ended()
+        other = threading.Thread(target=self._drop_all)
+        other.start()
+        other.join()
+        return found
+
+    def _drop_all(self) -> None:
+        if self._changed.acquire(blocking=False):
+            for group in list(self._ahead.groups.values()):
+                self._runner.drop(self._ahead, group, CANCELLED)
+            self._changed.release()
+
+
+def test_a_group_that_is_lost_at_the_end_of_a_run_is_recorded() -> None:
+    rollouts = OutpacedCollector(
+        ScriptedEngine([[7, 8]]), CollectorOptions(keep_ended=True, max_head_offpolicyness=1, consumer_batch_size=2)
+    )
+    rollouts.submit({"id": "waits", "does": "hang"}, Ask())
+    assert outcome(rollouts.take_all("the run ended")) == [("waits", "aborted", "the run ended")]
+    rollouts.close()
 
 
 def test_every_episode_of_an_evaluation_is_there_in_the_order_of_the_data(collector: Make) -> None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensordict import TensorDict
 
-from rlite.data.prompts import PromptStream
+from rlite.batch import with_keys
+from rlite.data.prompts import Prompt, PromptStream
+from rlite.errors import StreamedDataError
+from rlite.observability.record.gaps import read_gaps
+from rlite.observability.record.rewrite import drop_later
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
+from rlite.rollout.record.tables import NO_TOKENS, NOT_FINITE
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, RunRecord, decided, layouts_of
-from rlite.trainer.rl.rollouts import make_rollouts
+from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
+from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD, make_rollouts
 from tests.recorded import recorded
 
 ROWS = [{"id": f"row {number}", "input_ids": [65], "number": number} for number in range(8)]
@@ -40,7 +48,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
     """Makes the parts of a trainer that rollouts pass through, around a scripted engine."""
     collectors = []
 
-    def make(ahead: int, **trainer: Any) -> Any:
+    def make(ahead: int, prompts: PromptStream | None = None, **trainer: Any) -> Any:
         options = PpoConfig(
             actor=ActorOptions(model_name="x"),
             train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=2),
@@ -55,7 +63,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         said: list[Any] = []
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
         run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
-        prompts = PromptStream(ROWS, 2, seed=0)
+        prompts = prompts or PromptStream(ROWS, 2, seed=0)
         record = RunRecord(options, run, engines)
         record.begin()
         rollouts = make_rollouts(options, engines, Ask(), prompts)
@@ -99,21 +107,104 @@ def test_every_group_has_the_rows_of_one_step_with_its_status(made: Any, tmp_pat
     assert all(row["reward"] == 0 for row in rows if row["status"] == "filtered" and row["item"] in ("row 0", "row 4"))
 
 
-def test_a_group_outside_the_batch_has_the_true_reason() -> None:
-    def ended(number: int, **more: float) -> Ended:
-        group = Group(number, {}, Ask(), 2)
-        for reward, episode in enumerate(group.episodes):
-            history = TokenHistory()
-            history.read([65])
-            episode.trajectory = history.row().update(of_trajectory(1, rewards=float(reward), **more))
-        return group.ended(None, "")
+def consumed(number: int, rewards: Sequence[float] = (0.0, 1.0), **more: float) -> Ended:
+    group = Group(number, {}, Ask(), 2)
+    for reward, episode in zip(rewards, group.episodes, strict=True):
+        history = TokenHistory()
+        history.read([65])
+        episode.trajectory = history.row().update(of_trajectory(1, rewards=reward, **more))
+    return group.ended(None, "")
 
-    batch = [ended(0), ended(1, scores=1.0)]
-    layouts = layouts_of(batch)
-    assert decided(batch[0], {0, 1}, layouts).status == "trained"
-    for own, reason in ((ended(2), LEFT_OUT), (ended(3, scores=2.0), LEFT_OUT), (ended(4, num_turns=1.0), UNLIKE)):
-        found = decided(own, {0, 1}, layouts)
-        assert (found.status, found.reason) == ("refused", reason)
+
+def test_a_group_outside_the_batch_has_the_true_reason() -> None:
+    batch = [consumed(0), consumed(1, scores=1.0)]
+    outcome = Outcome(ended=batch, trained={0, 1}, is_filtering=True)
+    assert outcome.decide(batch[0]).status == "trained"
+    for own, status, reason in (
+        (consumed(2), "refused", LEFT_OUT),
+        (consumed(3, scores=2.0), "refused", LEFT_OUT),
+        (consumed(4, num_turns=1.0), "refused", UNLIKE),
+        (consumed(5, (1.0, 1.0)), "filtered", EQUAL_REWARDS),
+        (consumed(6, (1.0, 1.0), num_turns=1.0), "refused", UNLIKE),
+    ):
+        found = outcome.decide(own)
+        assert (found.status, found.reason) == (status, reason)
+
+
+def test_rollouts_of_a_skipped_update_are_not_called_trained(made: Any, tmp_path: Path) -> None:
+    parts = made(0)
+    with parts.record:
+        batch = parts.rollouts.next_batch()
+        parts.run.step += 1
+        is_skipped = torch.arange(len(batch)) > 0  # the first row alone is in an update that was made
+        parts.record.step(
+            with_keys(batch, is_skipped=is_skipped, loss_mask=batch["loss_mask"] & (batch["rewards"] > 0)[:, None])
+        )
+    rows = [row for row in recorded(tmp_path) if row["status"] in ("trained", "skipped")]
+    assert [row["status"] for row in rows] == ["trained"] + ["skipped"] * (len(batch) - 1)
+    assert [row["reason"] for row in rows[1:]] == [NOT_FINITE if row["reward"] else NO_TOKENS for row in rows[1:]]
+    assert {NOT_FINITE, NO_TOKENS} == {row["reason"] for row in rows[1:]}
+
+
+def test_nothing_is_filtered_without_dynamic_filtering() -> None:
+    outcome = Outcome(trained={0})
+    left_out, refused = consumed(1, (1.0, 1.0)), replace(consumed(2), status="refused", reason=NOT_ACCEPTED)
+    assert [(found.status, found.reason) for found in map(outcome.decide, (left_out, refused))] == [
+        ("refused", LEFT_OUT),
+        ("refused", NOT_ACCEPTED),
+    ]
+
+
+def groups_of(rows: list[dict[str, Any]]) -> list[int]:
+    return sorted(row["group"] for row in rows if row["sample"] == 0)
+
+
+def test_a_run_that_no_longer_runs_ahead_records_what_it_does_not_use(made: Any, tmp_path: Path) -> None:
+    ahead = made(1)
+    train(ahead, 2)
+    ahead.record.before_checkpoint()
+    state = ahead.rollouts.state_dict()
+    begun = {group["id"] for group in state["groups"]}
+    assert begun
+    parts = made(0)
+    parts.run.step = 2
+    parts.rollouts.load_state_dict(state)
+    with parts.record:
+        train(parts, 1)
+    rows = recorded(tmp_path)
+    assert groups_of(rows) == list(range(max(groups_of(rows)) + 1)), "every submitted group, once"
+    given_up = [row for row in rows if row["reason"] == NOT_AHEAD]
+    assert {row["group"] for row in given_up} == begun
+    assert {(row["step"], row["status"]) for row in given_up} == {(3, "aborted")}
+    finished = {group["id"] for group in state["groups"] if group["trajectories"] is not None}
+    assert {row["group"] for row in given_up if row["reward"] is not None} == finished
+
+
+class BadLater(PromptStream):
+    """The third call of `next` meets a row that cannot be used."""
+
+    num_calls = 0
+
+    def next(self, count: int | None = None) -> list[Prompt]:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise StreamedDataError("a bad row")
+        return super().next(count)
+
+
+def test_groups_of_a_batch_that_met_bad_data_are_recorded_by_the_run_that_goes_on(made: Any, tmp_path: Path) -> None:
+    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, seed=0))  # equal rewards, which are replaced
+    with pytest.raises(StreamedDataError):
+        train(parts, 1)
+    state = parts.rollouts.state_dict()
+    again = made(0)
+    again.rollouts.load_state_dict(state)
+    with again.record:
+        train(again, 1)
+    rows = recorded(tmp_path)
+    assert groups_of(rows) == list(range(max(groups_of(rows)) + 1))
+    given_up = [(row["step"], row["status"]) for row in rows if row["reason"] == BAD_DATA]
+    assert given_up == [(1, "aborted")] * 8
 
 
 def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -> None:
@@ -137,12 +228,34 @@ def test_an_error_of_the_record_does_not_hide_why_a_run_failed(made: Any, caplog
 
     def fail() -> None:
         with parts.record:
-            parts.record.evaluation("test", 1, [SimpleNamespace(group=0)])  # no group
+            parts.record._collector = None
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
         fail()
     assert "the end of the record could not be written" in caplog.text
+
+
+def test_a_full_disk_ends_the_record_and_a_resumed_run_is_recorded_again(made: Any, tmp_path: Path) -> None:
+    first = made(0)
+    train(first, 1)
+    first.record.before_checkpoint()
+    (tmp_path / "record").rename(tmp_path / "aside")
+    (tmp_path / "record").touch()  # no folder
+    with first.record:
+        train(first, 2)
+        first.record.before_checkpoint()
+        (tmp_path / "record").unlink()
+        (tmp_path / "aside").rename(tmp_path / "record")
+        state = first.rollouts.state_dict()
+    drop_later(tmp_path, 3)
+    again = made(0)
+    again.run.step = 3
+    again.rollouts.load_state_dict(state)
+    with again.record:
+        train(again, 1)
+    assert {row["step"] for row in recorded(tmp_path)} == {1, 4}
+    assert [(gap.first, gap.last) for gap in read_gaps(tmp_path)] == [(2, 3)]
 
 
 def test_all_texts_are_there_only_if_all_are_asked_for(made: Any, tmp_path: Path) -> None:

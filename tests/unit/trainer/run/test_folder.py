@@ -128,7 +128,8 @@ def test_an_overwritten_run_leaves_no_checkpoint_no_record_and_no_results(used: 
     (used / "record").mkdir()
     (used / "record" / "train-00000001.rows.parquet").touch()
     (used / "trace.json").touch()
+    (used / "trace.1.json").touch()
     (used / "results.json").write_text('{"models": {"latest": {"model": "runs/ppo"}}}')
     clear(used)
-    assert not [name for name in ("record", "trace.json", "results.json") if (used / name).exists()]
+    assert not [name for name in ("record", "trace.json", "trace.1.json", "results.json") if (used / name).exists()]
     assert not (used / "state").exists()
