@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Unit
+from annotated_types import Ge, Gt, Le, Lt, Unit
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AllowInfNan, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
@@ -53,6 +53,9 @@ Natural = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Rate = Annotated[float, Ge(0), AllowInfNan(False)]
 Positive = Annotated[float, Gt(0)]
+Finite = Annotated[float, AllowInfNan(False)]
+FinitePositive = Annotated[float, Gt(0), AllowInfNan(False)]
+Seed = Annotated[int, Ge(0), Lt(2**63)]
 Seconds = Annotated[float, Gt(0), Unit("seconds")]
 
 Interpolations = dict[str, tuple[Any, Any]]

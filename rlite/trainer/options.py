@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import AllowInfNan, Field, field_validator
+from pydantic import Field, field_validator
 
 import rlite
-from rlite.config import Count, Natural, Options, Positive, Rate, Share, single_or_named
+from rlite.config import Count, FinitePositive, Natural, Options, Positive, Rate, Seed, Share, single_or_named
 from rlite.data.source import Source
 from rlite.engine.fsdp2.options import BalanceBy
 from rlite.errors import ConfigError
@@ -23,9 +23,6 @@ from rlite.trainer.callbacks import CALLBACKS
 from rlite.trainer.held_out.options import HeldOutOptions, key_of, named_sets
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
-
-Power = Annotated[float, Gt(0), AllowInfNan(False)]
-PositiveWeight = Annotated[float, Gt(0), AllowInfNan(False)]
 
 RESERVED_TEMPLATE_OPTIONS = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -82,11 +79,11 @@ class LayoutOptions(Options):
 
     model_name: str
     """folder or hub name of a Hugging Face checkpoint"""
-    ddp_size: int = 1
+    ddp_size: Count = 1
     """copies of the model; each is sharded over world / ddp_size devices"""
-    tp_size: int = 1
+    tp_size: Count = 1
     """devices that share each matrix (tensor parallel)"""
-    sp_size: int = 1
+    sp_size: Count = 1
     """devices that share the tokens of a sequence (context parallel)"""
     max_length_per_device: Count = 16384
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
@@ -127,7 +124,7 @@ class ModelOptions(LayoutOptions):
     """share of all optimizer steps in which the rate rises"""
     lr_end: Rate = 0.0
     """rate at the last step, to which linear, cosine and polynomial fall"""
-    power: Power = 1.0
+    power: FinitePositive = 1.0
     """exponent of scheduler=polynomial: the rate falls as (share of steps left)^power"""
     disable_dropout: bool = True
     """train without the dropout of the checkpoint's config, which exports keep; passes that only infer never have it"""
@@ -241,7 +238,7 @@ class SourceOptions(Options):
 
     path: str
     """table, in the form of data.path"""
-    weight: PositiveWeight | None = None
+    weight: FinitePositive | None = None
     """share of the rows of an epoch, relative to the other weights; give it to all sources or to none"""
     columns: Columns | None = None
     """rlite's names of columns and the table's; default: data.columns"""
@@ -359,7 +356,7 @@ class LaunchOptions(AnnouncedOptions):
     argument --import FILE.py adds one"""
     launcher: Literal["inprocess", "torchrun", "ray"] | None = None
     """launcher of the workers; default: torchrun under torchrun, else one process"""
-    num_devices: int | None = None
+    num_devices: Count | None = None
     """devices to use; default: one on CPU, all GPUs"""
 
     @field_validator("imports")
@@ -410,7 +407,7 @@ class RunOptions(Options):
     """name for wandb and trackio"""
     experiment_name: str = "run"
     """name for wandb and trackio"""
-    seed: int = 42
+    seed: Seed = 42
     """order of the data, and random numbers"""
     console: Literal["auto", "all"] | list[str] = "auto"
     """metrics in the console's line for each step: auto, all, or a list such as [reward, kl, seconds]"""
@@ -613,7 +610,7 @@ class RewardModelOptions(PreferenceModelOptions):
 
     lr: Rate = 1e-5
     """peak learning rate"""
-    center_coefficient: Annotated[float, Ge(0), AllowInfNan(False)] = 0.0
+    center_coefficient: Rate = 0.0
     """weight of the squared sum of a pair's scores, which keeps scores near 0"""
 
 
@@ -639,7 +636,7 @@ class PreferenceLossOptions(Options):
     """log-probabilities are means over the answer's tokens instead of sums"""
     divergence: PreferenceDivergence = "reverse_kl"
     """divergence from the reference; reverse_kl is DPO's"""
-    tail_weight: Annotated[float, Ge(0), AllowInfNan(False)] = 1.0
+    tail_weight: Rate = 1.0
     """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
     reference_free: bool = False
     """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""

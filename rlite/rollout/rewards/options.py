@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AllowInfNan
-
-from rlite.config import Count, Options, Positive, Seconds
+from rlite.config import Count, Finite, Options, Positive, Seconds
 from rlite.errors import ConfigError
 
 UNNAMED = ""
@@ -22,7 +20,7 @@ class RewardOptions(Options):
 
     path: str
     """file.py:function, package.module:function, or the name of a reward that `--import` registers"""
-    weight: Annotated[float, AllowInfNan(False)] = 1.0
+    weight: Finite = 1.0
     """factor of this reward in the sum of all"""
     timeout: Seconds = 15.0
     """seconds for one call"""

@@ -11,15 +11,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, Field, field_validator
 
 from rlite.arguments import named, spelled, split_positional
-from rlite.config import Count, Natural, Seconds
+from rlite.config import Count, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
-from rlite.trainer.commands.options import AnswerOptions
 from rlite.trainer.evaluate.names import name_of_questions, names_of
 from rlite.trainer.options import LaunchOptions, ServingOptions, SingleTableOptions
+from rlite.trainer.sampling_options import SamplingOptions, Temperature
 from rlite.types import GenerationHyperparameters
 
 SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
@@ -54,7 +54,7 @@ class EvalDataOptions(SingleTableOptions):
         return Source(self.path or "", "data", self.columns, self.system_prompt)
 
 
-class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
+class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
     """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
 
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
@@ -79,6 +79,8 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     """folder with further tasks"""
     chat: bool = False
     """ask tasks in the model's chat template"""
+    temperature: Temperature | None = None  # type: ignore[assignment]
+    """0 is greedy; default: 0 with samples=1, else 1"""
     samples: Count = 1
     """answers to each prompt, or to each question of tasks that generate text; other tasks are done once"""
     k: Count | None = None
@@ -86,7 +88,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     limit: Count | None = None
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
     default: 100"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of sampling and of the bootstrap"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
@@ -129,6 +131,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between sources, samples and names that does not hold."""
+        yield from super().problems()
         if len(sources := self.sources_of_scores) > 1:
             yield f"{' and '.join(sources)} are given; expected one of them"
         if self.tasks and self.data.path is not None:
@@ -177,7 +180,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     def sampling(self) -> GenerationHyperparameters:
         """Sampling of the answers."""
         default = default_temperature(self.samples)
-        return self.gconfig(temperature=default if self.temperature is None else self.temperature)
+        return self.gconfig({"temperature": default})
 
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""

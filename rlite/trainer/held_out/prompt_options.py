@@ -7,26 +7,12 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from rlite.config import Count, Options, Share
+from rlite.config import Count, Finite, Share
 from rlite.evaluation.samples import SOLVED_AT
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.held_out.options import HeldOutOptions
-
-
-class SetSamplingOptions(Options):
-    """The sampling of responses in a set; options that are not set are those of rollout.test_sampling_params."""
-
-    temperature: float | None = None
-    """0 is greedy"""
-    max_new_tokens: int | None = None
-    """longest response, in each turn"""
-    top_p: float | None = None
-    """1 is off"""
-    top_k: int | None = None
-    """0 is off"""
-    stop: list[str] | None = None
-    """texts that end a response"""
+from rlite.trainer.sampling_options import SetSamplingOptions
 
 
 class GeneratedOptions(HeldOutOptions):
@@ -36,7 +22,7 @@ class GeneratedOptions(HeldOutOptions):
     """responses to each prompt; more than one need a temperature above 0"""
     k: Count | None = None
     """largest k of the metrics pass@k; default: samples"""
-    solved_at: float = SOLVED_AT
+    solved_at: Finite = SOLVED_AT
     """score from which a response counts as solved, for pass@k and majority@k"""
     sampling: SetSamplingOptions = SetSamplingOptions()
     """sampling of the set"""

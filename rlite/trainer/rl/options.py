@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 import rlite
 from rlite import config
-from rlite.config import Count, Natural, Options, Positive, Rate, Share
+from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
@@ -18,23 +18,22 @@ from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.held_out.options import named_sets
-from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions, SetSamplingOptions
+from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
 from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
     ModelOptions,
     OptimizerName,
     ParameterGroupOptions,
-    Power,
     ServingOptions,
     TableOptions,
     TrainerOptions,
     check_kl_loss,
     schedule_problems,
 )
+from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
-SamplingOf = GenerationHyperparameters | Mapping[str, Any]
 Weight = Annotated[float, Ge(0)]
 
 
@@ -58,7 +57,7 @@ class ActorOptions(ModelOptions):
 
     lr: Rate = 1e-6
     """peak learning rate"""
-    max_inference_length_per_device: int | None = None
+    max_inference_length_per_device: Count | None = None
     """tokens of one microbatch in passes that train nothing; default: max_length_per_device"""
     scheduler: Schedule = "constant"
     """schedule of the learning rate after the warm-up"""
@@ -79,16 +78,16 @@ class ActorOptions(ModelOptions):
     rejection: dict[str, Any] = {}
     """keyword parameters of `rlite.algorithms.rejection_mask`, such as {upper: 0.02, scope: sequence}: tokens that the
     engine sampled too far from the trainer's policy have no loss; {} rejects nothing"""
-    off_policy_threshold: float | None = None
+    off_policy_threshold: Finite | None = None
     """drop tokens with a negative advantage in sequences with mean(log engine - log trainer) above it; null is off"""
     off_policy_metrics: bool = False
     """report off_policy/*, the distance of the trainer's policy from the engine's; with update_per_rollout=1 it takes
     another forward pass"""
     deterministic: bool = False
     """log-probabilities in training have the bits of the sampled ones; needs rollout.deterministic, slower"""
-    entropy_coef: float = 0.0
+    entropy_coef: Finite = 0.0
     """weight of the entropy bonus"""
-    temperature: float | None = None
+    temperature: FinitePositive | None = None
     """temperature of the log-probabilities that are trained; default: the temperature of sampling"""
     offload_model: bool | None = None
     """leave the device to generation and to other models; default: on GPUs"""
@@ -126,15 +125,15 @@ class ActorOptions(ModelOptions):
 class ReferenceOptions(FrozenModelOptions):
     """A model beside the actor; options that are not set are the actor's."""
 
-    ddp_size: int | None = None
+    ddp_size: Count | None = None
     """copies of the model; each is sharded over world / ddp_size devices"""
-    tp_size: int | None = None
+    tp_size: Count | None = None
     """devices that share each matrix (tensor parallel)"""
-    sp_size: int | None = None
+    sp_size: Count | None = None
     """devices that share the tokens of a sequence (context parallel)"""
     max_length_per_device: Count | None = None
     """tokens of one microbatch on a device"""
-    max_inference_length_per_device: int | None = None
+    max_inference_length_per_device: Count | None = None
     """tokens of one microbatch in passes that train nothing"""
 
     def as_model(self, actor: ActorOptions) -> ModelOptions:
@@ -169,7 +168,7 @@ class CriticOptions(ReferenceOptions):
     """share of all optimizer steps in which the rate rises"""
     lr_end: Rate = 0.0
     """rate at the last step"""
-    power: Power | None = None
+    power: FinitePositive | None = None
     """exponent of scheduler=polynomial"""
     disable_dropout: bool | None = None
     """train without dropout"""
@@ -241,47 +240,15 @@ class AdvantageOptions(Options):
             )
 
 
-class EvaluationSamplingOptions(SetSamplingOptions):
-    """The sampling of responses in evaluation; options that are not set are those of training."""
-
-    temperature: float = 0.0
-    """0 is greedy"""
-    top_p: float = 1.0
-    """1 is off"""
-    top_k: int = 0
-    """0 is off"""
-
-    def gconfig(self, base: SamplingOf | None = None) -> GenerationHyperparameters:
-        """Return these options as a request takes them; parameters that they lack are those of `base`."""
-        given = {name: value for name, value in self if value is not None}
-        return GenerationHyperparameters.from_mapping(base).new(**given, greedy=self.temperature == 0)
-
-    def problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError for a value that no request may have."""
-        self.gconfig()
-        yield from ()
-
-
-class SamplingOptions(EvaluationSamplingOptions):
-    """The sampling of responses."""
-
-    temperature: float = 1.0
-    """0 is greedy"""
-    max_new_tokens: int = 1024
-    """longest response, in each turn"""
-    stop: list[str] = []
-    """texts that end a response"""
-
-
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Ge(2)] | None = None
     """longest prompt and responses together, in tokens; default: as long as the longest prompt and max_new_tokens need;
     in several turns, or if prompts are not known before, as much as the models and devices can take"""
     deterministic: bool = False
     """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
-    num_devices: int | None = None
+    num_devices: Count | None = None
     """devices that only generate, if rollouts run ahead; default: half of them"""
     max_replacements: Natural = 3
     """lost replicas that are replaced in an hour, under Ray; the others take over their requests in any case"""
@@ -315,11 +282,11 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     @property
     def evaluation_sampling(self) -> SamplingOptions:
         """Sampling for evaluation, completed by the sampling for training."""
-        return SamplingOptions(**dict(config.inherit(self.test_sampling_params, self.train_sampling_params)))
+        return self.test_sampling_params.completed_by(self.train_sampling_params)
 
     def sampling_of(self, own: SetSamplingOptions) -> SamplingOptions:
         """Return the sampling of a set to evaluate on, completed by the sampling for evaluation."""
-        return SamplingOptions(**dict(config.inherit(own, self.evaluation_sampling)))
+        return own.completed_by(self.evaluation_sampling)
 
 
 class PromptOptions(TableOptions):

@@ -1,13 +1,19 @@
 import re
 import sys
 from importlib.util import find_spec
+from typing import Any, get_args, get_origin
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan
 
 from rlite import algorithms
-from rlite.config import describe, load, to_container
+from rlite.cli import COMMANDS
+from rlite.config import Options, describe, load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
+from rlite.trainer.commands.options import GenerateConfig, PlanConfig
+from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.options import DpoConfig, KtoConfig
 from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
 from rlite.trainer.rl.options import PpoConfig
@@ -221,6 +227,57 @@ def test_the_options_of_the_collector_are_set_from_the_trainer():
     )
 
 
+UNBOUNDED = {("GenerateConfig", "seed"): "a request takes every integer as its seed"}
+"""class and name of a number -> the reason why it has no bound"""
+
+
+def parts_of(hint: Any) -> list[Any]:
+    """Return a type, its arguments and the limits in its annotations, at any depth."""
+    return [hint, *(part for each in get_args(hint) for part in parts_of(each))]
+
+
+def numbers_without_a_bound(options: type[Options]) -> set[tuple[str, str]]:
+    """Return the class and the name of each number without a bound, in a class of options and in its groups."""
+    found = set()
+    for name, option in options.model_fields.items():
+        parts = [*parts_of(option.annotation), *option.metadata]
+        is_number = not {list, dict} & set(map(get_origin, parts)) and bool({int, float} & {*filter(is_type, parts)})
+        if is_number and not any(isinstance(part, (Ge, Gt, Le, Lt, AllowInfNan)) for part in parts):
+            found.add((options.__name__, name))
+        for group in filter(is_type, parts):
+            found |= numbers_without_a_bound(group) if issubclass(group, Options) else set()
+    return found
+
+
+def is_type(part: Any) -> bool:
+    return isinstance(part, type) and get_origin(part) is None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_among_the_options_has_a_bound(command: str):
+    assert numbers_without_a_bound(COMMANDS[command].find_options()) <= UNBOUNDED.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (PlanConfig, ["model_name=a", "num_devices=0", "ddp_size=-1", "tp_size=0", "sp_size=0"]),
+        (PlanConfig, ["model_name=a", "num_devices=-2", "rollout.max_model_len=1", "device_memory_gib=0"]),
+        (PpoConfig, ["actor.model_name=a", "num_devices=0", "rollout.num_devices=0", "rollout.max_model_len=0"]),
+        (PpoConfig, ["actor.model_name=a", "actor.temperature=0", "actor.entropy_coef=nan", "trainer.seed=-1"]),
+        (PpoConfig, ["actor.model_name=a", "actor.max_inference_length_per_device=0", "critic.sp_size=0"]),
+        (PpoConfig, ["actor.model_name=a", "test_data.sampling.top_p=2", "test_data.sampling.temperature=-1"]),
+        (GenerateConfig, ["model=a", "prompt=b", "top_k=-2", "max_new_tokens=0", "temperature=inf"]),
+        (EvalConfig, ["model=a", "top_p=0", "seed=-1"]),
+    ],
+)
+def test_all_numbers_out_of_bounds_are_reported_at_once(options, arguments):
+    with pytest.raises(ConfigError) as caught:
+        load(options, arguments)
+    wrong = [argument.split("=")[0] for argument in arguments if "=a" not in argument and "=b" not in argument]
+    assert sorted(line.split("=")[0] for line in str(caught.value).splitlines()) == sorted(wrong)
+
+
 def test_every_rule_of_a_run_that_does_not_hold_is_reported_at_once():
     wrong = ["actor.power=2", "actor.lr_end=1", "adv.gamma=2", "trainer.trace_steps=[3]", "kl.loss_estimator=k1"]
     with pytest.raises(ConfigError) as caught:
@@ -230,7 +287,7 @@ def test_every_rule_of_a_run_that_does_not_hold_is_reported_at_once():
         "actor.lr_end",
         "kl.loss_estimator",
         "adv.gamma",
-        "rollout.train_sampling_params: sampling parameter top_p",
+        "rollout.train_sampling_params.top_p",
         "trainer.trace_steps",
     ]
 
