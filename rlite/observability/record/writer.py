@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,7 +14,6 @@ from rlite.errors import StorageError, writing
 from rlite.observability.record import rewrite
 from rlite.observability.record.files import FOLDER, Kind, all_files, path_of, write_table
 
-logger = logging.getLogger(__name__)
 MAX_PENDING = 2
 """steps that wait to be written; a further one waits for the first of them"""
 TIMEOUT = 600.0
