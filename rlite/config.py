@@ -18,6 +18,7 @@ mappings are written in yaml (`stop=[a, b]`). `???` marks a key that a file leav
 
 from __future__ import annotations
 
+import difflib
 import functools
 import numbers
 import os
@@ -25,7 +26,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -61,10 +62,13 @@ Seconds = Annotated[float, Gt(0), Unit("seconds")]
 Interpolations = dict[str, tuple[Any, Any]]
 """key -> its value as a file gives it, `${...}`, and as it was resolved"""
 
+UNNAMED = ""
+"""name of a group that its user did not name, where groups have names"""
 IMPORTS = "imports"
 """key of the list to which `--import` adds"""
 _BOOLS = {"true": True, "false": False}
 _COMMAND_LINE = "command line"
+_NAME = re.compile(r"\w[\w-]*")
 _ARGUMENT = "argument"
 _WORDS = {
     bool: "true or false",
@@ -114,7 +118,9 @@ class Options(BaseModel):
     @classmethod
     def _read(cls, value: Any, validate: Callable[[Any], Any], info: Any) -> Any:
         option = cls.model_fields[info.field_name]
-        if isinstance(value, str):
+        if _may_be_unnamed(option):
+            value = _by_name(value, _entry_of(option.annotation), info.field_name)
+        elif isinstance(value, str):
             value = _read_text(value, _kinds(option.annotation))
         elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
             value = _over(default, value)
@@ -231,7 +237,7 @@ def to_container(config: Any) -> Any:
             group = _select(plain, groups)
             if group is not None and group.get(name) == to_container(value):  # not replaced since
                 group[name] = source
-        return plain[""] if [*plain] == [""] else plain
+        return plain[UNNAMED] if [*plain] == [UNNAMED] else plain
     if isinstance(config, list | tuple):
         return [to_container(value) for value in config]
     return config.replace("${", r"\${") if isinstance(config, str) else config
@@ -260,7 +266,9 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
     keys = {path: (option, value) for path, option, value in _keys_and_entries(cls)}
-    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
+    of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
+    without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
+    required = [path for path in without_default if f"{path}.".startswith(of_required)]
     own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
     manual = Manual(
         keys={path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
@@ -642,7 +650,7 @@ def _entry_of(hint: Any) -> type[Options] | None:
 def single_or_named(schema: dict[str, Any]) -> None:
     """Let the JSON schema of groups by name also take the options of a single group, as `json_schema_extra`.
 
-    The single group has the name "". Its keys are those of the option itself: `test_data.path`.
+    The single group has the name UNNAMED. Its keys are those of the option itself: `test_data.path`.
     """
     named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
     schema["anyOf"].insert(0, named["additionalProperties"])
@@ -650,6 +658,64 @@ def single_or_named(schema: dict[str, Any]) -> None:
 
 def _may_be_unnamed(option: FieldInfo | None) -> bool:
     return option is not None and option.json_schema_extra is single_or_named
+
+
+def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
+    """Check the name of one of several groups.
+
+    Args:
+        key: key of the groups, for messages.
+        name: the name; UNNAMED is one.
+        options: names of the options of a group.
+
+    Raises:
+        ConfigError: the name has other characters, begins with a hyphen, or is that of an option.
+    """
+    if name in options or (name != UNNAMED and not _NAME.fullmatch(name)):
+        raise ConfigError(
+            f"{key}.{name}: a name has letters, digits, _ and -, does not begin with -, and is none of its options"
+            + (f" ({', '.join(options)})" if options else "")
+        )
+
+
+def _by_name(given: Any, entry: Any, key: str) -> Any:
+    """Return groups by name. The options of a single group get the name UNNAMED.
+
+    Args:
+        given: value of the option.
+        entry: class of a group.
+        key: name of the option.
+
+    Raises:
+        ConfigError: some options have the name of a group and others have none, or a name cannot be one.
+    """
+    options = entry.model_fields
+    first = next(iter(options))
+    if isinstance(given, str):
+        raise ConfigError(f"{key}={given}: expected {key}.{first}={given}")
+    if not isinstance(given, Mapping):
+        return given
+    takes_keys = {name for name, option in options.items() if _takes_keys(option.annotation)}
+    named = [name for name, value in given.items() if isinstance(value, Mapping | entry) and name not in takes_keys]
+    single = [name for name in given if name not in named]
+    for name in single:
+        is_first = ":" in str(given[name]) and not difflib.get_close_matches(str(name), [first])
+        if is_first and name not in options:
+            raise ConfigError(f"{key}.{name}={given[name]}: expected {key}.{name}.{first}={given[name]}")
+    if named and single:
+        raise ConfigError(
+            f"{key}.{single[0]} is of a group without a name, and {key}.{named[0]} has one: give each its name, as in "
+            f"{key}.NAME.{single[0]}"
+        )
+    for name in named:
+        check_name(key, str(name), options)
+    if len(named) > 1 and UNNAMED in named:
+        raise ConfigError(f"{key}: one of several has no name; expected {key}.NAME.{first} of each")
+    return {UNNAMED: given} if single else given
+
+
+def _takes_keys(hint: Any) -> bool:
+    return _group_of(hint) is not None or any(get_origin(kind) is dict for kind in _kinds(hint))
 
 
 def _is_open(hint: Any) -> bool:

@@ -20,7 +20,7 @@ from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.observability.sinks.base import sink_problems
 from rlite.parallel.dims import ParallelDims
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.trainer.held_out.options import HeldOutOptions, key_of, named_sets
+from rlite.trainer.held_out.options import HeldOutOptions, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
@@ -488,19 +488,11 @@ class SupervisedConfig(LaunchOptions):
         *("trainer.n_epochs", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
     )
 
-    held_out: ClassVar[type[HeldOutOptions]] = HeldOutOptions
-    """class of the options of one set to evaluate on"""
-
     data: DataOptions = DataOptions()
     test_data: dict[str, HeldOutOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
     NAME/test_loss, ..."""
     trainer: EpochOptions = EpochOptions()
-
-    @field_validator("test_data", mode="before")
-    @classmethod
-    def _name_sets(cls, value: Any) -> Any:
-        return named_sets(value, cls.held_out)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for missing data."""
@@ -572,8 +564,6 @@ class SftConfig(SupervisedConfig):
 
     help_example: ClassVar[str] = "actor.model_name=Qwen/Qwen3-0.6B data.path=chats.jsonl"
     help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.lora", *SupervisedConfig.help_first)
-
-    held_out: ClassVar[type[HeldOutOptions]] = GeneratedOptions
 
     actor: ModelOptions
     test_data: dict[str, GeneratedOptions] = Field(default={}, json_schema_extra=single_or_named)  # type: ignore[assignment]

@@ -31,6 +31,7 @@ from torch import Tensor
 from rlite import config
 from rlite.batch import with_keys
 from rlite.cluster.session import has_session
+from rlite.config import UNNAMED
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
@@ -39,7 +40,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import UNNAMED, key_of, prefixed, without_sets
+from rlite.trainer.held_out.options import key_of, prefixed, without_sets
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages

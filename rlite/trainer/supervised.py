@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rlite
 from rlite import config
+from rlite.config import UNNAMED
 from rlite.data.chat.template import check_template_options, has_chat_template
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
@@ -26,7 +27,7 @@ from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
-from rlite.trainer.held_out.options import UNNAMED, HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
+from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
 from rlite.trainer.run.best import check_evaluated

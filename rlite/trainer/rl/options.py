@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
-from pydantic import Field, field_validator
+from pydantic import Field
 
 import rlite
 from rlite import config
@@ -15,9 +15,7 @@ from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
-from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
-from rlite.trainer.held_out.options import named_sets
+from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
 from rlite.trainer.options import (
     FrozenModelOptions,
@@ -265,9 +263,7 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each rule of workflows and of rollouts that run ahead that does not hold."""
-        if self.workflow is not None and self.workflow not in WORKFLOWS:
-            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
+        """Yield a message for each rule of rollouts that run ahead that does not hold."""
         if self.max_head_offpolicyness and self.deterministic:
             yield (
                 "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
@@ -324,21 +320,11 @@ class PpoConfig(LaunchOptions):
     NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
+    reward: Rewards = {}
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
     trainer: TrainerOptions = TrainerOptions()
-
-    @field_validator("reward", mode="wrap")
-    @classmethod
-    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
-        return named_by_function(validate(with_names(value)))
-
-    @field_validator("test_data", mode="before")
-    @classmethod
-    def _name_sets(cls, value: Any) -> Any:
-        return named_sets(value, HeldOutPromptOptions)
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
@@ -362,11 +348,7 @@ class PpoConfig(LaunchOptions):
         """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""
         if len(sources := self.sources_of_rewards) > 1:
             yield f"{' and '.join(sources)} are given; expected one source of rewards"
-        if self.reward and self.rollout.max_turns > 1:
-            yield (
-                f"rollout.max_turns={self.rollout.max_turns}: reward.* is of single answers; for several turns use "
-                "rollout.env_path"
-            )
+        yield from self.rollout.problems_with(self.reward, "rollout.")
         if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
             yield (
                 f"trainer.evaluation_devices={self.trainer.evaluation_devices}: evaluations have devices of their own "
