@@ -212,7 +212,8 @@ class PpoTrainer:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
         options = self.options
         is_single = options.responses_per_prompt == 1
-        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef)
+        weights = {name: reward.weight for name, reward in options.reward.items()}
+        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef, weights)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> TensorDict:

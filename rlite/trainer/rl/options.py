@@ -33,6 +33,10 @@ from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
 Weight = Annotated[float, Ge(0)]
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+"""estimators whose advantages are whitened over the tokens of the batch"""
+OWN_ESTIMATORS = ("reinforce", "gae", *WHITENED)
+"""estimators that are not in `rlite.algorithms.ADVANTAGES`"""
 
 
 class PolicyLossOptions(Options):
@@ -207,8 +211,9 @@ class AdvantageOptions(Options):
     """The way from rewards to advantages."""
 
     estimator: str = "reinforce"
-    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`:
-    dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k"""
+    """reinforce: reward less the mean of its group; gae: with a critic; reinforce_pp: returns whitened over the tokens
+    of the batch; reinforce_pp_baseline: rewards less the mean of their group, whitened so; or a name of
+    `rlite.algorithms.ADVANTAGES`: dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k, gdpo (of several rewards)"""
     options: dict[str, Any] = {}
     """keyword parameters of an estimator of ADVANTAGES"""
     gamma: Share = 1.0
@@ -221,17 +226,23 @@ class AdvantageOptions(Options):
     """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
     centres nothing: that is global_norm"""
 
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a discount that the estimator does not apply."""
+        if self.gamma != 1 and self.estimator in ("gdpo", "reinforce_pp_baseline"):
+            yield f"adv.gamma={self.gamma}: adv.estimator={self.estimator} discounts nothing; leave it out"
+
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for an unknown estimator, and for options that it does not have."""
-        is_named = self.estimator not in ("reinforce", "gae")
+        is_named = self.estimator not in OWN_ESTIMATORS
         if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
-            yield f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, ['reinforce', 'gae', *known])}"
+            yield f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])}"
             return
-        if self.estimator in ("remax", "gdpo"):
-            yield f"adv.estimator={self.estimator} needs more rewards than this trainer collects"
+        if self.estimator == "remax":
+            yield "adv.estimator=remax needs a greedy response to each prompt, which this trainer does not sample"
         if is_named:
             known.check(self.estimator, self.options)
-        if (self.options and not is_named) or (is_named and (self.global_norm or self.norm_var)):
+        is_normed = self.global_norm or self.norm_var
+        if (self.options and not is_named) or (is_normed and self.estimator not in ("reinforce", "gae")):
             yield (
                 f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
                 "adv.norm_var of reinforce and gae"
@@ -365,6 +376,7 @@ class PpoConfig(LaunchOptions):
                 f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
             )
+        yield from self._problems_of_gdpo()
         rollout = self.rollout
         serves_alike = rollout.deterministic and rollout.dtype == "float32" and rollout.tp_size == self.actor.tp_size
         if self.actor.deterministic and not (serves_alike and rollout.executor == "torch"):
@@ -373,6 +385,16 @@ class PpoConfig(LaunchOptions):
                 "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
                 f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
             )
+
+    def _problems_of_gdpo(self) -> Iterator[str]:
+        if self.adv.estimator != "gdpo":
+            return
+        if len(self.reward) == 1:
+            yield "adv.estimator=gdpo normalises several rewards, each alone; give reward.NAME.path of each"
+        if self.reward and "weights" in self.adv.options:
+            yield "adv.options.weights: the weights of rewards are reward.NAME.weight; leave it out"
+        if self.kl.type == "reward":
+            yield "kl.type=reward: adv.estimator=gdpo has no single reward that could pay; use loss or advantage"
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
@@ -473,6 +495,8 @@ class PpoConfig(LaunchOptions):
             return f"with adv.gamma={adv.gamma} advantages depend on lengths"
         if self.kl.type in ("reward", "advantage"):
             return f"with kl.type={self.kl.type} advantages depend on the KL"
+        if adv.estimator in ("gdpo", *WHITENED):
+            return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
         if adv.estimator != "reinforce" and not rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, size):
             return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
         return ""

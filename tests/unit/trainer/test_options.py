@@ -180,6 +180,8 @@ EQUAL_REWARDS_TEACH = [
     (["kl.type=advantage"], "depend on the KL"),
     (["adv.estimator=gpg"], "more than the rewards of the group"),
     (["adv.estimator=normalized", "adv.options.std=batch"], "more than the rewards of the group"),
+    (["adv.estimator=gdpo"], "more than the rewards of the group"),
+    (["adv.estimator=reinforce_pp"], "more than the rewards of the group"),
     (["train_data.responses_per_prompt=1"], "mean of the batch"),
 ]
 
@@ -326,10 +328,31 @@ def test_wrong_parameter_groups_are_refused_by_their_whole_key(arguments, messag
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["adv.estimator=remax"], "adv.estimator=remax needs a greedy response to each prompt"),
+        (["adv.estimator=reinforce_p"], "did you mean 'reinforce_pp'"),
+        (["adv.estimator=reinforce_pp", "adv.norm_var=true"], "adv.norm_var of reinforce and gae"),
+        (["adv.estimator=reinforce_pp_baseline", "adv.gamma=0.9"], "adv.estimator=reinforce_pp_baseline discounts"),
+        (["adv.estimator=gdpo", "adv.gamma=0.9"], "adv.gamma=0.9: adv.estimator=gdpo discounts nothing"),
+        (["adv.estimator=gdpo", "reward.path=a:f"], "give reward.NAME.path of each"),
+        (["adv.estimator=gdpo", "kl.type=reward"], "kl.type=reward: adv.estimator=gdpo has no single reward"),
+        (
+            ["adv.estimator=gdpo", "adv.options.weights=[1, 2]", "reward.f.path=a:f", "reward.g.path=a:g"],
+            "adv.options.weights: the weights of rewards are reward.NAME.weight",
+        ),
+    ],
+)
+def test_estimators_are_given_what_they_compute_with(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(PpoConfig, [*PPO, *arguments])
+
+
+@pytest.mark.parametrize(
     ("options", "key", "known"),
     [
         (PpoConfig, "actor.policy_loss.name", algorithms.POLICY_LOSSES),
-        (PpoConfig, "adv.estimator", algorithms.ADVANTAGES.keys() - {"remax", "gdpo"}),
+        (PpoConfig, "adv.estimator", algorithms.ADVANTAGES.keys() - {"remax"}),
         (DpoConfig, "actor.preference_loss.name", algorithms.PREFERENCE_LOSSES),
     ],
 )
