@@ -20,9 +20,9 @@ from rlite.trainer.held_out.options import held_out_sources, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
 from rlite.trainer.model.modules import load_tokenizer
-from rlite.trainer.options import SftConfig
 from rlite.trainer.run.program_objects import Given
 from rlite.trainer.sampling_options import SamplingOptions
+from rlite.trainer.supervised_options import SftConfig
 
 
 class Generation:

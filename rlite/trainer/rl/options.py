@@ -17,18 +17,15 @@ from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
-from rlite.trainer.options import (
+from rlite.trainer.model_options import (
     FrozenModelOptions,
-    LaunchOptions,
     ModelOptions,
     OptimizerName,
     ParameterGroupOptions,
-    ServingOptions,
-    TableOptions,
-    TrainerOptions,
     check_kl_loss,
     schedule_problems,
 )
+from rlite.trainer.options import LaunchOptions, ServingOptions, TableOptions, TrainerOptions
 from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 

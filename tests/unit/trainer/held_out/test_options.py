@@ -12,9 +12,9 @@ from rlite.errors import ConfigError, RliteError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, RewardFunction, SingleTurnWorkflow
 from rlite.trainer.held_out.options import held_out_sources, prefixed, without_sets
-from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.evaluation_sets import make_sets
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.supervised_options import SftConfig
 
 
 def ppo(*settings: str) -> PpoConfig:
