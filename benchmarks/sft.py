@@ -30,7 +30,7 @@ import rlite
 from benchmarks.model import NUM_PRINTABLE, build_model
 from rlite.data.tokens import Tally, TokenRows
 from rlite.observability import stats_tracker
-from rlite.trainer.model_options import ModelOptions
+from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.trainer.supervised_options import AnsweringOptions, DataOptions
 

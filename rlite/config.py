@@ -696,7 +696,7 @@ def _by_name(given: Any, entry: Any, key: str) -> Any:
     if not isinstance(given, Mapping):
         return given
     takes_keys = {name for name, option in options.items() if _takes_keys(option.annotation)}
-    named = [name for name, value in given.items() if isinstance(value, Mapping | entry) and name not in takes_keys]
+    named = [name for name, value in given.items() if isinstance(value, Mapping | Options) and name not in takes_keys]
     single = [name for name in given if name not in named]
     for name in single:
         is_first = ":" in str(given[name]) and not difflib.get_close_matches(str(name), [first])

@@ -29,7 +29,7 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
 from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
-from rlite.trainer.model_options import ModelOptions
+from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan

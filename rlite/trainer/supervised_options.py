@@ -12,7 +12,7 @@ import rlite
 from rlite.config import Count, Options, Positive, Rate, single_or_named
 from rlite.trainer.held_out.options import HeldOutOptions, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
-from rlite.trainer.model_options import FrozenModelOptions, LayoutOptions, ModelOptions
+from rlite.trainer.model.options import FrozenModelOptions, LayoutOptions, ModelOptions
 from rlite.trainer.options import LaunchOptions, RecordOptions, RunOptions, ServingOptions, TableOptions
 from rlite.types import PreferenceDivergence
 

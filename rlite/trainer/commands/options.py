@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from rlite.config import Count, Options, Positive
 from rlite.engine.fsdp2.options import Dtype
-from rlite.trainer.model_options import LayoutOptions, OptimizerName
+from rlite.trainer.model.options import LayoutOptions, OptimizerName
 from rlite.trainer.options import EngineOptions
 from rlite.trainer.sampling_options import SamplingOptions
 

@@ -17,7 +17,7 @@ from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
-from rlite.trainer.model_options import (
+from rlite.trainer.model.options import (
     FrozenModelOptions,
     ModelOptions,
     OptimizerName,

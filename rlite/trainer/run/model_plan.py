@@ -7,7 +7,7 @@ from typing import Any
 
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import shortened
-from rlite.trainer.model_options import OptimizerOptions, ParameterGroupOptions
+from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from rlite.trainer.options import TableOptions
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
