@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import rlite
 from rlite import config
 from rlite.cluster.session import has_session
-from rlite.config import UNNAMED
 from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.results import EvaluationResult
+from rlite.group_names import UNNAMED
 from rlite.observability.columns import number
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of

@@ -18,7 +18,6 @@ mappings are written in yaml (`stop=[a, b]`). `???` marks a key that a file leav
 
 from __future__ import annotations
 
-import difflib
 import functools
 import numbers
 import os
@@ -26,7 +25,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from pydantic_core import PydanticUndefined
 from rlite import files
 from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
+from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
 from rlite.suggestions import nearest_key
 
@@ -62,13 +62,10 @@ Seconds = Annotated[float, Gt(0), Unit("seconds")]
 Interpolations = dict[str, tuple[Any, Any]]
 """key -> its value as a file gives it, `${...}`, and as it was resolved"""
 
-UNNAMED = ""
-"""name of a group that its user did not name, where groups have names"""
 IMPORTS = "imports"
 """key of the list to which `--import` adds"""
 _BOOLS = {"true": True, "false": False}
 _COMMAND_LINE = "command line"
-_NAME = re.compile(r"\w[\w-]*")
 _ARGUMENT = "argument"
 _WORDS = {
     bool: "true or false",
@@ -119,7 +116,9 @@ class Options(BaseModel):
     def _read(cls, value: Any, validate: Callable[[Any], Any], info: Any) -> Any:
         option = cls.model_fields[info.field_name]
         if _may_be_unnamed(option):
-            value = _by_name(value, _entry_of(option.annotation), info.field_name)
+            options = _entry_of(option.annotation).model_fields.items()  # type: ignore[union-attr]
+            is_plain = {name: _is_scalar(own.annotation) for name, own in options}
+            value = by_name(value, info.field_name, is_plain, Options)
         elif isinstance(value, str):
             value = _read_text(value, _kinds(option.annotation))
         elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
@@ -647,75 +646,8 @@ def _entry_of(hint: Any) -> type[Options] | None:
     return _group_of(values[0]) if values else None
 
 
-def single_or_named(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of groups by name also take the options of a single group, as `json_schema_extra`.
-
-    The single group has the name UNNAMED. Its keys are those of the option itself: `test_data.path`.
-    """
-    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
-    schema["anyOf"].insert(0, named["additionalProperties"])
-
-
 def _may_be_unnamed(option: FieldInfo | None) -> bool:
     return option is not None and option.json_schema_extra is single_or_named
-
-
-def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
-    """Check the name of one of several groups.
-
-    Args:
-        key: key of the groups, for messages.
-        name: the name; UNNAMED is one.
-        options: names of the options of a group.
-
-    Raises:
-        ConfigError: the name has other characters, begins with a hyphen, or is that of an option.
-    """
-    if name in options or (name != UNNAMED and not _NAME.fullmatch(name)):
-        raise ConfigError(
-            f"{key}.{name}: a name has letters, digits, _ and -, does not begin with -, and is none of its options"
-            + (f" ({', '.join(options)})" if options else "")
-        )
-
-
-def _by_name(given: Any, entry: Any, key: str) -> Any:
-    """Return groups by name. The options of a single group get the name UNNAMED.
-
-    Args:
-        given: value of the option.
-        entry: class of a group.
-        key: name of the option.
-
-    Raises:
-        ConfigError: some options have the name of a group and others have none, or a name cannot be one.
-    """
-    options = entry.model_fields
-    first = next(iter(options))
-    if isinstance(given, str):
-        raise ConfigError(f"{key}={given}: expected {key}.{first}={given}")
-    if not isinstance(given, Mapping):
-        return given
-    takes_keys = {name for name, option in options.items() if _takes_keys(option.annotation)}
-    named = [name for name, value in given.items() if isinstance(value, Mapping | Options) and name not in takes_keys]
-    single = [name for name in given if name not in named]
-    for name in single:
-        is_first = ":" in str(given[name]) and not difflib.get_close_matches(str(name), [first])
-        if is_first and name not in options:
-            raise ConfigError(f"{key}.{name}={given[name]}: expected {key}.{name}.{first}={given[name]}")
-    if named and single:
-        raise ConfigError(
-            f"{key}.{single[0]} is of a group without a name, and {key}.{named[0]} has one: give each its name, as in "
-            f"{key}.NAME.{single[0]}"
-        )
-    for name in named:
-        check_name(key, str(name), options)
-    if len(named) > 1 and UNNAMED in named:
-        raise ConfigError(f"{key}: one of several has no name; expected {key}.NAME.{first} of each")
-    return {UNNAMED: given} if single else given
-
-
-def _takes_keys(hint: Any) -> bool:
-    return _group_of(hint) is not None or any(get_origin(kind) is dict for kind in _kinds(hint))
 
 
 def _is_open(hint: Any) -> bool:

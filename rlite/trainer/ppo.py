@@ -31,11 +31,11 @@ from torch import Tensor
 from rlite import config
 from rlite.batch import with_keys
 from rlite.cluster.session import has_session
-from rlite.config import UNNAMED
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError
+from rlite.group_names import UNNAMED
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards

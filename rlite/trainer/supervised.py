@@ -13,7 +13,6 @@ from torch import Tensor
 
 import rlite
 from rlite import config
-from rlite.config import UNNAMED
 from rlite.data.chat.template import check_template_options, has_chat_template
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
@@ -24,6 +23,7 @@ from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, StreamedDataError
+from rlite.group_names import UNNAMED
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of

@@ -9,7 +9,8 @@ from annotated_types import Ge
 from pydantic import Field
 
 import rlite
-from rlite.config import Count, Options, Positive, Rate, single_or_named
+from rlite.config import Count, Options, Positive, Rate
+from rlite.group_names import single_or_named
 from rlite.trainer.held_out.options import HeldOutOptions, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.model.options import FrozenModelOptions, LayoutOptions, ModelOptions

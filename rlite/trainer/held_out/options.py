@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from rlite.config import UNNAMED, Count, Options
+from rlite.config import Count, Options
 from rlite.data.source import Source
 from rlite.errors import ConfigError
+from rlite.group_names import UNNAMED
 
 KEY = "test_data"
 """group of the options"""

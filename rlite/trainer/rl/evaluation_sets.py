@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlite.config import UNNAMED, check_name
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import EvaluationSet
+from rlite.group_names import UNNAMED, check_name
 from rlite.rollout import RolloutWorkflow
 from rlite.trainer.held_out.options import KEY, key_of
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions

@@ -12,6 +12,7 @@ import rlite
 from rlite import config
 from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
+from rlite.group_names import single_or_named
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
@@ -323,7 +324,7 @@ class PpoConfig(LaunchOptions):
     critic: CriticOptions = CriticOptions()
     ref_actor: ReferenceOptions = ReferenceOptions()
     train_data: PromptOptions = PromptOptions()
-    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=config.single_or_named)
+    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=single_or_named)
     """prompts to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
     NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()

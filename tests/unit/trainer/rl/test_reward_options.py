@@ -48,7 +48,7 @@ def test_several_rewards_have_names_and_options_of_their_own() -> None:
             r"^reward\.path is of a group without a name, and reward\.b has one",
         ),
         (["reward.path=m:f", "reward.timeout=soon"], ConfigError, r"^reward\.timeout=soon: expected a float"),
-        (["reward.path=m:f", "reward.timeout=0"], ConfigError, r"^reward\.timeout=0: expected more than 0 seconds"),
+        (["reward.path=m:f", "reward.timeout=0"], ConfigError, r"^reward\.timeout=0\.0: expected more than 0 seconds"),
         (
             ["reward.path=m:f", "reward.wieght=2"],
             UnknownOptionError,
