@@ -291,7 +291,12 @@ def _title(cls: type[Options], group: str) -> str:
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
-    limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,").rstrip(",")
+    limits = (
+        _limits(option)
+        .replace("a number ", "")
+        .replace("a finite number of", "finite,")
+        .replace("a finite number", "finite")
+    )
     sentence = " ".join((option.description or "").split())
     return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
@@ -553,7 +558,8 @@ def _limits(option: FieldInfo) -> str:
         return f"a number between {bounds['ge']} and {bounds['le']}"
     is_finite = any(isinstance(limit, AllowInfNan) for limit in limits)
     words = " and ".join(words.format(bounds[name]) for name, words in _BOUNDS.items() if name in bounds)
-    return " ".join(filter(None, ("a finite number of" if is_finite else "", words, bounds.get("unit"))))
+    finite = f"a finite number{' of' if words else ''}" if is_finite else ""
+    return " ".join(filter(None, (finite, words, bounds.get("unit"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ PPO = ["actor.model_name=a"]
         (KtoConfig, [*SFT, "actor.desirable_weight=-1"], r"^actor\.desirable_weight=-1\.0: expected"),
         (PpoConfig, [*PPO, "critic.lr=-1"], r"^critic\.lr=-1\.0: expected"),
         (PpoConfig, [*PPO, "critic.clip=0"], r"^critic\.clip=0\.0: expected"),
+        (PpoConfig, [*PPO, "actor.entropy_coef=nan"], r"^actor\.entropy_coef=nan: expected a finite number \("),
         (PpoConfig, [*PPO, "actor.clip=-1"], r"^actor\.clip=-1\.0: expected"),
         (PpoConfig, [*PPO, "actor.tis_coef=-1"], r"^actor\.tis_coef=-1\.0: expected"),
         (PpoConfig, [*PPO, "actor.freeze_steps=1"], r"^actor\.freeze_steps=1: .* adv\.estimator=reinforce has none"),
