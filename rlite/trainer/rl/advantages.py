@@ -129,10 +129,8 @@ def _outcomes(
     scores, options = torch.where(lengths > 0, discounted, totals), adv.options
     if adv.estimator == "gdpo":
         kinds = _named_rewards(batch)
-        scores, options = (
-            torch.stack([*kinds.values()]),
-            {"weights": [weights.get(name, 1.0) for name in kinds]} | options,
-        )
+        scores = torch.stack([*kinds.values()])
+        options = {"weights": [weights.get(name, 1.0) for name in kinds], **options}
     advantages = outcome_advantages(
         _estimator(adv), scores, _groups(batch, is_single), lengths=lengths, options=options
     )
