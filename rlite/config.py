@@ -291,9 +291,7 @@ def _title(cls: type[Options], group: str) -> str:
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
-    limits = (
-        _limits(option).replace("a number ", "").replace("a finite number", "finite").replace("finite of", "finite,")
-    )
+    limits = _limits(option).replace("a number ", "").replace("a finite number", "finite").replace(" of ", ", ")
     sentence = " ".join((option.description or "").split())
     return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
