@@ -32,7 +32,7 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import OwnLogprobs, SftLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 
 NEW_TOKENS = 128
 SIDES = (False, True)

@@ -47,7 +47,7 @@ from rlite.parallel.processes import process_identity
 from rlite.parallel.shards import ParameterShard
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir
 

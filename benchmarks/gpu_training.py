@@ -35,7 +35,7 @@ from tensordict import TensorDict
 from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss, SftLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.run.mfu import usage_metrics
 from tests.tiny import build_model_dir
 

@@ -36,7 +36,7 @@ from rlite.nn.attention import PACKED, PackedLayout
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import ModelOptions
+from rlite.trainer.model.options import ModelOptions
 
 LR = 1e-4
 

@@ -31,6 +31,7 @@ from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.results import EvaluationResult
+from rlite.group_names import UNNAMED
 from rlite.observability.columns import number
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
@@ -39,7 +40,7 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.commands.generate import prompt_item
 from rlite.trainer.evaluate.command import evaluate as run_evaluation
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.held_out.options import KEY, UNNAMED, key_of
+from rlite.trainer.held_out.options import KEY, key_of
 from rlite.trainer.presets import TRAINERS
 from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
 

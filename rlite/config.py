@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Unit
+from annotated_types import Ge, Gt, Le, Lt, Unit
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AllowInfNan, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
@@ -43,6 +43,7 @@ from pydantic_core import PydanticUndefined
 from rlite import files
 from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
+from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
 from rlite.suggestions import nearest_key
 
@@ -53,6 +54,9 @@ Natural = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Rate = Annotated[float, Ge(0), AllowInfNan(False)]
 Positive = Annotated[float, Gt(0)]
+Finite = Annotated[float, AllowInfNan(False)]
+FinitePositive = Annotated[float, Gt(0), AllowInfNan(False)]
+Seed = Annotated[int, Ge(0), Lt(2**63)]
 Seconds = Annotated[float, Gt(0), Unit("seconds")]
 
 Interpolations = dict[str, tuple[Any, Any]]
@@ -111,7 +115,11 @@ class Options(BaseModel):
     @classmethod
     def _read(cls, value: Any, validate: Callable[[Any], Any], info: Any) -> Any:
         option = cls.model_fields[info.field_name]
-        if isinstance(value, str):
+        if _may_be_unnamed(option):
+            options = _entry_of(option.annotation).model_fields.items()  # type: ignore[union-attr]
+            is_plain = {name: _is_scalar(own.annotation) for name, own in options}
+            value = by_name(value, info.field_name, is_plain, Options)
+        elif isinstance(value, str):
             value = _read_text(value, _kinds(option.annotation))
         elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
             value = _over(default, value)
@@ -228,7 +236,7 @@ def to_container(config: Any) -> Any:
             group = _select(plain, groups)
             if group is not None and group.get(name) == to_container(value):  # not replaced since
                 group[name] = source
-        return plain[""] if [*plain] == [""] else plain
+        return plain[UNNAMED] if [*plain] == [UNNAMED] else plain
     if isinstance(config, list | tuple):
         return [to_container(value) for value in config]
     return config.replace("${", r"\${") if isinstance(config, str) else config
@@ -257,7 +265,9 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
     keys = {path: (option, value) for path, option, value in _keys_and_entries(cls)}
-    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
+    of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
+    without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
+    required = [path for path in without_default if f"{path}.".startswith(of_required)]
     own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
     manual = Manual(
         keys={path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
@@ -281,7 +291,7 @@ def _title(cls: type[Options], group: str) -> str:
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
-    limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,").rstrip(",")
+    limits = _limits(option).replace("a number ", "").replace("a finite number", "finite").replace(" of ", ", ")
     sentence = " ".join((option.description or "").split())
     return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
@@ -543,7 +553,8 @@ def _limits(option: FieldInfo) -> str:
         return f"a number between {bounds['ge']} and {bounds['le']}"
     is_finite = any(isinstance(limit, AllowInfNan) for limit in limits)
     words = " and ".join(words.format(bounds[name]) for name, words in _BOUNDS.items() if name in bounds)
-    return " ".join(filter(None, ("a finite number of" if is_finite else "", words, bounds.get("unit"))))
+    finite = f"a finite number{' of' if words else ''}" if is_finite else ""
+    return " ".join(filter(None, (finite, words, bounds.get("unit"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -634,15 +645,6 @@ def _entry_of(hint: Any) -> type[Options] | None:
     """Return the group that each value of a mapping is: `G` of `dict[str, G]`."""
     values = [get_args(kind)[1] for kind in _kinds(hint) if get_origin(kind) is dict]
     return _group_of(values[0]) if values else None
-
-
-def single_or_named(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of groups by name also take the options of a single group, as `json_schema_extra`.
-
-    The single group has the name "". Its keys are those of the option itself: `test_data.path`.
-    """
-    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
-    schema["anyOf"].insert(0, named["additionalProperties"])
 
 
 def _may_be_unnamed(option: FieldInfo | None) -> bool:

@@ -20,7 +20,7 @@ from rlite.errors import RliteError
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.trainer.losses import OwnLogprobs, SftLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 
 LIMIT_S = 60.0
 """seconds for a call of an engine; all of them together take about ten"""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlite.data.microbatch_plan import PackingMethod
 from rlite.engine.microbatches import BatchShare, Loss, Weight
 from rlite.engine.registry import Backend
 from rlite.engine.workers import SourceWorker
@@ -42,27 +41,12 @@ class WorkLayout(Protocol):
         """Multiple of `max_tokens_per_microbatch` that a microbatch may hold because peers share its activations."""
 
 
-class TrainOptions(Protocol):
-    """Options that the engine itself reads, beside the backend's own."""
-
-    @property
-    def max_tokens_per_microbatch(self) -> int:
-        """Maximum tokens in one forward, for each rank that shares the activations."""
-
-    @property
-    def balance_by(self) -> str:
-        """Quantity that data ranks share evenly: "tokens", or "flops" (`sequence_flops`)."""
-
-    @property
-    def packing_method(self) -> PackingMethod:
-        """Method by which a rank's rows become microbatches; see `plan_microbatches`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainBackend(Backend):
     """A training backend as `register_executor("train", name, backend)` takes it.
 
-    `options` is a `TrainOptions`, and `worker` makes a `TrainExecutor` from the pickled module.
+    `worker` makes a `TrainExecutor` from the pickled module. The engine itself reads `max_tokens_per_microbatch`,
+    `balance_by` and `packing_method` of `options`; `Fsdp2Options` explains them.
     """
 
     layout: Callable[[int, int, Any], WorkLayout]

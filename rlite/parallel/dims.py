@@ -34,11 +34,8 @@ class ParallelDims:
             The sizes of all axes.
 
         Raises:
-            ConfigError: a size is not positive, or the equation in the message has no whole solution.
+            ConfigError: the equation in the message has no whole solution.
         """
-        for name, size in (("sp_size", seq), ("tp_size", tensor)):
-            if size < 1:
-                raise ConfigError(f"{name}={size}: expected at least 1")
         if executor_size % (seq * tensor):
             raise ConfigError(
                 f"{executor_size} workers hold one copy of the model, and {executor_size} = fsdp x sp_size={seq} x "
@@ -62,7 +59,7 @@ class ParallelDims:
         Raises:
             ConfigError: the equation in the message has no whole solution.
         """
-        if copies < 1 or world_size % copies:
+        if world_size % copies:
             raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")
         return cls.of(world_size, world_size // copies, seq, tensor)
 

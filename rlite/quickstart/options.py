@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlite.config import Count
+from rlite.config import Count, Seed
 from rlite.trainer.options import AnnouncedOptions
 
 
@@ -15,7 +15,7 @@ class QuickstartConfig(AnnouncedOptions):
 
     folder: str = "runs/quickstart"
     """everything is written here"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of problems, weights and sampling"""
     num_train: Count = 16000
     """training problems"""

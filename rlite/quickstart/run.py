@@ -33,7 +33,8 @@ from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions, TrainerOptions
+from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import (
     ActorOptions,

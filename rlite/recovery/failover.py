@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 Level = Literal["ignore", "workload", "role", "job"]
-LEVELS: tuple[Level, ...] = ("ignore", "workload", "role", "job")
-"""by rising extent"""
+"""scopes of a recovery, by rising extent"""
 Stage = Literal["INIT", "RUNNING", "FAILOVER", "FINISHED", "ERROR"]
 Condition = Literal["dead", "stopped", "hung"]
 JOB = "job"

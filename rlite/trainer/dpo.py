@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from rlite.trainer.options import DpoConfig
 from rlite.trainer.run.command import start
+from rlite.trainer.supervised_options import DpoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:])

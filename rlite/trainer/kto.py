@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from rlite.trainer.options import KtoConfig
 from rlite.trainer.run.command import start
+from rlite.trainer.supervised_options import KtoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     start("kto", "rlite.trainer.kto", KtoConfig, sys.argv[1:])

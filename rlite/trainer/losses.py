@@ -16,7 +16,8 @@ from torch import Tensor
 from rlite import algorithms
 from rlite.algorithms import LossInputs, Mean, OnLogprobs, PairLoss, PerToken, TokenLogprobs
 from rlite.errors import ConfigError
-from rlite.trainer.options import PreferenceLossOptions, check_kl_loss
+from rlite.trainer.model.options import check_kl_loss
+from rlite.trainer.supervised_options import PreferenceLossOptions
 from rlite.types import Aggregation, KLEstimator
 
 

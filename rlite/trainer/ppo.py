@@ -35,11 +35,12 @@ from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError
+from rlite.group_names import UNNAMED
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import UNNAMED, key_of, prefixed, without_sets
+from rlite.trainer.held_out.options import key_of, prefixed, without_sets
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
@@ -211,7 +212,8 @@ class PpoTrainer:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
         options = self.options
         is_single = options.responses_per_prompt == 1
-        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef)
+        weights = {name: reward.weight for name, reward in options.reward.items()}
+        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef, weights)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> TensorDict:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rlite.config import Positive, Rate, quick_checks
-from rlite.trainer.options import DpoActorOptions, DpoConfig, EpochOptions, PreferenceLossOptions, TrainerOptions
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig
+from rlite.trainer.supervised_options import DpoActorOptions, DpoConfig, EpochOptions, PreferenceLossOptions
 from rlite.types import Aggregation
 
 with quick_checks():  # the others import torch; a run makes them

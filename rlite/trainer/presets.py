@@ -23,13 +23,13 @@ class TrainerEntry(NamedTuple):
 _PRESETS = "rlite.trainer.preset_options"
 
 TRAINERS: Mapping[str, TrainerEntry] = {
-    "sft": TrainerEntry("rlite.trainer.sft", "SftTrainer", "rlite.trainer.options:SftConfig"),
-    "rm": TrainerEntry("rlite.trainer.rm", "RmTrainer", "rlite.trainer.options:RmConfig"),
-    "dpo": TrainerEntry("rlite.trainer.dpo", "DpoTrainer", "rlite.trainer.options:DpoConfig"),
+    "sft": TrainerEntry("rlite.trainer.sft", "SftTrainer", "rlite.trainer.supervised_options:SftConfig"),
+    "rm": TrainerEntry("rlite.trainer.rm", "RmTrainer", "rlite.trainer.supervised_options:RmConfig"),
+    "dpo": TrainerEntry("rlite.trainer.dpo", "DpoTrainer", "rlite.trainer.supervised_options:DpoConfig"),
     "orpo": TrainerEntry("rlite.trainer.orpo", "OrpoTrainer", f"{_PRESETS}:OrpoConfig"),
     "simpo": TrainerEntry("rlite.trainer.simpo", "SimpoTrainer", f"{_PRESETS}:SimpoConfig"),
     "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
-    "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.options:KtoConfig"),
+    "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.supervised_options:KtoConfig"),
     "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.options:PpoConfig"),
     "grpo": TrainerEntry("rlite.trainer.grpo", "GrpoTrainer", f"{_PRESETS}:GrpoConfig"),
 }

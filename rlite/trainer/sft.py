@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 
-from rlite.trainer.options import SftConfig
 from rlite.trainer.run.command import start
 from rlite.trainer.run.program_objects import ProgramObjects
+from rlite.trainer.supervised_options import SftConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:])

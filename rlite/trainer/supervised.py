@@ -23,18 +23,20 @@ from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, StreamedDataError
+from rlite.group_names import UNNAMED
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
-from rlite.trainer.held_out.options import UNNAMED, HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
+from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
-from rlite.trainer.options import ModelOptions, SupervisedConfig
+from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
+from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)

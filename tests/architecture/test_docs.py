@@ -20,7 +20,7 @@ FOLDERS = (ROOT / "docs", ROOT / "recipes")
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(page for at in FOLDERS for page in at.rglob("*.md"))]
 OPTIONAL = {"rlite.evaluation.lm_eval": "lm_eval"}
 """modules whose package only `make test-harness` installs, which reads their page, too"""
-NOT_IN_TRAINERS = {"gdpo", "remax"}
+NOT_IN_TRAINERS = {"remax"}
 
 
 def programs(path: Path) -> list[ast.Module]:

@@ -15,7 +15,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.parallel.host_memory import HostMemory
 from rlite.parallel.shared_memory import aligned_bytes
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss
 from tests.tiny import build_model_dir
 

@@ -17,7 +17,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss
 from tests.tiny import build_model_dir
 

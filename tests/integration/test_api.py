@@ -86,6 +86,21 @@ def test_ppo_trains_a_critic_and_the_same_call_finds_the_run_finished(model: str
         call(**{"actor.lr": 1e-3})
 
 
+def test_rewards_are_normalised_one_by_one_with_their_weights_and_returns_are_whitened(
+    model: str, tmp_path: Path
+) -> None:
+    def train(estimator: str, weight: float) -> Any:
+        return rlite.train(
+            "ppo", model=model, data=PAIRS, reward={"long": (length, weight), "one": lambda completions, **row: [1.0]},
+            save_dir=tmp_path / f"{estimator}-{weight}", total_steps=1, actor=SMALL, adv={"estimator": estimator},
+            **{"train_data.prompts_per_rollout": 4, "rollout.train_sampling_params": {"max_new_tokens": 4}},
+        ).metrics["grad_norm"]  # fmt: skip
+
+    assert train("gdpo", 0.5) > 0
+    assert train("gdpo", 0.0) == 0, "the reward that differs has no weight"
+    assert train("reinforce_pp", 0.5) > 0
+
+
 def length(prompt: str, completions: str, **row: Any) -> float:
     return float(len(completions))
 

@@ -14,7 +14,7 @@ from rlite.config import load
 from rlite.data.labels import labelled_rows
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.trainer.kto import KtoTrainer
-from rlite.trainer.options import KtoConfig
+from rlite.trainer.supervised_options import KtoConfig
 from tests.integration.worlds import world
 
 ROWS = [

@@ -26,7 +26,8 @@ from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import critic_module, policy_module
-from rlite.trainer.options import OptimizerOptions, TrainerOptions
+from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import (
     ActorOptions,

@@ -12,7 +12,7 @@ from torch import Tensor
 import rlite
 from rlite import RliteTrainEngine
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss
 
 OPTIMIZER = OptimizerOptions(lr=1e-2, weight_decay=0.1, scheduler="constant", warmup_steps=0, total_steps=4)

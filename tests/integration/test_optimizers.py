@@ -18,7 +18,7 @@ from rlite.nn import LoraOptions
 from rlite.parallel.fsdp import dtensor_like, local_shard
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.optimizers import make_optimizer, parameter_groups
-from rlite.trainer.options import OptimizerOptions, ParameterGroupOptions
+from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir

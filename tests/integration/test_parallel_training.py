@@ -22,7 +22,7 @@ from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.parallel.fsdp import local_tensor
 from rlite.trainer.losses import DpoLoss, RewardModelLoss
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir

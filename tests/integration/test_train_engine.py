@@ -21,7 +21,7 @@ from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import frozen_build_options
+from rlite.trainer.model.options import frozen_build_options
 from tests.integration.modules import (
     LlamaPolicy,
     Policy,

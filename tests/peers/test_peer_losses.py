@@ -34,7 +34,7 @@ from rlite.algorithms import (
     value_loss,
 )
 from rlite.trainer.losses import DpoLoss
-from rlite.trainer.options import PreferenceLossOptions
+from rlite.trainer.supervised_options import PreferenceLossOptions
 from tests.peers.batches import LENGTH, Batch, random_batch
 
 Peer = Callable[[str], ModuleType]

@@ -12,7 +12,7 @@ from rlite.config import load, save
 from rlite.errors import ConfigError, ImportFailed
 from rlite.trainer.callbacks import CALLBACKS
 from rlite.trainer.commands.options import PlanConfig
-from rlite.trainer.options import SftConfig
+from rlite.trainer.supervised_options import SftConfig
 
 NEEDED = ["actor.model_name=x", "data.path=x"]
 OWN = """

@@ -225,7 +225,7 @@ def gdpo_advantages(
     Each kind is normalised separately, so a kind with a large spread does not dominate the others.
 
     Args:
-        rewards: one row per kind of reward, `[K, N]`.
+        rewards: one row per kind of reward, `[K, N]`. A reward that does not count is NaN, and adds nothing.
         group_ids: equal for the responses to one prompt, `[N]`.
         weights: one per kind; default: 1.
         eps: added to standard deviations.
@@ -240,7 +240,9 @@ def gdpo_advantages(
         raise ConfigError(f"{len(weights)} weights for {len(rewards)} kinds of reward")
     total = torch.zeros(rewards.shape[1], dtype=torch.float64, device=rewards.device)
     for weight, reward in zip(weights, rewards, strict=True):
-        total += weight * group_advantages(reward.double(), group_ids, norm_std=True, eps=eps)
+        counts = reward.isfinite()
+        scores = reward[counts].double()
+        total[counts] += weight * group_advantages(scores, group_ids[counts], norm_std=True, eps=eps)
     if batch_norm:
         total = normalize_rewards(total, group_ids, mean="batch", std="batch", eps=eps)
     return as_advantages(total, rewards)

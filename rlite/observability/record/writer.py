@@ -27,7 +27,6 @@ from rlite.observability.record.files import (
 )
 from rlite.observability.record.gaps import Gap, read_gaps, write_gaps
 
-logger = logging.getLogger(__name__)
 MAX_PENDING = 2
 """steps that wait to be written; a further one waits for the first of them"""
 TIMEOUT = 600.0
@@ -35,6 +34,8 @@ TIMEOUT = 600.0
 ROOM = 0.9
 """share of the limit down to which old texts and tokens are removed"""
 Tables = Mapping[Kind, pa.Table]
+
+logger = logging.getLogger(__name__)
 
 
 class RecordWriter:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from rlite.config import Count, Options, Positive, Seconds
+from rlite.errors import ConfigError
+from rlite.rollout.registry import WORKFLOWS
+
+
+def _check_workflow(name: str) -> str:
+    if name not in WORKFLOWS:
+        raise ConfigError(WORKFLOWS.unknown(name))
+    return name
+
+
+WorkflowName = Annotated[str, AfterValidator(_check_workflow)]
+"""name of a registered workflow"""
 
 
 class EnvironmentOptions(Options):
@@ -14,7 +29,7 @@ class EnvironmentOptions(Options):
     """Python file with `async step(state, action, extra_info)`, which returns the keys in STEP_KEYS of
     rlite.rollout.environments.child; or with `make(**env_options)`, which returns a Gym-like environment: then rows
     have a `seed`, and no prompt"""
-    workflow: str | None = None
+    workflow: WorkflowName | None = None
     """name of a registered workflow, in place of env_path and of rewards"""
     env_timeout: Seconds = 60.0
     """seconds for one step of the environment"""
@@ -27,6 +42,19 @@ class EnvironmentOptions(Options):
     none of the run's secrets"""
     max_turns: Count = 1
     """turns of the model in one episode"""
+
+    def problems_with(self, rewards: Mapping[str, Any], group: str = "") -> Iterator[str]:
+        """Yield a message for rewards of single answers beside several turns.
+
+        Args:
+            rewards: the rewards by name; there may be none.
+            group: key of these options, with a dot at its end.
+        """
+        if rewards and self.max_turns > 1:
+            yield (
+                f"{group}max_turns={self.max_turns}: reward.* is of single answers; for several turns use "
+                f"{group}env_path"
+            )
 
     @property
     def process_options(self) -> dict[str, Any]:

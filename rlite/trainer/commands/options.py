@@ -5,35 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
-from rlite.config import Count, Natural, Options, Positive, Share
+from rlite.config import Count, Options, Positive
 from rlite.engine.fsdp2.options import Dtype
-from rlite.trainer.options import EngineOptions, LayoutOptions, OptimizerName
-from rlite.types import GenerationHyperparameters
+from rlite.trainer.model.options import LayoutOptions, OptimizerName
+from rlite.trainer.options import EngineOptions
+from rlite.trainer.sampling_options import SamplingOptions
 
 
-class AnswerOptions(Options):
-    """The sampling of answers on the command line."""
-
-    max_new_tokens: Count = 1024
-    """longest answer in tokens, in each turn"""
-    temperature: Annotated[float, Ge(0)] | None = None
-    """0 is greedy; default: 0 with samples=1, else 1"""
-    top_p: Annotated[Share, Gt(0)] = 1.0
-    """1 is off"""
-    top_k: Natural = 0
-    """0 is off"""
-    stop: list[str] = []
-    """texts that end an answer"""
-
-    def gconfig(self, **changes: Any) -> GenerationHyperparameters:
-        """Return these options as a request takes them, with changes."""
-        given = {name: getattr(self, name) for name in AnswerOptions.model_fields}
-        return GenerationHyperparameters(**{**given, "stop": tuple(self.stop), **changes})
-
-
-class GenerateConfig(AnswerOptions):
+class GenerateConfig(SamplingOptions):
     """Options of `rlite generate MODEL "PROMPT"`."""
 
     help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
@@ -55,8 +36,6 @@ class GenerateConfig(AnswerOptions):
     """answers to each prompt"""
     max_new_tokens: Count = 512
     """longest answer in tokens"""
-    temperature: Annotated[float, Ge(0)] = 1.0
-    """0 is greedy"""
     seed: int | None = None
     """seed of the sampling; null draws one"""
     executor: str = "torch"
@@ -70,6 +49,7 @@ class GenerateConfig(AnswerOptions):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for a prompt that is missing or given twice, and for options of a chat without one."""
+        yield from super().problems()
         if bool(self.prompt) == (self.prompt_file is not None):
             yield 'prompt: expected a prompt, as in `rlite generate MODEL "PROMPT"`, or prompt_file=FILE, and not both'
         if self.chat is False and (self.system_prompt is not None or self.chat_template_options):
@@ -94,7 +74,7 @@ class RolloutPlanOptions(EngineOptions):
 
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """type of the served weights and of the KV cache"""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Ge(2)] | None = None
     """longest prompt and response together, in tokens; default: the model's own limit, with executor torch at most
     4096"""
 
@@ -104,7 +84,7 @@ class PlanConfig(LayoutOptions):
 
     help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
 
-    num_devices: int
+    num_devices: Count
     """devices in the world"""
     param_dtype: Dtype = "float32"
     """master weights, gradients and optimizer state"""

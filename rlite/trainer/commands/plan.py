@@ -26,7 +26,7 @@ from rlite.parallel.mesh import make_mesh
 from rlite.trainer.commands.options import PlanConfig
 from rlite.trainer.commands.rollout_memory import RolloutMemory, rollout_memory
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 
 ADAMW_STATES, MUON_STATES = 2, 1
 """numbers of an optimizer for each parameter"""

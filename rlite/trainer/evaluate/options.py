@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator
 
 from rlite.arguments import named, spelled, split_positional
-from rlite.config import Count, Natural, Seconds
+from rlite.config import Count, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
 from rlite.rollout.environments.options import EnvironmentOptions
-from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
-from rlite.trainer.commands.options import AnswerOptions
+from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.evaluate.names import name_of_questions, names_of
+from rlite.trainer.held_out.prompt_options import problems_of_k
 from rlite.trainer.options import LaunchOptions, ServingOptions, SingleTableOptions
+from rlite.trainer.sampling_options import SamplingOptions, Temperature
 from rlite.types import GenerationHyperparameters
 
 SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
@@ -54,7 +54,7 @@ class EvalDataOptions(SingleTableOptions):
         return Source(self.path or "", "data", self.columns, self.system_prompt)
 
 
-class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
+class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
     """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
 
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
@@ -66,7 +66,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     other: str | None = None
     """second model; it answers the same prompts and is compared with the first; the second argument without a key"""
     data: EvalDataOptions = EvalDataOptions()
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
+    reward: Rewards = {}
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     env_path: str | None = None
@@ -79,6 +79,8 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     """folder with further tasks"""
     chat: bool = False
     """ask tasks in the model's chat template"""
+    temperature: Temperature | None = None  # type: ignore[assignment]
+    """0 is greedy; default: 0 with samples=1, else 1"""
     samples: Count = 1
     """answers to each prompt, or to each question of tasks that generate text; other tasks are done once"""
     k: Count | None = None
@@ -86,7 +88,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     limit: Count | None = None
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
     default: 100"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of sampling and of the bootstrap"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
@@ -109,11 +111,6 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     max_model_len: Annotated[int, Ge(2)] | None = None
     """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need"""
 
-    @field_validator("reward", mode="wrap")
-    @classmethod
-    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
-        return named_by_function(validate(with_names(value)))
-
     @classmethod
     def arguments(cls, argv: Sequence[str]) -> list[str]:
         """Return the arguments as `KEY=VALUE`: also `--samples 16`, `--tasks a,b`, and models without a key.
@@ -129,20 +126,18 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between sources, samples and names that does not hold."""
+        yield from super().problems()
         if len(sources := self.sources_of_scores) > 1:
             yield f"{' and '.join(sources)} are given; expected one of them"
         if self.tasks and self.data.path is not None:
             yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are options of tasks; give tasks=[NAME], or leave them out"
-        if sources and self.k is not None and self.k > self.samples:
-            yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt; change one of them"
+        if sources:
+            yield from problems_of_k(self.k, self.samples)
         if self.samples > 1 and self.temperature == 0:
             yield f"samples={self.samples} temperature=0: all answers to a prompt would be the same; sample above 0"
-        if self.reward and self.max_turns > 1:
-            yield f"max_turns={self.max_turns}: reward.* is of single answers; for several turns use env_path"
-        if self.workflow is not None and self.workflow not in WORKFLOWS:
-            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
+        yield from self.problems_with(self.reward)
         if self.workflow is not None and self.data.chat_template_options:
             yield "data.chat_template_options: a registered workflow renders prompts itself; set them there"
         if self.name is not None and self.other is not None:
@@ -177,7 +172,7 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     def sampling(self) -> GenerationHyperparameters:
         """Sampling of the answers."""
         default = default_temperature(self.samples)
-        return self.gconfig(temperature=default if self.temperature is None else self.temperature)
+        return self.gconfig({"temperature": default})
 
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""

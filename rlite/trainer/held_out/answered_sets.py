@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import rlite
-from rlite import config
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import read_source
 from rlite.engine.inference import RliteInferenceEngine
@@ -21,9 +20,9 @@ from rlite.trainer.held_out.options import held_out_sources, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
 from rlite.trainer.model.modules import load_tokenizer
-from rlite.trainer.options import SftConfig
-from rlite.trainer.rl.options import SamplingOptions
 from rlite.trainer.run.program_objects import ProgramObjects
+from rlite.trainer.sampling_options import SamplingOptions
+from rlite.trainer.supervised_options import SftConfig
 
 
 class Generation:
@@ -125,7 +124,7 @@ def _workflow(
     options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: ProgramObjects
 ) -> RolloutWorkflow:
     default = SamplingOptions(temperature=0.0, max_new_tokens=options.generation.max_new_tokens)
-    sampling = SamplingOptions(**dict(config.inherit(own.sampling, default))).gconfig()
+    sampling = own.sampling.completed_by(default).gconfig()
     tokenizer = load_tokenizer(options.actor.model_name)
     if own.workflow is not None:
         return WORKFLOWS[own.workflow](sampling, tokenizer)

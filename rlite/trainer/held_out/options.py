@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlite.config import Count, Options
 from rlite.data.source import Source
 from rlite.errors import ConfigError
+from rlite.group_names import UNNAMED
 
 KEY = "test_data"
 """group of the options"""
-UNNAMED = ""
-"""name of a single set"""
 OF_SINGLE_SET = {"truncated": "test_truncated"}
 """logged names of metrics of a single set that training has, too"""
-_NAME = re.compile(r"\w[\w-]*")
 V = TypeVar("V")
 
 
@@ -84,19 +81,6 @@ def key_of(name: str) -> str:
     return f"{KEY}.{name}" if name else KEY
 
 
-def check_name(name: str) -> None:
-    """Check the name of a set, which is part of the names of metrics and files.
-
-    Args:
-        name: the name; UNNAMED is one.
-
-    Raises:
-        ConfigError: the name has other characters, or begins with a hyphen.
-    """
-    if name != UNNAMED and not _NAME.fullmatch(name):
-        raise ConfigError(f"{KEY}.{name}: a set's name has letters, digits, _ and -, and does not begin with -")
-
-
 def prefixed(name: str, metrics: Mapping[str, V]) -> dict[str, V]:
     """Return the metrics of a set under the names that are logged: NAME/METRIC, or METRIC for a single set."""
     return {metric_of(name, metric): value for metric, value in metrics.items()}
@@ -117,35 +101,3 @@ def without_sets(names: Iterable[str], metrics: Mapping[str, V]) -> dict[str, V]
     """Return logged metrics without those of some named sets."""
     prefixes = tuple(f"{name}/" for name in names)
     return {key: value for key, value in metrics.items() if not key.startswith(prefixes)}
-
-
-def named_sets(given: Any, options: type[HeldOutOptions]) -> Any:
-    """Return the options of sets by name. The options of a single set get the name UNNAMED.
-
-    Args:
-        given: value of the group `test_data`.
-        options: class of the options of one set.
-
-    Raises:
-        ConfigError: some options have the name of a set and others have none, or a name is not valid.
-    """
-    if isinstance(given, str):
-        raise ConfigError(f"{KEY}={given}: expected {KEY}.path={given}")
-    if not isinstance(given, Mapping):
-        return given
-    single = [
-        name
-        for name, value in given.items()
-        if name in options.model_fields or not isinstance(value, Mapping | HeldOutOptions)
-    ]
-    named = [name for name in given if name not in single]
-    if named and single:
-        raise ConfigError(
-            f"{KEY}.{single[0]} is of a single set, and {KEY}.{named[0]} is one of several: give each its name, as in "
-            f"{KEY}.NAME.{single[0]}"
-        )
-    for name in named:
-        check_name(str(name))
-    if len(named) > 1 and UNNAMED in named:
-        raise ConfigError(f"{KEY}: one of several sets has no name; expected {KEY}.NAME.path of each")
-    return {UNNAMED: given} if single else given

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from pydantic import Field, field_validator
-
-from rlite.config import Count, Options, Share
+from rlite.config import Count, Finite, Share
 from rlite.evaluation.samples import SOLVED_AT
-from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
+from rlite.rollout.environments.options import WorkflowName
+from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out.options import HeldOutOptions
-
-
-class SetSamplingOptions(Options):
-    """The sampling of responses in a set; options that are not set are those of rollout.test_sampling_params."""
-
-    temperature: float | None = None
-    """0 is greedy"""
-    max_new_tokens: int | None = None
-    """longest response, in each turn"""
-    top_p: float | None = None
-    """1 is off"""
-    top_k: int | None = None
-    """0 is off"""
-    stop: list[str] | None = None
-    """texts that end a response"""
+from rlite.trainer.sampling_options import SetSamplingOptions
 
 
 class GeneratedOptions(HeldOutOptions):
@@ -36,19 +19,14 @@ class GeneratedOptions(HeldOutOptions):
     """responses to each prompt; more than one need a temperature above 0"""
     k: Count | None = None
     """largest k of the metrics pass@k; default: samples"""
-    solved_at: float = SOLVED_AT
+    solved_at: Finite = SOLVED_AT
     """score from which a response counts as solved, for pass@k and majority@k"""
     sampling: SetSamplingOptions = SetSamplingOptions()
     """sampling of the set"""
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
+    reward: Rewards = {}
     """rewards of the set, as reward.* of the run; default: the source of rewards of the run"""
-    workflow: str | None = None
+    workflow: WorkflowName | None = None
     """name of a registered workflow for the set; default: the source of rewards of the run"""
-
-    @field_validator("reward", mode="wrap")
-    @classmethod
-    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
-        return named_by_function(validate(with_names(value)))
 
     @property
     def of_answers(self) -> list[str]:
@@ -68,15 +46,20 @@ class GeneratedOptions(HeldOutOptions):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule of samples and of sources of rewards that does not hold."""
-        if self.largest_k > self.samples:
-            yield (
-                f"k={self.k}: pass@{self.k} needs {self.k} samples of each prompt, and samples={self.samples}; raise "
-                "samples, or lower k"
-            )
-        if self.workflow is not None and self.workflow not in WORKFLOWS:
-            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
+        yield from problems_of_k(self.k, self.samples)
         if self.workflow is not None and self.reward:
             yield "workflow: reward and workflow are given; expected one source of rewards"
+
+
+def problems_of_k(k: int | None, samples: int) -> Iterator[str]:
+    """Yield a message if there are too few samples of each prompt for pass@k.
+
+    Args:
+        k: largest k; None is `samples`.
+        samples: samples of each prompt.
+    """
+    if k is not None and k > samples:
+        yield f"k={k}: pass@{k} needs {k} samples of each prompt, and samples={samples}; raise samples, or lower k"
 
 
 class HeldOutPromptOptions(GeneratedOptions):

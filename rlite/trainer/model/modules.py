@@ -21,7 +21,7 @@ from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
-from rlite.trainer.options import ModelOptions, OptimizerOptions
+from rlite.trainer.model.options import ModelOptions, OptimizerOptions
 
 
 class _Optimized(LoraTrainModule):

@@ -12,7 +12,7 @@ from torch import nn
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.parallel.muon import CombinedOptimizer, ShardedMuon
-from rlite.trainer.options import OptimizerOptions, ParameterGroupOptions
+from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 
 REST = ParameterGroupOptions(pattern="")
 """the parameters that no pattern matches"""

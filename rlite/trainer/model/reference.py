@@ -13,7 +13,7 @@ from rlite import config
 from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.options import FrozenModelOptions, ModelOptions, frozen_build_options
+from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, frozen_build_options
 
 
 class Reference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,17 +18,23 @@ from rlite.algorithms import (
     masked_variance,
     normalize_rewards,
     outcome_advantages,
+    reinforce_pp_advantages,
 )
 from rlite.algorithms.advantages.token import ActionTokens
-from rlite.batch import with_keys
+from rlite.batch import NAMED_REWARD, with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
-from rlite.trainer.rl.options import AdvantageOptions, KlOptions
+from rlite.trainer.rl.options import WHITENED, AdvantageOptions, KlOptions
 
 
 def compute_advantages(
-    batch: TensorDict, adv: AdvantageOptions, kl: KlOptions, is_single: bool, kl_coef: float | None = None
+    batch: TensorDict,
+    adv: AdvantageOptions,
+    kl: KlOptions,
+    is_single: bool,
+    kl_coef: float | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> TensorDict:
     """Return a batch with `advantages` [N, L], 0 off the model's own tokens, and for gae `returns` [N, L].
 
@@ -42,11 +48,17 @@ def compute_advantages(
         kl: what leaving the reference costs.
         is_single: there is one response to each prompt, so that the whole batch is one group.
         kl_coef: weight of the KL; default: `kl.coef`.
+        weights: weights of rewards by name for gdpo, which needs `reward/NAME` in the batch; default: 1.
     """
     penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
     if kl.type == "reward":
         rewards = rewards - penalty
-    columns = _gae(batch, rewards, adv) if adv.estimator == "gae" else _outcomes(batch, rewards, adv, is_single)
+    if adv.estimator == "gae":
+        columns = _gae(batch, rewards, adv)
+    elif adv.estimator in WHITENED:
+        columns = _whitened(batch, rewards, adv, is_single)
+    else:
+        columns = _outcomes(batch, rewards, adv, is_single, weights or {})
     if kl.type == "advantage":
         columns["advantages"] = columns["advantages"] - penalty
     return with_keys(batch, **columns)
@@ -73,6 +85,22 @@ def _gae(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions) -> dict[str,
     return columns
 
 
+def _whitened(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool) -> dict[str, Tensor]:
+    """Return REINFORCE++'s advantage of each token: whitened returns, or whitened outcomes over their group's mean."""
+    real, cu_seqlens = _end_to_end(batch)
+    groups = None if adv.estimator == "reinforce_pp" else _groups(batch, is_single)
+    mask, advantages = batch["loss_mask"][real].bool(), torch.zeros(real.shape)
+    whitened = reinforce_pp_advantages(rewards[real], mask, adv.gamma, group_ids=groups, cu_seqlens=cu_seqlens)
+    advantages[real] = whitened.float()
+    return {"advantages": advantages}
+
+
+def _groups(batch: TensorDict, is_single: bool) -> Tensor:
+    """Return the group of each trajectory [M]; with one response to each prompt the whole batch is one group."""
+    groups = batch["group_ids"][first_rows(batch)]
+    return torch.zeros_like(groups) if is_single else groups
+
+
 def _normalized(advantages: Tensor, mask: Tensor, adv: AdvantageOptions) -> Tensor:
     """Return (A - mean) / std over the action tokens of the batch; the options say which of the two apply.
 
@@ -86,25 +114,40 @@ def _normalized(advantages: Tensor, mask: Tensor, adv: AdvantageOptions) -> Tens
     return torch.where(mask, wide, 0.0)
 
 
-def _outcomes(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool) -> dict[str, Tensor]:
+def _outcomes(
+    batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool, weights: Mapping[str, float]
+) -> dict[str, Tensor]:
     """Return the same advantage for all action tokens of a trajectory."""
     real, cu_seqlens = _end_to_end(batch)
     index = trajectory_index(batch)
     actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
     table = actions.table(rewards[real])
     discounted = (table * adv.gamma ** torch.arange(table.shape[1])).sum(1)
-    groups = batch["group_ids"][first_rows(batch)]
     lengths = torch.bincount(actions.rows, minlength=len(discounted))
     # a trajectory without an action learns nothing, but its reward is one of its group
     totals = torch.zeros_like(discounted).index_add(0, index, rewards.double().sum(1))
+    scores, options = torch.where(lengths > 0, discounted, totals), adv.options
+    if adv.estimator == "gdpo":
+        kinds = _named_rewards(batch)
+        scores = torch.stack([*kinds.values()])
+        options = {"weights": [weights.get(name, 1.0) for name in kinds], **options}
     advantages = outcome_advantages(
-        _estimator(adv),
-        torch.where(lengths > 0, discounted, totals),
-        torch.zeros_like(groups) if is_single else groups,
-        lengths=lengths,
-        options=adv.options,
+        _estimator(adv), scores, _groups(batch, is_single), lengths=lengths, options=options
     )
     return {"advantages": advantages.float()[index][:, None] * batch["loss_mask"]}
+
+
+def _named_rewards(batch: TensorDict) -> dict[str, Tensor]:
+    """Return each named reward of the trajectories [M], NaN if it does not count, by its name.
+
+    Raises:
+        DataError: there are none.
+    """
+    keys = sorted(key for key in map(str, batch.keys()) if key.startswith(NAMED_REWARD))
+    if not keys:
+        raise DataError("adv.estimator=gdpo: the batch has no reward/NAME; a reward with parts by name writes them")
+    first = first_rows(batch)
+    return {key.removeprefix(NAMED_REWARD): batch[key][first].double() for key in keys}
 
 
 def _estimator(adv: AdvantageOptions) -> str | Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from rlite.engine.train_lifecycle import MemorySnapshot
 from rlite.engine.weight_sync import SyncReport
 from rlite.errors import ConfigError
 from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
-from rlite.trainer.options import ModelOptions, frozen_build_options
+from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.rl.options import PpoConfig, RolloutOptions
 from rlite.trainer.rl.replay import check_engine
 

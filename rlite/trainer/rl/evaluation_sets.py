@@ -7,8 +7,9 @@ from typing import Any
 
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import EvaluationSet
+from rlite.group_names import UNNAMED, check_name
 from rlite.rollout import RolloutWorkflow
-from rlite.trainer.held_out.options import UNNAMED, check_name, key_of
+from rlite.trainer.held_out.options import KEY, key_of
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
 from rlite.trainer.held_out.prompt_sets import check_samples
 from rlite.trainer.rl.options import PpoConfig
@@ -48,7 +49,7 @@ def make_sets(
         )
     found = {}
     for name, table in by_name.items():
-        check_name(name)
+        check_name(KEY, name)
         chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
         found[name] = EvaluationSet(
             name=name,

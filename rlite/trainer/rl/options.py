@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
-from pydantic import Field, field_validator
+from pydantic import Field
 
 import rlite
 from rlite import config
-from rlite.config import Count, Natural, Options, Positive, Rate, Share
+from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
+from rlite.group_names import single_or_named
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
-from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
-from rlite.trainer.held_out.options import named_sets
-from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions, SetSamplingOptions
-from rlite.trainer.options import (
+from rlite.rollout.rewards.options import Rewards
+from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.model.options import (
     FrozenModelOptions,
-    LaunchOptions,
     ModelOptions,
     OptimizerName,
     ParameterGroupOptions,
-    Power,
-    ServingOptions,
-    TableOptions,
-    TrainerOptions,
     check_kl_loss,
     schedule_problems,
 )
+from rlite.trainer.options import LaunchOptions, ServingOptions, TableOptions, TrainerOptions
+from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
-SamplingOf = GenerationHyperparameters | Mapping[str, Any]
 Weight = Annotated[float, Ge(0)]
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+"""estimators whose advantages are whitened over the tokens of the batch"""
+OWN_ESTIMATORS = ("reinforce", "gae", *WHITENED)
+"""estimators that are not in `rlite.algorithms.ADVANTAGES`"""
 
 
 class PolicyLossOptions(Options):
@@ -58,7 +57,7 @@ class ActorOptions(ModelOptions):
 
     lr: Rate = 1e-6
     """peak learning rate"""
-    max_inference_length_per_device: int | None = None
+    max_inference_length_per_device: Count | None = None
     """tokens of one microbatch in passes that train nothing; default: max_length_per_device"""
     scheduler: Schedule = "constant"
     """schedule of the learning rate after the warm-up"""
@@ -79,16 +78,16 @@ class ActorOptions(ModelOptions):
     rejection: dict[str, Any] = {}
     """keyword parameters of `rlite.algorithms.rejection_mask`, such as {upper: 0.02, scope: sequence}: tokens that the
     engine sampled too far from the trainer's policy have no loss; {} rejects nothing"""
-    off_policy_threshold: float | None = None
+    off_policy_threshold: Finite | None = None
     """drop tokens with a negative advantage in sequences with mean(log engine - log trainer) above it; null is off"""
     off_policy_metrics: bool = False
     """report off_policy/*, the distance of the trainer's policy from the engine's; with update_per_rollout=1 it takes
     another forward pass"""
     deterministic: bool = False
     """log-probabilities in training have the bits of the sampled ones; needs rollout.deterministic, slower"""
-    entropy_coef: float = 0.0
+    entropy_coef: Finite = 0.0
     """weight of the entropy bonus"""
-    temperature: float | None = None
+    temperature: FinitePositive | None = None
     """temperature of the log-probabilities that are trained; default: the temperature of sampling"""
     offload_model: bool | None = None
     """leave the device to generation and to other models; default: on GPUs"""
@@ -126,15 +125,15 @@ class ActorOptions(ModelOptions):
 class ReferenceOptions(FrozenModelOptions):
     """A model beside the actor; options that are not set are the actor's."""
 
-    ddp_size: int | None = None
+    ddp_size: Count | None = None
     """copies of the model; each is sharded over world / ddp_size devices"""
-    tp_size: int | None = None
+    tp_size: Count | None = None
     """devices that share each matrix (tensor parallel)"""
-    sp_size: int | None = None
+    sp_size: Count | None = None
     """devices that share the tokens of a sequence (context parallel)"""
     max_length_per_device: Count | None = None
     """tokens of one microbatch on a device"""
-    max_inference_length_per_device: int | None = None
+    max_inference_length_per_device: Count | None = None
     """tokens of one microbatch in passes that train nothing"""
 
     def as_model(self, actor: ActorOptions) -> ModelOptions:
@@ -169,7 +168,7 @@ class CriticOptions(ReferenceOptions):
     """share of all optimizer steps in which the rate rises"""
     lr_end: Rate = 0.0
     """rate at the last step"""
-    power: Power | None = None
+    power: FinitePositive | None = None
     """exponent of scheduler=polynomial"""
     disable_dropout: bool | None = None
     """train without dropout"""
@@ -210,8 +209,9 @@ class AdvantageOptions(Options):
     """The way from rewards to advantages."""
 
     estimator: str = "reinforce"
-    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`:
-    dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k"""
+    """reinforce: reward less the mean of its group; gae: with a critic; reinforce_pp: returns whitened over the tokens
+    of the batch; reinforce_pp_baseline: rewards less the mean of their group, whitened so; or a name of
+    `rlite.algorithms.ADVANTAGES`: dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k, gdpo (of several rewards)"""
     options: dict[str, Any] = {}
     """keyword parameters of an estimator of ADVANTAGES"""
     gamma: Share = 1.0
@@ -224,64 +224,38 @@ class AdvantageOptions(Options):
     """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
     centres nothing: that is global_norm"""
 
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a discount that the estimator does not apply."""
+        if self.gamma != 1 and self.estimator in ("gdpo", "reinforce_pp_baseline"):
+            yield f"adv.gamma={self.gamma}: adv.estimator={self.estimator} discounts nothing; leave it out"
+
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for an unknown estimator, and for options that it does not have."""
-        is_named = self.estimator not in ("reinforce", "gae")
+        is_named = self.estimator not in OWN_ESTIMATORS
         if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
-            yield f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, ['reinforce', 'gae', *known])}"
+            yield f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])}"
             return
-        if self.estimator in ("remax", "gdpo"):
-            yield f"adv.estimator={self.estimator} needs more rewards than this trainer collects"
+        if self.estimator == "remax":
+            yield "adv.estimator=remax needs a greedy response to each prompt, which this trainer does not sample"
         if is_named:
             known.check(self.estimator, self.options)
-        if (self.options and not is_named) or (is_named and (self.global_norm or self.norm_var)):
+        is_normed = self.global_norm or self.norm_var
+        if (self.options and not is_named) or (is_normed and self.estimator not in ("reinforce", "gae")):
             yield (
                 f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
                 "adv.norm_var of reinforce and gae"
             )
 
 
-class EvaluationSamplingOptions(SetSamplingOptions):
-    """The sampling of responses in evaluation; options that are not set are those of training."""
-
-    temperature: float = 0.0
-    """0 is greedy"""
-    top_p: float = 1.0
-    """1 is off"""
-    top_k: int = 0
-    """0 is off"""
-
-    def gconfig(self, base: SamplingOf | None = None) -> GenerationHyperparameters:
-        """Return these options as a request takes them; parameters that they lack are those of `base`."""
-        given = {name: value for name, value in self if value is not None}
-        return GenerationHyperparameters.from_mapping(base).new(**given, greedy=self.temperature == 0)
-
-    def problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError for a value that no request may have."""
-        self.gconfig()
-        yield from ()
-
-
-class SamplingOptions(EvaluationSamplingOptions):
-    """The sampling of responses."""
-
-    temperature: float = 1.0
-    """0 is greedy"""
-    max_new_tokens: int = 1024
-    """longest response, in each turn"""
-    stop: list[str] = []
-    """texts that end a response"""
-
-
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Ge(2)] | None = None
     """longest prompt and responses together, in tokens; default: as long as the longest prompt and max_new_tokens need;
     in several turns, or if prompts are not known before, as much as the models and devices can take"""
     deterministic: bool = False
     """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
-    num_devices: int | None = None
+    num_devices: Count | None = None
     """devices that only generate, if rollouts run ahead; default: half of them"""
     max_replacements: Natural = 3
     """lost replicas that are replaced in an hour, under Ray; the others take over their requests in any case"""
@@ -298,9 +272,7 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each rule of workflows and of rollouts that run ahead that does not hold."""
-        if self.workflow is not None and self.workflow not in WORKFLOWS:
-            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
+        """Yield a message for each rule of rollouts that run ahead that does not hold."""
         if self.max_head_offpolicyness and self.deterministic:
             yield (
                 "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
@@ -315,11 +287,11 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     @property
     def evaluation_sampling(self) -> SamplingOptions:
         """Sampling for evaluation, completed by the sampling for training."""
-        return SamplingOptions(**dict(config.inherit(self.test_sampling_params, self.train_sampling_params)))
+        return self.test_sampling_params.completed_by(self.train_sampling_params)
 
     def sampling_of(self, own: SetSamplingOptions) -> SamplingOptions:
         """Return the sampling of a set to evaluate on, completed by the sampling for evaluation."""
-        return SamplingOptions(**dict(config.inherit(own, self.evaluation_sampling)))
+        return own.completed_by(self.evaluation_sampling)
 
 
 class PromptOptions(TableOptions):
@@ -352,26 +324,16 @@ class PpoConfig(LaunchOptions):
     critic: CriticOptions = CriticOptions()
     ref_actor: ReferenceOptions = ReferenceOptions()
     train_data: PromptOptions = PromptOptions()
-    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=config.single_or_named)
+    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=single_or_named)
     """prompts to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
     NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
+    reward: Rewards = {}
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
     trainer: TrainerOptions = TrainerOptions()
-
-    @field_validator("reward", mode="wrap")
-    @classmethod
-    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
-        return named_by_function(validate(with_names(value)))
-
-    @field_validator("test_data", mode="before")
-    @classmethod
-    def _name_sets(cls, value: Any) -> Any:
-        return named_sets(value, HeldOutPromptOptions)
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
@@ -395,11 +357,7 @@ class PpoConfig(LaunchOptions):
         """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""
         if len(sources := self.sources_of_rewards) > 1:
             yield f"{' and '.join(sources)} are given; expected one source of rewards"
-        if self.reward and self.rollout.max_turns > 1:
-            yield (
-                f"rollout.max_turns={self.rollout.max_turns}: reward.* is of single answers; for several turns use "
-                "rollout.env_path"
-            )
+        yield from self.rollout.problems_with(self.reward, "rollout.")
         if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
             yield (
                 f"trainer.evaluation_devices={self.trainer.evaluation_devices}: evaluations have devices of their own "
@@ -416,6 +374,7 @@ class PpoConfig(LaunchOptions):
                 f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
             )
+        yield from self._problems_of_gdpo()
         rollout = self.rollout
         serves_alike = rollout.deterministic and rollout.dtype == "float32" and rollout.tp_size == self.actor.tp_size
         if self.actor.deterministic and not (serves_alike and rollout.executor == "torch"):
@@ -424,6 +383,16 @@ class PpoConfig(LaunchOptions):
                 "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
                 f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
             )
+
+    def _problems_of_gdpo(self) -> Iterator[str]:
+        if self.adv.estimator != "gdpo":
+            return
+        if len(self.reward) == 1:
+            yield "adv.estimator=gdpo normalises several rewards, each alone; give reward.NAME.path of each"
+        if self.reward and "weights" in self.adv.options:
+            yield "adv.options.weights: the weights of rewards are reward.NAME.weight; leave it out"
+        if self.kl.type == "reward":
+            yield "kl.type=reward: adv.estimator=gdpo has no single reward that could pay; use loss or advantage"
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
@@ -524,6 +493,8 @@ class PpoConfig(LaunchOptions):
             return f"with adv.gamma={adv.gamma} advantages depend on lengths"
         if self.kl.type in ("reward", "advantage"):
             return f"with kl.type={self.kl.type} advantages depend on the KL"
+        if adv.estimator in ("gdpo", *WHITENED):
+            return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
         if adv.estimator != "reinforce" and not rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, size):
             return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
         return ""

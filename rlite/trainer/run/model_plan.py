@@ -7,7 +7,8 @@ from typing import Any
 
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import shortened
-from rlite.trainer.options import OptimizerOptions, ParameterGroupOptions, TableOptions
+from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
+from rlite.trainer.options import TableOptions
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 

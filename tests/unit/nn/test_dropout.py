@@ -10,7 +10,7 @@ from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.dropout import disable_dropout, disable_dropout_layers, with_dropout
 from rlite.trainer.losses import OwnLogprobs, SftLoss
 from rlite.trainer.model.modules import critic_module, policy_module
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import Qwen2Policy, make_batch, on_meta
 from tests.tiny import build_model_dir
 

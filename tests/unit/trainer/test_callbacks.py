@@ -10,9 +10,9 @@ import pytest
 from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
-from rlite.trainer.options import SftConfig
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
+from rlite.trainer.supervised_options import SftConfig
 
 
 class Told(Callback):

@@ -98,7 +98,7 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
     [
         (
             ["reward=my.py:f", "samples=2", "k=3"],
-            "k=3: expected at most samples=2, the answers to each prompt; change one of them",
+            "k=3: pass@3 needs 3 samples of each prompt, and samples=2; raise samples, or lower k",
         ),
         (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
         (["chat=true"], "are options of tasks"),

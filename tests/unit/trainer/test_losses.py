@@ -28,8 +28,8 @@ from rlite.trainer.losses import (
     own_values,
     predicts_counted,
 )
-from rlite.trainer.options import PreferenceLossOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig
+from rlite.trainer.supervised_options import PreferenceLossOptions
 
 
 def pack(lengths, prompt=2, vocab=11, seed=0):

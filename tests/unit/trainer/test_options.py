@@ -1,17 +1,23 @@
 import re
 import sys
 from importlib.util import find_spec
+from typing import Any, get_args, get_origin
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan
 
 from rlite import algorithms
-from rlite.config import describe, load, to_container
+from rlite.cli import COMMANDS
+from rlite.config import Options, describe, load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
-from rlite.trainer.options import DpoConfig, KtoConfig
+from rlite.trainer.commands.options import GenerateConfig, PlanConfig
+from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.sft import SftConfig
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig
 from rlite.types import GenerationHyperparameters
 
 SFT = ["actor.model_name=a", "data.path=-"]
@@ -119,6 +125,7 @@ PPO = ["actor.model_name=a"]
         (KtoConfig, [*SFT, "actor.desirable_weight=-1"], r"^actor\.desirable_weight=-1\.0: expected"),
         (PpoConfig, [*PPO, "critic.lr=-1"], r"^critic\.lr=-1\.0: expected"),
         (PpoConfig, [*PPO, "critic.clip=0"], r"^critic\.clip=0\.0: expected"),
+        (PpoConfig, [*PPO, "actor.entropy_coef=nan"], r"^actor\.entropy_coef=nan: expected a finite number \("),
         (PpoConfig, [*PPO, "actor.clip=-1"], r"^actor\.clip=-1\.0: expected"),
         (PpoConfig, [*PPO, "actor.tis_coef=-1"], r"^actor\.tis_coef=-1\.0: expected"),
         (PpoConfig, [*PPO, "actor.freeze_steps=1"], r"^actor\.freeze_steps=1: .* adv\.estimator=reinforce has none"),
@@ -174,6 +181,8 @@ EQUAL_REWARDS_TEACH = [
     (["kl.type=advantage"], "depend on the KL"),
     (["adv.estimator=gpg"], "more than the rewards of the group"),
     (["adv.estimator=normalized", "adv.options.std=batch"], "more than the rewards of the group"),
+    (["adv.estimator=gdpo"], "more than the rewards of the group"),
+    (["adv.estimator=reinforce_pp"], "more than the rewards of the group"),
     (["train_data.responses_per_prompt=1"], "mean of the batch"),
 ]
 
@@ -221,6 +230,57 @@ def test_the_options_of_the_collector_are_set_from_the_trainer():
     )
 
 
+UNBOUNDED = {("GenerateConfig", "seed"): "a request takes every integer as its seed"}
+"""class and name of a number -> the reason why it has no bound"""
+
+
+def parts_of(hint: Any) -> list[Any]:
+    """Return a type, its arguments and the limits in its annotations, at any depth."""
+    return [hint, *(part for each in get_args(hint) for part in parts_of(each))]
+
+
+def numbers_without_a_bound(options: type[Options]) -> set[tuple[str, str]]:
+    """Return the class and the name of each number without a bound, in a class of options and in its groups."""
+    found = set()
+    for name, option in options.model_fields.items():
+        parts = [*parts_of(option.annotation), *option.metadata]
+        is_number = not {list, dict} & set(map(get_origin, parts)) and bool({int, float} & {*filter(is_type, parts)})
+        if is_number and not any(isinstance(part, (Ge, Gt, Le, Lt, AllowInfNan)) for part in parts):
+            found.add((options.__name__, name))
+        for group in filter(is_type, parts):
+            found |= numbers_without_a_bound(group) if issubclass(group, Options) else set()
+    return found
+
+
+def is_type(part: Any) -> bool:
+    return isinstance(part, type) and get_origin(part) is None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_among_the_options_has_a_bound(command: str):
+    assert numbers_without_a_bound(COMMANDS[command].find_options()) <= UNBOUNDED.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (PlanConfig, ["model_name=a", "num_devices=0", "ddp_size=-1", "tp_size=0", "sp_size=0"]),
+        (PlanConfig, ["model_name=a", "num_devices=-2", "rollout.max_model_len=1", "device_memory_gib=0"]),
+        (PpoConfig, ["actor.model_name=a", "num_devices=0", "rollout.num_devices=0", "rollout.max_model_len=0"]),
+        (PpoConfig, ["actor.model_name=a", "actor.temperature=0", "actor.entropy_coef=nan", "trainer.seed=-1"]),
+        (PpoConfig, ["actor.model_name=a", "actor.max_inference_length_per_device=0", "critic.sp_size=0"]),
+        (PpoConfig, ["actor.model_name=a", "test_data.sampling.top_p=2", "test_data.sampling.temperature=-1"]),
+        (GenerateConfig, ["model=a", "prompt=b", "top_k=-2", "max_new_tokens=0", "temperature=inf"]),
+        (EvalConfig, ["model=a", "top_p=0", "seed=-1"]),
+    ],
+)
+def test_all_numbers_out_of_bounds_are_reported_at_once(options, arguments):
+    with pytest.raises(ConfigError) as caught:
+        load(options, arguments)
+    wrong = [argument.split("=")[0] for argument in arguments if "=a" not in argument and "=b" not in argument]
+    assert sorted(line.split("=")[0] for line in str(caught.value).splitlines()) == sorted(wrong)
+
+
 def test_every_rule_of_a_run_that_does_not_hold_is_reported_at_once():
     wrong = ["actor.power=2", "actor.lr_end=1", "adv.gamma=2", "trainer.trace_steps=[3]", "kl.loss_estimator=k1"]
     with pytest.raises(ConfigError) as caught:
@@ -230,7 +290,7 @@ def test_every_rule_of_a_run_that_does_not_hold_is_reported_at_once():
         "actor.lr_end",
         "kl.loss_estimator",
         "adv.gamma",
-        "rollout.train_sampling_params: sampling parameter top_p",
+        "rollout.train_sampling_params.top_p",
         "trainer.trace_steps",
     ]
 
@@ -269,10 +329,31 @@ def test_wrong_parameter_groups_are_refused_by_their_whole_key(arguments, messag
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["adv.estimator=remax"], "adv.estimator=remax needs a greedy response to each prompt"),
+        (["adv.estimator=reinforce_p"], "did you mean 'reinforce_pp'"),
+        (["adv.estimator=reinforce_pp", "adv.norm_var=true"], "adv.norm_var of reinforce and gae"),
+        (["adv.estimator=reinforce_pp_baseline", "adv.gamma=0.9"], "adv.estimator=reinforce_pp_baseline discounts"),
+        (["adv.estimator=gdpo", "adv.gamma=0.9"], "adv.gamma=0.9: adv.estimator=gdpo discounts nothing"),
+        (["adv.estimator=gdpo", "reward.path=a:f"], "give reward.NAME.path of each"),
+        (["adv.estimator=gdpo", "kl.type=reward"], "kl.type=reward: adv.estimator=gdpo has no single reward"),
+        (
+            ["adv.estimator=gdpo", "adv.options.weights=[1, 2]", "reward.f.path=a:f", "reward.g.path=a:g"],
+            "adv.options.weights: the weights of rewards are reward.NAME.weight",
+        ),
+    ],
+)
+def test_estimators_are_given_what_they_compute_with(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(PpoConfig, [*PPO, *arguments])
+
+
+@pytest.mark.parametrize(
     ("options", "key", "known"),
     [
         (PpoConfig, "actor.policy_loss.name", algorithms.POLICY_LOSSES),
-        (PpoConfig, "adv.estimator", algorithms.ADVANTAGES.keys() - {"remax", "gdpo"}),
+        (PpoConfig, "adv.estimator", algorithms.ADVANTAGES.keys() - {"remax"}),
         (DpoConfig, "actor.preference_loss.name", algorithms.PREFERENCE_LOSSES),
     ],
 )

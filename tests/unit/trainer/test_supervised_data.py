@@ -19,8 +19,8 @@ from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import WINDOW
 from rlite.errors import ConfigError, StreamedDataError, UnknownOptionError
 from rlite.quickstart.tiny import CHATML, byte_tokenizer
-from rlite.trainer.options import DpoConfig, KtoConfig, SftConfig
 from rlite.trainer.supervised import read_tokens
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from tests.agents import tokenizer_with
 
 TOKENIZER = byte_tokenizer()

@@ -17,8 +17,8 @@ from rlite.data.sft import sft_rows
 from rlite.quickstart.tiny import CHATML, build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.openai import AgentSession
-from rlite.trainer.options import DataOptions, SupervisedConfig
 from rlite.trainer.supervised import read_tokens
+from rlite.trainer.supervised_options import DataOptions, SupervisedConfig
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = byte_tokenizer()

@@ -12,9 +12,9 @@ from rlite.errors import ConfigError, RliteError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, RewardFunction, SingleTurnWorkflow
 from rlite.trainer.held_out.options import held_out_sources, prefixed, without_sets
-from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.evaluation_sets import make_sets
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.supervised_options import SftConfig
 
 
 def ppo(*settings: str) -> PpoConfig:
@@ -58,14 +58,17 @@ def test_a_saved_config_reads_back_and_a_single_set_keeps_its_keys(settings: lis
     ("settings", "message"),
     [
         (["test_data=x"], "test_data=x: expected test_data.path=x"),
-        (["test_data.a.path=x", "test_data.path=y"], "test_data.path is of a single set, and test_data.a is one of"),
-        (["test_data.a b.path=x"], "test_data.a b: a set's name has letters, digits"),
+        (
+            ["test_data.a.path=x", "test_data.path=y"],
+            "test_data.path is of a group without a name, and test_data.a",
+        ),
+        (["test_data.a b.path=x"], "test_data.a b: a name has letters, digits"),
         (["test_data.pth=x"], "did you mean 'test_data.path'"),
         (["test_data.a.pth=x"], "did you mean 'test_data.a.path'"),
         (["test_data.samples=0"], "test_data.samples=0: expected at least 1"),
         (["test_data.path=x", "test_data.samples=2", "test_data.k=4"], "test_data.k=4: pass@4 needs 4 samples of each"),
         (["test_data.a.k=2"], "test_data.a.k=2: pass@2 needs 2 samples of each prompt, and samples=1"),
-        (["test_data.a.workflow=unheard-of"], "test_data.a.workflow: unknown workflow"),
+        (["test_data.a.workflow=unheard-of"], "test_data.a.workflow=unheard-of: unknown workflow"),
         (["trainer.evaluation_devices=1"], "trainer.evaluation_devices=1: .* trainer.evaluate=beside"),
     ],
 )
@@ -78,7 +81,7 @@ def test_options_that_cannot_work_are_refused_with_the_key(settings: list[str], 
 def test_names_that_a_program_gives_are_checked_too(name: str) -> None:
     reward = RewardFunction(lambda *given, **row: 0.0, in_process=True)
     workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(), byte_tokenizer())
-    with pytest.raises(ConfigError, match="a set's name has letters, digits"):
+    with pytest.raises(ConfigError, match="a name has letters, digits"):
         make_sets(ppo(), workflow, {name: [{"prompt": "x"}]}, None)
 
 

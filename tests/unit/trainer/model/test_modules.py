@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from rlite import RliteTrainEngine
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.trainer.model.modules import policy_module, schedule
-from rlite.trainer.options import OptimizerOptions
+from rlite.trainer.model.options import OptimizerOptions
 from tests.tiny import build_model_dir
 
 

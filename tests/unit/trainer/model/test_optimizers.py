@@ -8,7 +8,7 @@ from rlite.nn.options import LoraOptions
 from rlite.parallel.muon import CombinedOptimizer
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.optimizers import make_optimizer, parameter_groups
-from rlite.trainer.options import OptimizerOptions, ParameterGroupOptions
+from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from tests.tiny import build_model_dir
 
 ADAMW = OptimizerOptions(lr=1e-2, weight_decay=0.1, scheduler="constant", warmup_steps=0, total_steps=9)

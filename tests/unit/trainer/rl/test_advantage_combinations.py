@@ -43,7 +43,7 @@ SWITCHED = [
     for name in ("reinforce", "gae")
     for norm_var, global_norm in itertools.product((False, True), repeat=2)
 ]
-ESTIMATORS = [(name, {"options": options}) for name, options in NAMED] + SWITCHED
+ESTIMATORS = [(name, {"options": options}) for name, options in NAMED] + SWITCHED + [("reinforce_pp", {})]
 KL = [
     (None, "k1"),
     *itertools.product(("reward", "advantage"), ("k1", "abs", "k2", "k3")),
@@ -181,6 +181,14 @@ def gae_advantages(adv, trajectories, rewards):
     return [a / math.sqrt(std**2 + 1e-8) for a in result] if adv["norm_var"] else result
 
 
+def whitened(values):
+    return [d / math.sqrt(deviation(centred(values)) ** 2 + 1e-8) for d in centred(values)]
+
+
+def returns(own):
+    return [sum(GAMMA**i * reward for i, reward in enumerate(own[start:])) for start in range(len(own))]
+
+
 def expected_advantages(estimator, adv, kl, is_single, trajectories):
     kind, kl_estimator = kl
     penalty = [[COEF * estimate(kl_estimator, t.old - t.ref) for t in actions] for _, actions, _ in trajectories]
@@ -190,6 +198,8 @@ def expected_advantages(estimator, adv, kl, is_single, trajectories):
     ]
     if estimator == "gae":
         flat = gae_advantages(adv, trajectories, rewards)
+    elif estimator == "reinforce_pp":
+        flat = whitened([value for own in rewards for value in returns(own)])
     else:
         outcomes = [
             sum(GAMMA**i * r for i, r in enumerate(own)) if own else alone

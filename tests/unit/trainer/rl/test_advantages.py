@@ -1,11 +1,14 @@
+import json
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from rlite.algorithms import gae, group_advantages
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError
 from rlite.trainer.rl.advantages import compute_advantages, token_rewards
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions
+from tests.oracles.cases import HERE
 
 
 def batch(**more):
@@ -152,3 +155,47 @@ def test_advantages_join_a_new_batch_that_shares_the_tensors(estimator):
     after = credit(before, KlOptions(type="reward"), estimator=estimator)
     assert set(after.keys()) - set(before.keys()) == {"advantages", *(["returns"] if estimator == "gae" else [])}
     assert all(after[key] is before[key] for key in before.keys())  # noqa: SIM118
+
+
+def oracle(name, kinds):
+    """Return the cases of a file whose kind or mode has one of these words."""
+    cases = json.loads((HERE / f"{name}.json").read_text())["cases"]
+    return [pytest.param(case, id=case["id"]) for case in cases if any(kind in case["id"] for kind in kinds)]
+
+
+def as_batch(raw, mask, **more):
+    mask = torch.tensor(mask)
+    columns = {"attention_mask": torch.ones_like(mask), "loss_mask": mask, "rewards": torch.zeros(len(mask)), **more}
+    return TensorDict({**columns, "group_ids": torch.tensor(raw["inputs"]["group_ids"])}, batch_size=[len(mask)])
+
+
+@pytest.mark.parametrize("raw", oracle("02d_adv_reinforce_pp", ["public"]))
+def test_whitened_advantages_are_verls(raw):
+    data = as_batch(raw, raw["inputs"]["mask"], token_rewards=torch.tensor(raw["inputs"]["token_rewards"]))
+    found = {"reinforce_pp": credit(data, estimator="reinforce_pp", gamma=raw["params"]["gamma"])}
+    if raw["kind"] != "singleton":  # verl's baseline leaves the reward of a group of one as it is
+        found["reinforce_pp_baseline"] = credit(data, estimator="reinforce_pp_baseline")
+    for name, credited in found.items():
+        expected = torch.tensor(raw["expected"][f"{name}_advantages"])
+        torch.testing.assert_close(credited["advantages"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("raw", oracle("02h_adv_sequence_level_variants", ["multi_norm_then_sum"]))
+def test_advantages_of_several_rewards_are_trls(raw):
+    kinds = torch.tensor(raw["inputs"]["reward_components"])
+    data = as_batch(raw, [[0, 1]] * kinds.shape[1], **{f"reward/{name}": kinds[i] for i, name in enumerate("ab")})
+    adv = AdvantageOptions(estimator="gdpo", options={"eps": raw["params"]["eps"]})
+    weights = dict(zip("ba", reversed(raw["params"]["weights"]), strict=True))
+    found = compute_advantages(data, adv, KlOptions(), False, weights=weights)["advantages"][:, 1]
+    torch.testing.assert_close(found, torch.tensor(raw["expected"]["sequence_advantages"]), rtol=2e-5, atol=1e-5)
+
+
+def test_a_reward_that_does_not_count_adds_nothing_and_its_group_is_compared_without_it():
+    kinds = {"reward/a": torch.tensor([1.0, 0.0, 0.0, 2.0, 3.0])}
+    alone = credit(batch(**kinds), estimator="gdpo", options={"batch_norm": False})["advantages"]
+    kinds["reward/b"] = torch.full((5,), torch.nan)
+    torch.testing.assert_close(
+        credit(batch(**kinds), estimator="gdpo", options={"batch_norm": False})["advantages"], alone
+    )
+    with pytest.raises(DataError, match="the batch has no reward/NAME"):
+        credit(batch(), estimator="gdpo")

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from rlite.errors import ConfigError
-from rlite.trainer.options import EpochOptions, TrainerOptions
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.run.folder import MAY_DIFFER, begins_anew, checkpoint_to_load, clear
+from rlite.trainer.supervised_options import EpochOptions
 
 OPTIONS: dict[str, Any] = {
     "actor": {"lr": 1e-3, "lora": None},

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlite.api import TrainedRun
-from rlite.trainer.options import EpochOptions
 from rlite.trainer.run.report import ReportedMetrics, RunReport
+from rlite.trainer.supervised_options import EpochOptions
 
 
 def test_end_report_shows_improvements_over_all_attempts_and_places(

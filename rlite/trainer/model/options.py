@@ -1,0 +1,212 @@
+"""Options of models, their layout on devices and their optimizers. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
+from rlite.engine.fsdp2.options import BalanceBy
+from rlite.errors import ConfigError
+from rlite.nn.options import LoraOptions, check_liger_installed
+from rlite.parallel.dims import ParallelDims
+from rlite.types import Aggregation, KLEstimator, Schedule
+
+OptimizerName = Literal["adamw", "muon"]
+
+
+class ParameterGroupOptions(Options):
+    """Parameters that are trained in another way than the rest."""
+
+    pattern: str
+    """regular expression, searched in the names of the parameters; the first group that matches a name has it"""
+    lr_factor: Rate = 1.0
+    """factor of the learning rate"""
+    weight_decay: Rate | None = None
+    """weight decay; null is that of the rest"""
+    freeze: bool = False
+    """do not train these parameters"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a pattern that is no regular expression, and for options that freezing leaves unused."""
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            yield f"pattern={self.pattern}: no regular expression: {error}"
+        if self.freeze and (self.lr_factor != 1 or self.weight_decay is not None):
+            yield "freeze=true: lr_factor and weight_decay are options of parameters that are trained; leave them out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW or Muon with a schedule over `total_steps` optimizer steps."""
+
+    name: OptimizerName = "adamw"
+    lr: float
+    weight_decay: float
+    scheduler: Schedule
+    warmup_steps: int
+    total_steps: int
+    lr_end: float = 0.0
+    """rate at the last step"""
+    power: float = 1.0
+    """exponent of the schedule "polynomial" """
+    parameter_groups: Mapping[str, ParameterGroupOptions] = field(default_factory=dict)
+
+
+class LayoutOptions(Options):
+    """A model and its layout on the devices: world = ddp_size x fsdp x sp_size x tp_size."""
+
+    model_name: str
+    """folder or hub name of a Hugging Face checkpoint"""
+    ddp_size: Count = 1
+    """copies of the model; each is sharded over world / ddp_size devices"""
+    tp_size: Count = 1
+    """devices that share each matrix (tensor parallel)"""
+    sp_size: Count = 1
+    """devices that share the tokens of a sequence (context parallel)"""
+    max_length_per_device: Count = 16384
+    """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
+
+
+class ModelOptions(LayoutOptions):
+    """A model that is trained."""
+
+    balance_by: BalanceBy = "tokens"
+    """quantity that devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
+    packing_method: Literal["first_fit_decreasing", "karmarkar_karp"] = "first_fit_decreasing"
+    """method that packs a device's rows into microbatches: the fewest, each as full as possible, or as many of even
+    size, which lowers the peak of memory"""
+    use_liger_kernel: bool = False
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
+    gradient_checkpointing: bool = True
+    """recompute activations in the backward pass"""
+    offload_optimizer: bool = True
+    """keep the optimizer's state in host memory between optimizer steps"""
+    avg_level: Aggregation = "token"
+    """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
+    sequence is a row: a trajectory of several rows has as many means, not one"""
+    optimizer: OptimizerName = "adamw"
+    """muon orthogonalises the updates of matrices inside of layers, and leaves embeddings, heads, norms and biases to
+    AdamW; both take the same learning rate and weight decay"""
+    lr: Rate = 5e-6
+    """peak learning rate"""
+    weight_decay: Rate = 1e-2
+    """weight decay"""
+    parameter_groups: dict[str, ParameterGroupOptions] = {}
+    """optimizer overrides by named group, such as {norms: {pattern: norm, weight_decay: 0}}; keys:
+    pattern (a regular expression), lr_factor, weight_decay, freeze"""
+    max_grad_norm: Positive = 1.0
+    """global norm to which gradients are clipped"""
+    scheduler: Schedule = "cosine"
+    """schedule of the learning rate after the warm-up"""
+    warmup_ratio: Share = 0.1
+    """share of all optimizer steps in which the rate rises"""
+    lr_end: Rate = 0.0
+    """rate at the last step, to which linear, cosine and polynomial fall"""
+    power: FinitePositive = 1.0
+    """exponent of scheduler=polynomial: the rate falls as (share of steps left)^power"""
+    disable_dropout: bool = True
+    """train without the dropout of the checkpoint's config, which exports keep; passes that only infer never have it"""
+    lora: LoraOptions | None = None
+    """train adapters beside the weights, which stay as they are; null trains the weights"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule of the kernels and of the schedule that does not hold."""
+        if self.use_liger_kernel:
+            check_liger_installed()
+        yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
+
+    def optimizer_options(self, total_steps: int) -> OptimizerOptions:
+        """Return the optimizer's options for a run of `total_steps` optimizer steps."""
+        return OptimizerOptions(
+            name=self.optimizer,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            scheduler=self.scheduler,
+            warmup_steps=round(self.warmup_ratio * total_steps),
+            total_steps=total_steps,
+            lr_end=self.lr_end,
+            power=self.power,
+            parameter_groups=self.parameter_groups,
+        )
+
+    def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
+        """Return the keywords of `RliteTrainEngine.build` for a world of `world_size` devices.
+
+        Raises:
+            ConfigError: the sizes do not divide the world; the message names the equation.
+        """
+        dims = ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size)
+        return {
+            "tensor_parallel_size": world_size // dims.copies,
+            "data_parallel_size": dims.copies,
+            "tp_size": self.tp_size,
+            "sp_size": self.sp_size,
+            "max_tokens_per_microbatch": self.max_length_per_device,
+            "balance_by": self.balance_by,
+            "packing_method": self.packing_method,
+            "max_grad_norm": self.max_grad_norm,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "use_liger_kernel": self.use_liger_kernel,
+            "offload_optimizer": self.offload_optimizer,
+            "seed": seed,
+        }
+
+
+def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the build options of a frozen model: parameters are stored in the dtype that it computes in.
+
+    Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits.
+    """
+    return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
+
+
+def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, power: float | None) -> Iterator[str]:
+    """Yield a message for each rule of a learning-rate schedule that does not hold.
+
+    Args:
+        scheduler: the schedule; None if it is another model's.
+        lr: peak rate.
+        lr_end: rate at the last step.
+        power: exponent of the polynomial schedule; None if it is another model's.
+    """
+    if scheduler is not None and power not in (None, 1.0) and scheduler != "polynomial":
+        yield f"power={power} is an option of scheduler=polynomial, not of scheduler={scheduler}"
+    if lr_end and scheduler == "constant":
+        yield f"lr_end={lr_end}: scheduler=constant never falls; use linear, cosine or polynomial"
+    elif lr_end and lr_end >= lr:
+        yield f"lr_end={lr_end}: expected less than lr={lr}, the peak from which the rate falls"
+
+
+def check_kl_loss(estimator: KLEstimator) -> None:
+    """Check that an estimator of the KL can be a loss.
+
+    Raises:
+        ConfigError: its gradient is 0 in expectation.
+    """
+    if estimator == "k1":
+        raise ConfigError(
+            "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "
+            "noise and no penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
+        )
+
+
+class FrozenModelOptions(Options):
+    """A model beside the actor that is not trained; options that are not set are the actor's."""
+
+    model_name: str | None = None
+    """folder or hub name of a Hugging Face checkpoint; default: the actor's, before training. With actor.lora, and if
+    nothing else is set here, the actor itself is the reference, with its adapters switched off"""
+    use_liger_kernel: bool | None = None
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
+    offload_model: bool | None = None
+    """leave the device to the other models while it is not used"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for missing kernels."""
+        if self.use_liger_kernel:
+            check_liger_installed()
+        yield from ()
