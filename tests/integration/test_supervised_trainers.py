@@ -38,6 +38,7 @@ from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.trainer.simpo import SimpoConfig, SimpoTrainer
 from tests import forked_python
+from tests.integration.signals import interrupted, terminate
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
 
@@ -53,6 +54,7 @@ TRAINERS: dict[str, Any] = {
 }
 MODEL_KEY = dict.fromkeys(TRAINERS, "actor") | {"rm": "critic"}
 # what a clock and the system say is the machine's, not the run's
+EVALUATED = ("loss/test_loss", "said/accuracy")
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
 
 
@@ -429,6 +431,64 @@ def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
     assert re.search(r"step 16/32 .*loss [\d.]+ +said/pass@4 ", told), "the metric of the best model is shown early"
     ours, theirs = (load_file(tmp_path / name / "latest/model.safetensors") for name in ("run", "plain"))
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def answered_run(model: str, folder: Path, *given: str) -> list[str]:
+    """Arguments of a run with a set whose loss is measured, and a set that the model answers."""
+    for name, seed in (("data", 0), ("test", 7)):
+        (folder / f"{name}.json").write_text(json.dumps(demonstrations(32 if name == "data" else 16, seed)))
+    (folder / "reward.py").write_text(LAST_LETTER)
+    return [
+        *(f"actor.model_name={model}", "actor.lr=3e-3", "data.batch_size=8", f"data.path={folder / 'data.json'}"),
+        *("trainer.test_freq=2", f"trainer.save_dir={folder / 'run'}", "generation.max_new_tokens=4"),
+        *(f"test_data.{name}.path={folder / 'test.json'}" for name in ("loss", "said")),
+        *(f"test_data.said.reward.path={folder / 'reward.py'}:last_letter", *given),
+    ]
+
+
+class InterruptedAtStep2(SftTrainer):
+    """A SIGTERM arrives in the update of step 2."""
+
+    def update(self, batch: Any) -> dict[str, float]:
+        if self.run.step == 1:
+            terminate()
+        return super().update(batch)
+
+
+def test_a_signal_saves_before_the_evaluations_of_the_step_which_the_resumed_run_makes(
+    model: str, tmp_path: Path, session: Session
+) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "other"
+    for folder in (calm, run):
+        folder.mkdir()
+    SftTrainer.main(answered_run(model, calm))
+    interrupted(lambda: InterruptedAtStep2.main(answered_run(model, run)))
+    assert (run / "run/state/step-2").is_dir()
+    assert not any("said/accuracy" in row or "loss/test_loss" in row for row in logged(run / "run"))
+    SftTrainer.main(answered_run(model, run))
+    made = [
+        [(row["step"], row[key]) for row in logged(folder / "run") if key in row]
+        for key in EVALUATED
+        for folder in (calm, run)
+    ]
+    assert made[::2] == made[1::2]
+    assert [step for step, _ in made[0]] == [2, 4]
+    assert len(viewer.load(run / "run").rows) == 2 * 16
+
+
+def test_answers_that_a_broken_grader_has_failed_choose_no_best_model(
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = answered_run(model, tmp_path, "trainer.best_metric=said/accuracy")
+    (tmp_path / "reward.py").write_text(
+        "def last_letter(prompt, completions, prompt_ids, completion_ids, **row):\n    raise ValueError('no grade')\n"
+    )
+    SftTrainer.main(arguments)
+    told = capsys.readouterr().out
+    assert (
+        told.count("the evaluation of said is invalid, 16 of 16 episodes failed (test_data.said.max_error_share") == 1
+    )
+    assert not (tmp_path / "run/best").exists()
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])

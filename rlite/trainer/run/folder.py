@@ -13,6 +13,7 @@ from rlite.arguments import shown
 from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError
 from rlite.observability.record.files import FOLDER as RECORD
+from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
@@ -88,7 +89,7 @@ def checkpoint_to_load(
 
 def clear(folder: Path) -> None:
     """Delete what the run that is overwritten has left; opening its metrics replaces them."""
-    for name in ("state", "best", "evaluated", "latest", RECORD, TRACE):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)

@@ -179,7 +179,7 @@ def test_groups_under_way_are_aborted_in_the_record_alone(collector: Make) -> No
 def test_every_episode_of_an_evaluation_is_there_in_the_order_of_the_data(collector: Make) -> None:
     rollouts = collector()
     found = rollouts.evaluate([{"id": "x"}, {"does": "raise"}], Ask(), group_size=2)
-    assert [(one.group, one.first_sample, one.item, one.status) for one in found.ended] == [
+    assert [(one.group, one.first_sample, one.item, one.status) for one in found] == [
         *((0, 0, "x", "evaluated"), (0, 1, "x", "evaluated")),
         *((1, 0, "1", "failed"), (1, 1, "1", "failed")),
     ]
