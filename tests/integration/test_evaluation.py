@@ -68,7 +68,8 @@ def trainer(
     sets: Mapping[str, HeldOutPromptOptions] = SETS,
     rows: Any = TEST_ROWS,
     callbacks: Sequence[Callback] = (),
-    kind: type[SingleTurnWorkflow] | None = None,
+    kind: type[SingleTurnWorkflow] = SingleTurnWorkflow,
+    cls: type[PpoTrainer] = PpoTrainer,
     **changes: Any,
 ) -> PpoTrainer:
     sampling = SamplingOptions(max_new_tokens=8)
@@ -83,10 +84,8 @@ def trainer(
     )
     training = SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer())
     reward = RewardFunction(first_letter, in_process=True)
-    naming = (kind or SingleTurnWorkflow)(
-        reward, SamplingOptions(temperature=0.0, max_new_tokens=4).gconfig(), byte_tokenizer()
-    )
-    return PpoTrainer(options, training, ROWS, rows, {"math": naming} if "math" in rows else None, callbacks)
+    naming = kind(reward, SamplingOptions(temperature=0.0, max_new_tokens=4).gconfig(), byte_tokenizer())
+    return cls(options, training, ROWS, rows, {"math": naming} if "math" in rows else None, callbacks)
 
 
 def first_letter(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> dict[str, Any]:
@@ -222,12 +221,13 @@ class NeverEnding(SingleTurnWorkflow):
         return await super().arun_episode(engine, data)
 
 
-class InsideStep3(Callback):
-    """A SIGTERM arrives after step 3, while the evaluation of step 2 is under way."""
+class InterruptedInStep3(PpoTrainer):
+    """A SIGTERM arrives in step 3, while the evaluation of step 2 is under way and that of another set is due."""
 
-    def on_step(self, run: Any, metrics: Mapping[str, float]) -> None:
-        if run.step == 3:
+    def update(self, batch: Any) -> Any:
+        if self.run.step == 2:
             terminate()
+        return super().update(batch)
 
 
 @pytest.mark.slow
@@ -255,23 +255,32 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_run_that_resumes_makes_
 
 
 @pytest.mark.slow
-def test_a_signal_while_an_earlier_step_is_evaluated_keeps_its_model_for_the_run_that_resumes(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("best_metric", ["math/accuracy", None])
+def test_a_signal_while_an_earlier_step_is_evaluated_keeps_its_model_if_the_best_is_kept(
+    best_metric: str | None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"best_metric": "math/accuracy", "save_freq": 9, "total_steps": 5}
+    options: dict[str, Any] = {"best_metric": best_metric, "save_freq": 9, "total_steps": 5}
     monkeypatch.setattr(NeverEnding, "num_episodes", 0)
     monkeypatch.setattr(NeverEnding, "is_interrupting", False)
     with session():
-        run = trainer(
-            model, tmp_path / "run", callbacks=[InsideStep3()], kind=NeverEnding, evaluate="snapshot", **options
+        begun = time.monotonic()
+        interrupted(
+            trainer(
+                model, tmp_path / "run", kind=NeverEnding, cls=InterruptedInStep3, evaluate="snapshot", **options
+            ).fit
         )
-        interrupted(run.fit)
+    assert time.monotonic() - begun < 50, "it has not waited for the evaluation"
     assert [path.name for path in (tmp_path / "run/state").iterdir()] == ["step-3"]
     for name, where in (("run", "snapshot"), ("calm", "in_turns")):
         with session():
             trainer(model, tmp_path / name, evaluate=where, **options).fit()
-    assert_same_evaluations(tmp_path / "run", tmp_path / "calm")
     assert_same_weights(tmp_path / "run", tmp_path / "calm")
+    found = {name: sorted(evaluations(tmp_path / "run", name)) for name in SETS}
+    if best_metric is None:
+        assert found == {"math": [0, 3, 4, 5], "code": [3, 5]}, "of the weights that are there"
+    else:
+        assert found == {"math": [0, 2, 4, 5], "code": [3, 5]}
+        assert_same_evaluations(tmp_path / "run", tmp_path / "calm")
 
 
 def assert_same_evaluations(one: Path, other: Path) -> None:
@@ -361,7 +370,7 @@ def test_evaluation_while_training_goes_on_runs_under_torchrun(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2")])
+@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2"), ("snapshot", "step-2")])
 def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, where: str, awaited: str) -> None:
     """Beside training, the checkpoint of step 2 is written while the evaluation of step 2 is under way."""
     world = ["launcher=ray", "num_devices=2"] if where == "beside" else ["num_devices=1"]

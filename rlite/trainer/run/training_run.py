@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, why_not_written
+from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.observability.record.rewrite import drop_later
 from rlite.observability.sinks.base import Run, open_sinks
@@ -24,7 +22,7 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import TRACE, begins_anew, checkpoint_to_load, clear
+from rlite.trainer.run.folder import TRACE, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
@@ -100,7 +98,7 @@ class TrainingRun:
                 "another trainer begins from the weights in latest/"
             )
         self.step = facts.get("step", 0)
-        self._replaced_best = self._best.restore() if facts else ""
+        self._replaced_best = self._best.restore() if facts and not self._begins_empty else ""
         self._thresholds.latest = facts.get("evaluated", {})
         states = facts.get("callbacks", {})
         self._callbacks.load_state_dict(states)
@@ -121,8 +119,8 @@ class TrainingRun:
         """
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
-            self._lock()
-            if self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from):
+            self._locked = lock(self.folder)
+            if self._begins_empty:
                 clear(self.folder)
             if self._checkpoints.found is not None:
                 self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
@@ -188,8 +186,12 @@ class TrainingRun:
 
     def _way_on(self) -> str:
         """Return the name of the command that resumes this run."""
-        is_lost = self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
-        return "The same command without trainer.overwrite=true" if is_lost else "The same command"
+        return "The same command without trainer.overwrite=true" if self._begins_empty else "The same command"
+
+    @property
+    def _begins_empty(self) -> bool:
+        """True if what the folder holds is deleted first."""
+        return self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
 
     def _report_resume(self) -> None:
         if self._checkpoints.found is None:
@@ -203,23 +205,6 @@ class TrainingRun:
         else:
             ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
             self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
-
-    def _lock(self) -> None:
-        """Keep runs of other processes out of the folder, until this run or its process ends.
-
-        Raises:
-            FolderInUse: another run is using the folder.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._locked = (self.folder / ".lock").open("a")
-        try:
-            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise FolderInUse(
-                    f"trainer.save_dir={self.folder}: another run is under way there; choose another folder"
-                ) from error
-            # a file system without locks
 
     def _follow_trace(self) -> None:
         """Trace the next step if the options say so, and write the trace of the last step."""
