@@ -20,7 +20,11 @@ from rlite.rollout.workflow import RolloutWorkflow
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on, and the way in which they are answered and scored."""
+    """Prompts to evaluate on, and the way in which they are answered and scored.
+
+    Raises:
+        DataError: there are no rows.
+    """
 
     name: str
     """"" for the only set of a run"""
@@ -34,6 +38,10 @@ class EvaluationSet:
     """largest k of pass@k, at most `samples`"""
     solved_at: float = SOLVED_AT
     """score from which an episode counts as solved"""
+
+    def __post_init__(self) -> None:
+        if not len(self.rows):
+            raise DataError(f"the evaluation set {self.name!r} has no rows; expected at least one")
 
     @property
     def num_episodes(self) -> int:

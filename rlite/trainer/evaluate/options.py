@@ -14,6 +14,7 @@ from rlite.arguments import named, spelled, split_positional
 from rlite.config import Count, Natural, Seconds
 from rlite.data.source import Source
 from rlite.errors import ConfigError
+from rlite.evaluation.samples import SOLVED_AT
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
@@ -28,6 +29,8 @@ NAME = "{name}"
 """stands in `out` for the names of the models"""
 DATA = "{data}"
 """stands in `out` for the name of what they answer"""
+_OF_EPISODES = ("timeout", "retries", "solved_at")
+"""options without a meaning for tasks"""
 
 
 def default_temperature(samples: int) -> float:
@@ -83,6 +86,8 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     """answers to each prompt, or to each question of tasks that generate text; other tasks are done once"""
     k: Count | None = None
     """largest k of pass@k and majority@k; default: samples"""
+    solved_at: float = SOLVED_AT
+    """score from which an answer counts as solved, for pass@k and majority@k"""
     limit: Count | None = None
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
     default: 100"""
@@ -107,7 +112,8 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
     """share of a GPU's memory for generation"""
     max_model_len: Annotated[int, Ge(2)] | None = None
-    """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need"""
+    """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need,
+    or at most 16384 if they do not say it, as with tasks and several turns"""
 
     @field_validator("reward", mode="wrap")
     @classmethod
@@ -135,6 +141,10 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
             yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are of tasks; give tasks=[NAME], or leave them out"
+        if self.tasks and (
+            odd := [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
+        ):
+            yield f"{odd[0]}={getattr(self, odd[0])}: of episodes, and tasks have none; leave it out"
         if sources and self.k is not None and self.k > self.samples:
             yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt; change one of them"
         if self.samples > 1 and self.temperature == 0:
@@ -178,6 +188,34 @@ class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOption
         """Sampling of the answers."""
         default = default_temperature(self.samples)
         return self.gconfig(temperature=default if self.temperature is None else self.temperature)
+
+    @property
+    def sampling_of_tasks(self) -> dict[str, Any] | None:
+        """Options of generation in place of the tasks' own, by the harness's names; None if none is given.
+
+        Several samples are always drawn by the options of the command.
+        """
+        own, given = self.sampling, self.model_fields_set
+        sampled_by = ("temperature", "top_p", "top_k")
+        names = sampled_by if self.samples > 1 else [name for name in sampled_by if name in given]
+        chosen: dict[str, Any] = {name: getattr(own, name) for name in names}
+        if "temperature" in chosen:
+            chosen["do_sample"] = own.temperature > 0
+        if "max_new_tokens" in given:
+            chosen["max_gen_toks"] = own.max_new_tokens
+        if self.stop:
+            chosen["until"] = self.stop
+        return chosen or None
+
+    def num_concurrent(self, num_replicas: int) -> int:
+        """Return the number of answers to ask for at the same time.
+
+        It is twice the number that is decoded at once, so that rewards and environments do not leave the engine idle.
+
+        Args:
+            num_replicas: replicas of the engine.
+        """
+        return 2 * self.max_num_seqs * num_replicas
 
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""

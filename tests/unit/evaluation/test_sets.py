@@ -109,7 +109,8 @@ def test_a_float32_score_reaches_the_threshold_that_it_is_equal_to(graded: Grade
 
 def test_an_evaluation_of_which_nothing_is_left_says_so_and_stops_nothing(graded: Graders) -> None:
     metrics = graded(*[[None]] * 20).metrics
-    assert metrics == {"accuracy": 0.0, "pass@1": 0.0, "standard_error": 0.0, "num_errors": 20, "errors/ValueError": 20}
+    errors = {"standard_error": 0.0, "pass@1_standard_error": 0.0, "num_errors": 20, "errors/ValueError": 20}
+    assert metrics == {"accuracy": 0.0, "pass@1": 0.0, **errors}
     assert graded([1.0]).metrics["accuracy"] == 1.0, "and the next one is made"
 
 
@@ -171,3 +172,8 @@ def test_an_interruption_keeps_the_sets_before_it_and_leaves_no_trace_of_the_oth
     assert (found.set.name, found.metrics["accuracy"]) == ("a", 1.0)
     assert collector.num_submitted == 1, "later groups have the numbers that they would have had"
     assert evaluate_each(collector, sets[:1], lambda: False)[0].metrics["accuracy"] == 1.0, "and the engine serves on"
+
+
+def test_a_set_without_rows_is_refused_when_it_is_made() -> None:
+    with pytest.raises(DataError, match="the evaluation set 'math' has no rows; expected at least one"):
+        EvaluationSet("math", [], Unlike())
