@@ -18,7 +18,7 @@ from rlite.trainer.held_out import KEY
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
-from rlite.trainer.run.best import BEST, EVALUATED, evaluation_facts, write_evaluation_facts
+from rlite.trainer.run.best import EVALUATED, evaluation_facts, write_evaluation_facts
 from rlite.trainer.run.training_run import TrainingRun
 
 LOOK_S = 1.0
@@ -173,8 +173,8 @@ class Beside(Evaluations):
         self._keeps_model = options.trainer.best_metric is not None
         self._under_way: Future[list[Evaluation]] | None = None
         self._step, self._names = 0, list[str]()
-        self._left: tuple[Path, int, list[str]] | None = None
-        """evaluations that an interruption has left: the folder of the model, its step, and the sets"""
+        self._left: tuple[int, list[str]] | None = None
+        """evaluations of the kept model that an interruption has left: the step and the sets"""
 
     @property
     def collector(self) -> RolloutCollector:
@@ -225,13 +225,10 @@ class Beside(Evaluations):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned. An evaluation of an earlier step measures that step's weights if kept."""
-        if (earlier := state.get("earlier")) is not None:
-            folders = [self.run.folder / name for name in (EVALUATED, BEST)]
-            kept = [folder for folder in folders if evaluation_facts(folder).get("step") == earlier["step"]]
-            if kept:
-                names = [name for name in earlier["names"] if name in self.sets]
-                self._left = (kept[0], earlier["step"], names)
-                state = {"under_way": state["under_way"]}
+        earlier, evaluated = state.get("earlier"), evaluation_facts(self.run.folder / EVALUATED)
+        if earlier is not None and evaluated.get("step") == earlier["step"]:
+            self._left = (earlier["step"], [name for name in earlier["names"] if name in self.sets])
+            state = {"under_way": state["under_way"]}
         super().load_state_dict(state)
 
     def save_evaluated(self, target: Path) -> None:
@@ -247,10 +244,10 @@ class Beside(Evaluations):
         self._start(self.run.step, sets)
         self._mark(sets)
 
-    def _begin_left(self, model: Path, step: int, names: Sequence[str]) -> None:
+    def _begin_left(self, step: int, names: Sequence[str]) -> None:
         """Begin the evaluations of an earlier step that an interruption has left."""
         self._left = None
-        self.engines.load_evaluation(model, step)
+        self.engines.load_evaluation(self.run.folder / EVALUATED, step)
         self._start(step, [self.sets[name] for name in names])
 
     def _start(self, step: int, sets: Sequence[EvaluationSet]) -> None:
