@@ -62,6 +62,10 @@ class StreamedDataError(DataError):
     """A row of streamed data that is read while a run trains cannot be used."""
 
 
+class EvaluationInterrupted(RliteError, RuntimeError):
+    """The caller of an evaluation has asked it to end early. What it has found so far is dropped."""
+
+
 class NonFiniteError(DataError):
     """A model computes NaN or infinity for one request, though its weights are finite."""
 

@@ -27,7 +27,7 @@ Differences = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The paired difference of two accuracies: the second less the first."""
+    """The paired difference of two mean scores, such as accuracies: the second less the first."""
 
     difference: float
     low: float | None
@@ -40,28 +40,38 @@ class Comparison:
     """two-sided p-value of the hypothesis that both models are equally good"""
     num_items: int
     better: int
-    """items at which the second model has the higher mean score"""
+    """items at which the second model has the better mean score"""
     worse: int
-    """items at which the second model has the lower mean score"""
+    """items at which the second model has the worse mean score"""
+    lower_is_better: bool = False
+    """true if a lower score is better, as of a perplexity"""
 
 
-def compare(first: Sequence[Sample], second: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Comparison:
+def compare(
+    first: Sequence[Sample],
+    second: Sequence[Sample],
+    confidence: float = 0.95,
+    seed: int = 0,
+    lower_is_better: bool = False,
+) -> Comparison:
     """Return the difference between two evaluations of the same items.
 
     The samples of an item are correlated. An item therefore counts once, with the difference of its mean scores. A
-    failed sample counts 0, or the lowest score of both models if that is below 0, so that failures of both models are
-    equal; `summary` knows one model alone. The same arguments give the same result.
+    failed sample counts 0, or the worst score of both models if that is worse than 0, so that failures of both models
+    are equal; `summary` knows one model alone. The same arguments give the same result.
 
     Args:
         first: samples of the first model.
         second: samples of the second model.
         confidence: level of the interval, between 0 and 1.
         seed: seed of the draws.
+        lower_is_better: whether a lower score is better.
 
     Raises:
         DataError: there are no samples, or the items of the two differ.
     """
-    differences = paired_differences(first, second)
+    differences = paired_differences(first, second, lower_is_better)
+    gains = -differences if lower_is_better else differences
     interval = None if len(differences) == 1 else bootstrap_interval(differences, confidence, seed)
     return Comparison(
         difference=float(differences.mean()),
@@ -70,18 +80,25 @@ def compare(first: Sequence[Sample], second: Sequence[Sample], confidence: float
         confidence=confidence,
         p_value=sign_flip_p_value(differences, seed),
         num_items=len(differences),
-        better=int((differences > 0).sum()),
-        worse=int((differences < 0).sum()),
+        better=int((gains > 0).sum()),
+        worse=int((gains < 0).sum()),
+        lower_is_better=lower_is_better,
     )
 
 
-def paired_differences(first: Sequence[Sample], second: Sequence[Sample]) -> Differences:
+def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False) -> Differences:
     """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
+
+    Args:
+        first: samples of the first model.
+        second: samples of the second model.
+        lower_is_better: whether a lower score is better, which decides the score of failed samples.
 
     Raises:
         DataError: there are no samples, or the items of the two differ.
     """
-    wrong = min([0.0, *(sample.score for sample in (*first, *second) if sample.score is not None)])
+    worst = max if lower_is_better else min
+    wrong = worst([0.0, *(sample.score for sample in (*first, *second) if sample.score is not None)])
     before, after = mean_scores(first, wrong), mean_scores(second, wrong)
     if before.keys() != after.keys():
         only = [f"only the {name} has {_names(own)}" for name, own in _unshared(before, after)]

@@ -28,6 +28,13 @@ except ModuleNotFoundError as error:
 
 __all__ = ["RliteLM", "TaskManager", "simple_evaluate"]
 
+OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "typical_p"), (1, None)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1, None)),
+    **dict.fromkeys(("diversity_penalty", "no_repeat_ngram_size"), (0, None)),
+    "early_stopping": (False, None),
+}
+"""options of transformers that rlite has not, and their values that change nothing"""
 T = TypeVar("T")
 Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 """context and continuation as texts (None for a window of a longer text), and both as tokens"""
@@ -83,6 +90,8 @@ class RliteLM(TemplateLM):
         """requests that the harness has sent, windows of long texts included"""
         self.num_answered = 0
         """answered requests among them"""
+        self.num_cut = 0
+        """contexts that were too long and have lost their beginning"""
         check_template_options(self.tokenizer, chat_template_options or {}, "RliteLM")
         self._template = ChatTemplate(self.tokenizer, chat_template_options)
 
@@ -205,25 +214,32 @@ class RliteLM(TemplateLM):
         if not 1 <= len(continuation) <= self.max_length:
             raise DataError(
                 f"the continuation {texts and texts[1]!r:.80} has {len(continuation)} tokens; expected 1 to "
-                f"max_length={self.max_length}"
+                f"{self.max_length}, {self._limit}"
             )
+        self.num_cut += len(context) + len(continuation) > self.max_length + 1
         return (context + continuation)[-(self.max_length + 1) :]
+
+    @property
+    def _limit(self) -> str:
+        return f"which max_length={self.max_length} and the engine's max_model_len={self.engine.context_length} allow"
 
     def _generate(self, contexts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
         asked = normalize_gen_kwargs(options, self.max_gen_toks)
+        asked = {name: value for name, value in asked.items() if name not in OFF or value not in OFF[name]}
         stops = [stop for stop in asked.pop("until") if stop]
         max_tokens = asked.pop("max_gen_toks")
         if not 1 <= max_tokens < self.max_length:
             raise ConfigError(
-                f"the task asks for {max_tokens} tokens; expected 1 to {self.max_length - 1}, which "
-                f"max_length={self.max_length} allows"
+                f"the task asks for answers of {max_tokens} tokens; expected 1 to {self.max_length - 1}, {self._limit}"
             )
         is_sampling = asked.pop("do_sample")
         if not is_sampling:
             asked |= {"temperature": 0.0}
         sampling = GenerationHyperparameters.from_mapping({**asked, "max_new_tokens": max_tokens, "stop": stops})
         room = self.max_length - max_tokens
-        prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
+        encoded = [self.tok_encode(context) for context in contexts]
+        self.num_cut += sum(len(prompt) > room for prompt in encoded)
+        prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in encoded]
         end = self.tokenizer.decode(self.eot_token_id)
         return [
             postprocess_generated_text(output.text, [*stops, end], None)

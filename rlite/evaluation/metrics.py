@@ -22,6 +22,7 @@ def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT
         pass@1..ks          probability that one of k samples is solved, averaged over items
         majority@ks         share of items whose most frequent answer is solved; missing if no sample has an answer
         truncated           share of finished samples that a limit cut off; missing if all failed
+        NAME_standard_error of pass@k, majority@ks and truncated, clustered by item; missing with one item
         num_errors          failed samples, and errors/KIND by kind
 
     Args:
@@ -34,19 +35,23 @@ def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT
     """
     items = _by_item(samples, ks)
     finished = [sample.score for sample in samples if sample.score is not None]
-    scores = {item: counted_scores(own, wrong=min([0.0, *finished])) for item, own in items.items()}
-    metrics = {"accuracy": _mean([score for own in scores.values() for score in own])}
+    wrong = min([0.0, *finished])
+    metrics = _with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
         metrics["accuracy_finished"] = _mean(finished)
-        metrics["truncated"] = _mean([float(sample.truncated) for sample in samples if sample.score is not None])
-    if len(items) > 1:
-        metrics["standard_error"] = clustered_standard_error(scores.values())
+        cut = [[float(sample.truncated) for sample in own if sample.score is not None] for own in items.values()]
+        metrics |= _with_error("truncated", [own for own in cut if own])
     num_solved = [(len(own), sum(is_solved(sample, solved_at) for sample in own)) for own in items.values()]
     for k in range(1, ks + 1):
-        metrics[f"pass@{k}"] = _mean([pass_at_k(n, solved, k) for n, solved in num_solved])
+        metrics |= _with_error(f"pass@{k}", [[pass_at_k(n, solved, k)] for n, solved in num_solved])
     if any(sample.answer is not None for sample in samples):
-        metrics[f"majority@{ks}"] = _mean([majority(own[:ks], solved_at) for own in items.values()])
+        metrics |= _with_error(f"majority@{ks}", [[majority(own[:ks], solved_at)] for own in items.values()])
     return metrics | error_counts(samples)
+
+
+def standard_error_of(metric: str) -> str:
+    """Return the name of the standard error of a metric of `summary`."""
+    return "standard_error" if metric == "accuracy" else f"{metric}_standard_error"
 
 
 def is_solved(sample: Sample, solved_at: float = SOLVED_AT) -> bool:
@@ -128,6 +133,12 @@ def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:
         found = counted(len(fewest), "sample")
         raise DataError(f"pass@{ks}: item {item} has {found}; expected at least {ks} of each item")
     return items
+
+
+def _with_error(name: str, clusters: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the mean of all values under a name, and its clustered standard error if there are several clusters."""
+    mean = {name: _mean([value for own in clusters for value in own])}
+    return mean if len(clusters) == 1 else {**mean, standard_error_of(name): clustered_standard_error(clusters)}
 
 
 def _mean(values: Sequence[float]) -> float:

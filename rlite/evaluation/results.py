@@ -23,6 +23,8 @@ class EvaluatedModel:
     samples: Sequence[Sample] = field(repr=False)
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """settings that decided the samples"""
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict, repr=False)
+    """direction of metrics: true if a higher value is better; of the metrics of tasks that say it"""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class EvaluationResult:
     models: Sequence[EvaluatedModel]
     """one, or two that answered the same items"""
     comparison: Comparison | None = None
-    """the second model less the first; None for one model"""
+    """the second model less the first; None for one model, or if there is no common measure"""
+    no_comparison: str = ""
+    """why two models are not compared"""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -46,9 +50,15 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return metrics and comparison as values of JSON."""
-        models = {each.name: {"model": each.model, "metrics": dict(each.metrics)} for each in self.models}
+        models = {each.name: _to_json(each) for each in self.models}
         comparison = None
         if self.comparison is not None:
             first, second = (each.name for each in self.models)
             comparison = {"first": first, "second": second, **asdict(self.comparison)}
-        return {"models": models, "comparison": comparison}
+        reason = {"no_comparison": self.no_comparison} if self.no_comparison else {}
+        return {"models": models, "comparison": comparison, **reason}
+
+
+def _to_json(model: EvaluatedModel) -> dict[str, Any]:
+    directions = {"higher_is_better": dict(model.higher_is_better)} if model.higher_is_better else {}
+    return {"model": model.model, "metrics": dict(model.metrics), **directions}

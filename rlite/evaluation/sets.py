@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
-from tensordict import TensorDict
-
-from rlite.errors import DataError
+from rlite.errors import DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import summary
 from rlite.evaluation.samples import SOLVED_AT, Sample
 from rlite.evaluation.scores import measured
-from rlite.rollout.collector.collector import Collected, RolloutCollector
+from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.workflow import RolloutWorkflow
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on, and the way in which they are answered and scored."""
+    """Prompts to evaluate on, and the way in which they are answered and scored.
+
+    Raises:
+        DataError: there are no rows.
+    """
 
     name: str
     """"" for the only set of a run"""
@@ -36,6 +39,10 @@ class EvaluationSet:
     solved_at: float = SOLVED_AT
     """score from which an episode counts as solved"""
 
+    def __post_init__(self) -> None:
+        if not len(self.rows):
+            raise DataError(f"the evaluation set {self.name!r} has no rows; expected at least one")
+
     @property
     def num_episodes(self) -> int:
         """Episodes of one evaluation."""
@@ -47,13 +54,10 @@ class Evaluation:
     """The result of one evaluation of a set."""
 
     set: EvaluationSet
-    found: Collected
-    """rollouts of the set; their batch has the item's index as `group_ids`"""
-
-    @cached_property
-    def samples(self) -> list[Sample]:
-        """One sample for each episode, in the order of the rows."""
-        return samples_of(self.found.ended)
+    samples: Sequence[Sample]
+    """one for each episode, in the order of the rows"""
+    episodes: Sequence[Ended] = field(default=(), repr=False)
+    """the episodes with their tokens, for the record; `group` is the item's index"""
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -63,23 +67,47 @@ class Evaluation:
     @property
     def lost(self) -> Counter[str]:
         """Failed episodes by reason."""
-        return self.found.lost
+        return Counter(sample.reason for sample in self.samples if sample.score is None)
+
+    def without_episodes(self) -> Self:
+        """Return the evaluation without its tokens, which take memory and are needed for the record alone."""
+        return replace(self, episodes=())
 
 
-def evaluate(collector: RolloutCollector, chosen: EvaluationSet) -> Evaluation:
+def evaluate(
+    collector: RolloutCollector, chosen: EvaluationSet, is_interrupted: Callable[[], bool] = lambda: False
+) -> Evaluation:
     """Return an evaluation that is made now. The engine must not get other weights meanwhile.
 
     Args:
         collector: of the engine that serves the policy.
         chosen: the set.
+        is_interrupted: becomes true when the evaluation is to end early.
 
     Raises:
         DataError: the tokens come from several policy versions.
+        EvaluationInterrupted: the evaluation was interrupted.
     """
-    found = collector.evaluate(chosen.rows, chosen.workflow, chosen.samples)
-    if found.batch is not None:
-        _check_one_version(found.batch, chosen.name)
-    return Evaluation(chosen, found)
+    episodes = collector.evaluate(chosen.rows, chosen.workflow, chosen.samples, is_interrupted=is_interrupted)
+    _check_one_version(episodes, chosen.name)
+    return Evaluation(chosen, samples_of(episodes), episodes)
+
+
+def evaluate_each(
+    collector: RolloutCollector, sets: Sequence[EvaluationSet], is_interrupted: Callable[[], bool]
+) -> list[Evaluation]:
+    """Return the evaluations of several sets that end before an interruption.
+
+    Args:
+        collector: of the engine that serves the policy.
+        sets: the sets.
+        is_interrupted: becomes true when the evaluations are to end early.
+    """
+    found: list[Evaluation] = []
+    with suppress(EvaluationInterrupted):
+        for each in sets:
+            found.append(evaluate(collector, each, is_interrupted))
+    return found
 
 
 def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
@@ -88,7 +116,7 @@ def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
     Its score is `scores` of the trajectory, or `rewards` if the workflow gives no scores.
 
     Args:
-        episodes: `Collected.ended` of `RolloutCollector.evaluate`.
+        episodes: the result of `RolloutCollector.evaluate`.
 
     Raises:
         DataError: `scores` or `rewards` is missing, or not [N].
@@ -104,8 +132,10 @@ def _sample(ended: Ended) -> Sample:
     return Sample(**own, answer=episode.answer, **measured(trajectory))
 
 
-def _check_one_version(batch: TensorDict, name: str) -> None:
-    made = batch["versions"][batch["versions"] >= 0].unique().tolist() if "versions" in batch else []
+def _check_one_version(episodes: Sequence[Ended], name: str) -> None:
+    rows = [episode.trajectory for ended in episodes for episode in ended.episodes if not ended.reason]
+    versions = [row["versions"] for row in rows if row is not None and "versions" in row]
+    made = sorted({version for own in versions for version in own[own >= 0].unique().tolist()})
     if len(made) > 1:
         raise DataError(
             f"evaluation {name}: tokens of the policy versions {made}; expected one. The engine got other weights "

@@ -35,13 +35,13 @@ from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError
-from rlite.group_names import UNNAMED
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import key_of, prefixed, without_sets
+from rlite.trainer.held_out.options import key_of, prefixed
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
+from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
@@ -131,6 +131,7 @@ class PpoTrainer:
         total_steps = options.trainer.total_steps
         self.run = TrainingRun(options, reported, total_steps, callbacks=callbacks)
         self.alarms = Alarms(options, self.run)
+        self.invalid = InvalidEvaluations(options.test_data, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
         self.critic = make_critic(options, self.engines)
@@ -201,8 +202,7 @@ class PpoTrainer:
         self.record.begin()
         self.run.show_plan(f"rlite {self.name}", self.plan)
         self.run.console.follow(self.engines.rollout.rollout_progress)
-        if metrics := self._evaluate_due():
-            self.run.log_evaluation(metrics)
+        self._evaluate_before_step()
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
@@ -259,8 +259,19 @@ class PpoTrainer:
         metrics: dict[str, float] = {}
         for each in self.ended.evaluations:
             metrics |= prefixed(each.set.name, each.metrics | lag)
-            self.record.evaluation(each.set.name, self.ended.step, each.found.ended)
+            self.record.evaluation(each.set.name, self.ended.step, each.episodes)
+        self.ended = replace(self.ended, evaluations=[each.without_episodes() for each in self.ended.evaluations])
         return metrics
+
+    def _evaluate_before_step(self) -> None:
+        """Make or begin the evaluations of the first step, or those that the run was interrupted before."""
+        was_over = self.run.is_over
+        metrics = self._evaluate_due()
+        self.run.end_if_interrupted()  # the checkpoint owes these evaluations, if there is one
+        if metrics:
+            self.run.log_evaluation(metrics)
+        if self.run.step and self.run.is_over and not was_over:  # a threshold was reached
+            self._save_after_evaluations()
 
     def _evaluate_due(self, is_saving: bool = False) -> dict[str, float]:
         """Evaluate the sets that are due, and keep the best model.
@@ -282,7 +293,9 @@ class PpoTrainer:
                 self.run.log_evaluation(metrics | self.run.evaluation_time.take())
                 metrics = {}
             metrics |= evaluation
-            if valid := self._valid(evaluation):
+            evaluations = self.ended.evaluations
+            first_losses = self.evaluations.collector.first_losses if evaluations else {}
+            if valid := self.invalid.without(evaluation, evaluations, first_losses):
                 self._judge(valid)
         return metrics | self.run.evaluation_time.take() if metrics else {}
 
@@ -293,12 +306,6 @@ class PpoTrainer:
         if is_trained:
             self._on_result(lambda: self.run.save_best(evaluation, self.evaluations.save_evaluated, step))
         self.run.evaluated(evaluation, is_trained)
-
-    def _valid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
-        """Return metrics without evaluations that had too many failed episodes."""
-        first_losses = self.evaluations.collector.first_losses if self.ended.evaluations else {}
-        invalid = [each.set.name for each in self.ended.evaluations if not self.alarms.is_valid(each, first_losses)]
-        return {} if UNNAMED in invalid else without_sets(invalid, evaluation)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
         """Count the step, evaluate and save if due, and log.

@@ -26,13 +26,14 @@ from typing import Any
 
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.sets import EvaluationSet
+from rlite.evaluation.sets import Evaluation, EvaluationSet
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.answered_sets import Generation, read_generated
 from rlite.trainer.held_out.evaluation_plan import answers_plan, topic_of
 from rlite.trainer.held_out.options import prefixed
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
+from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.run.evaluation_record import EvaluationRecord
@@ -72,6 +73,10 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         super().__init__(options, rows, test_rows, callbacks)
         self.generation = Generation(options, self.engine, self.generated)
         self.record = EvaluationRecord(options.trainer, self.run)
+        sets = {name: own for name, own in options.test_data.items() if own.is_generated}
+        self.invalid = InvalidEvaluations(sets, self.run)
+        self.answered: list[Evaluation] = []
+        """newest evaluations by answers"""
 
     def make_loss(self) -> SftLoss:
         """Return the cross entropy."""
@@ -114,14 +119,26 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
 
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
-        metrics = super().evaluate_due()
-        if due := [self.generated[name] for name in self._take_due(self.generated)]:
+        metrics, self.answered = super().evaluate_due(), []
+        due = [each for name, each in self.generated.items() if self._is_due(name)]
+        if due and not self.run.is_interrupted:
             with self.run.evaluation_time.measured():
-                evaluations = self.generation.evaluate(due, self.run.step)
-            for each in evaluations:
+                found = self.generation.evaluate(due, self.run.step, lambda: self.run.is_interrupted)
+            for each in found:
                 metrics |= prefixed(each.set.name, each.metrics)
-                self.record.evaluation(each.set.name, self.run.step, each.found.ended)
+                self.record.evaluation(each.set.name, self.run.step, each.episodes)
+                self._mark(each.set.name)
+            self.answered = [each.without_episodes() for each in found]
         return metrics
+
+    def without_invalid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of the newest evaluations without those of which too many episodes have failed."""
+        return self.invalid.without(evaluation, self.answered, self.generation.first_losses)
+
+    @property
+    def set_names(self) -> list[str]:
+        """The names of the sets that the run evaluates, by losses or by answers."""
+        return [*super().set_names, *self.generated]
 
     def _save(self) -> None:
         self.record.before_checkpoint()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -22,7 +23,7 @@ from rlite.data.source import Source
 from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
-from rlite.errors import ConfigError, StreamedDataError
+from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
 from rlite.group_names import UNNAMED
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
@@ -101,6 +102,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.options, self.rows = options, rows
         self._evaluated: dict[str, int] = {}
         """step of the last evaluation of each set"""
+        self._owed: set[str] = set()
+        """sets whose evaluation an interruption has left"""
         self.test_sets = test_rows if isinstance(test_rows, Mapping) else {UNNAMED: test_rows} if test_rows else {}
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
@@ -164,7 +167,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
         self.start()
-        metrics: dict[str, float] = {}
+        metrics = self._evaluate_owed()
         try:
             for batch in self.loader:
                 if self.run.is_over:
@@ -184,6 +187,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         facts = self.run.restore(self.engine)
         if facts:
             self.loader.load_state_dict(facts["loader"])
+            self._owed = set(facts.get("owed", ())) & set(self.set_names)
+            self._evaluated = dict.fromkeys(self.set_names, self.run.step)
             self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
         self.run.open()
         self.run.show_plan(f"rlite {self.name}", self.plan)
@@ -255,7 +260,23 @@ class SupervisedTrainer(ABC, Generic[C]):
         return metrics
 
     def _save(self) -> None:
-        self.run.save(loader=self.loader.state_dict())
+        owed = [name for name in self.set_names if self._is_due(name)] if self.run.is_interrupted else []
+        self.run.save(loader=self.loader.state_dict(), owed=owed)
+
+    def _evaluate_owed(self) -> dict[str, float]:
+        """Make the evaluations that the checkpoint of an interrupted run lacks.
+
+        Returns:
+            The metrics.
+        """
+        was_over = self.run.is_over
+        metrics = self._judged() if self._owed else {}
+        self.run.end_if_interrupted()  # the checkpoint still owes these evaluations
+        if metrics:
+            self.run.log_evaluation(metrics)
+        if self.run.is_over and not was_over:  # a threshold was reached
+            self._save()
+        return metrics
 
     def _judged(self) -> dict[str, float]:
         """Evaluate the sets that are due, and keep the best model.
@@ -263,40 +284,56 @@ class SupervisedTrainer(ABC, Generic[C]):
         Returns:
             The metrics.
         """
-        if evaluation := self.evaluate_due():
-            self.run.save_best(evaluation)
-            self.run.evaluated(evaluation)
-            evaluation |= self.run.evaluation_time.take()
+        evaluation = self.evaluate_due()
+        if valid := self.without_invalid(evaluation):
+            self.run.save_best(valid)
+            self.run.evaluated(valid)
+        return evaluation | self.run.evaluation_time.take() if evaluation else evaluation
+
+    def without_invalid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of the newest evaluations from which the best model is chosen."""
         return evaluation
 
     def evaluate_due(self) -> dict[str, float]:
-        """Return the metrics of the sets that are due after this step."""
+        """Return the metrics of the sets that are due after this step. An interruption leaves the others."""
         metrics: dict[str, float] = {}
-        for name in self._take_due(self.test_sets):
-            with self.run.evaluation_time.measured():
-                metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
+        with suppress(EvaluationInterrupted):
+            for name in filter(self._is_due, self.test_sets):
+                with self.run.evaluation_time.measured():
+                    metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
+                self._mark(name)
         return metrics
 
-    def _take_due(self, names: Iterable[str]) -> list[str]:
-        """Return the sets that are due after this step, each once.
+    @property
+    def set_names(self) -> list[str]:
+        """The names of the sets that the run evaluates."""
+        return [*self.test_sets]
 
-        Args:
-            names: of sets.
-        """
-        due = [name for name in names if self.run.is_due(self._interval(name))]
-        due = [name for name in due if self._evaluated.get(name) != self.run.step]
-        self._evaluated |= dict.fromkeys(due, self.run.step)
-        return due
+    def _is_due(self, name: str) -> bool:
+        """Return whether a set is due after this step, and not evaluated yet."""
+        is_due = self.run.is_due(self._interval(name)) and self._evaluated.get(name) != self.run.step
+        return is_due or name in self._owed
+
+    def _mark(self, name: str) -> None:
+        """Mark a set as evaluated after this step."""
+        self._evaluated[name] = self.run.step
+        self._owed.discard(name)
 
     def _interval(self, name: str) -> int:
         """Return the steps between two evaluations of a set."""
         return self.options.test_data.get(name, HeldOutOptions()).every or self.options.trainer.test_freq
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
-        """Return means of the loss and its metrics over token rows, as `test_...`."""
+        """Return means of the loss and its metrics over token rows, as `test_...`.
+
+        Raises:
+            EvaluationInterrupted: the run was interrupted.
+        """
         sums: dict[str, tuple[float, float]] = {}
         batch_size = self.options.data.batch_size
         for number, batch in enumerate(rows.batches(batch_size)):
+            if self.run.is_interrupted:
+                raise EvaluationInterrupted("a signal has interrupted the run")
             self.run.console.note(f"evaluation: {number * batch_size} of {len(rows)} items")
             stats = self.engine.eval_batch(self.prepare(batch), self.loss, self.loss.weight)
             counts = self.metric_counts(batch)

@@ -25,7 +25,12 @@ def results(run: ViewedRun) -> dict[str, Any] | None:
         return None
     names = [name for name in run.results.models if f"eval.{name}" in run.record.sources]
     different = differences(run, names[0], names[1]) if len(names) == 2 else []
-    return {"models": run.results.models, "comparison": run.results.comparison, "different": different}
+    return {
+        "models": run.results.models,
+        "comparison": run.results.comparison,
+        "no_comparison": run.results.no_comparison,
+        "different": different,
+    }
 
 
 def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]:
@@ -40,8 +45,10 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
     if len({run.set_of(source) for source in sources}) > 1:
         return []
     scores = [known_scores(run.record.table(source)) for source in sources]
-    lowest = [pc.min(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
-    one, other = (_means(run, source, min(0.0, *lowest)) for source in sources)
+    is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
+    worst, worst_of = (max, pc.max) if is_lowest_best else (min, pc.min)
+    extremes = [worst_of(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
+    one, other = (_means(run, source, worst(0.0, *extremes)) for source in sources)
     both = [(item, one[item], other[item]) for item in one.keys() & other.keys() if one[item] != other[item]]
     both.sort(key=lambda each: (-abs(each[2] - each[1]), each[0]))
     known = prompts(run) if both else {}

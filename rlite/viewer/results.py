@@ -53,6 +53,11 @@ class ResultsFile:
         """The difference of two models: the second less the first."""
         return self._content.get("comparison")
 
+    @property
+    def no_comparison(self) -> str:
+        """Why two models are not compared; "" without a reason."""
+        return str(self._content.get("no_comparison", ""))
+
     def questions(self, model: str) -> str | None:
         """Return the identity of the questions that a model answered; None if the results lack it."""
         settings = self._content.get("settings", {}).get(model, {})

@@ -429,6 +429,26 @@ def test_a_comparison_of_one_prompt_has_no_interval(chromium: Browser, tmp_path:
         page.context.close()
 
 
+def test_a_lower_score_is_better_if_the_tasks_say_so_and_a_missing_comparison_has_its_reason(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    write_evaluation(tmp_path, 0, SHAPE)
+    models = {name: {"metrics": {"wiki/ppl": 9.0}} for name in ("a", "b")}
+    counts = {"num_items": 9, "better": 8, "worse": 1, "p_value": 0.04, "confidence": 0.95, "lower_is_better": True}
+    comparison = {"first": "a", "second": "b", "difference": -0.5, "low": -0.7, "high": -0.3, **counts}
+    for results, expected in (
+        ({"comparison": comparison}, "b is better."),
+        ({"comparison": None, "no_comparison": "lower is better in wiki"}, "lower is better in wiki"),
+    ):
+        (tmp_path / "results.json").write_text(json.dumps({"models": models, **results}))
+        with serving([str(tmp_path)]) as url:
+            page = chromium.page()
+            page.goto(url)
+            chromium.wait_until_shown(page, "")
+            assert expected in page.locator(".card", has_text="Difference").inner_text()
+            page.context.close()
+
+
 def test_calls_of_tools_are_marked_in_every_format_that_has_marks(chromium: Browser, tmp_path: Path) -> None:
     calls = [
         '<tool_call>{"name": "a"}</tool_call>',

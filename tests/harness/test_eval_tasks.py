@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
 import rlite
 from rlite.cli import main
@@ -47,6 +48,7 @@ generation_kwargs: {{until: ["\\n"], max_gen_toks: 4, do_sample: false}}
 process_results: !function scoring.length
 metric_list: [{{metric: length, aggregation: mean, higher_is_better: true}}]
 """
+RAMBLING = WRITTEN.replace("task: written", "task: rambling").replace("better: true", "better: false")
 SCORING = """
 import os, pathlib
 calls = []
@@ -63,7 +65,7 @@ def length(doc, results):
 @pytest.fixture(scope="module")
 def tasks(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    for name, text in (("sums", SUMS), ("written", WRITTEN)):
+    for name, text in (("sums", SUMS), ("written", WRITTEN), ("rambling", RAMBLING.replace("tag: both\n", ""))):
         (folder / f"{name}.yaml").write_text(text.format(file=questions))
     (folder / "scoring.py").write_text(SCORING)
     return folder
@@ -168,3 +170,21 @@ def test_a_tag_of_tasks_of_both_kinds_has_samples_of_those_that_generate_text(
     once = [(f"sums/{question}", 0) for question in range(3)]
     assert places == [*once, *((f"written/{question}", sample) for question in range(3) for sample in range(2))]
     assert {"sums/acc", "sums/acc_stderr", "written/length", "written/length_stderr"} <= metrics(tmp_path).keys()
+
+
+def test_a_task_whose_score_is_better_if_lower_is_told_and_its_answers_have_the_options_of_the_command(
+    path: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tasks", "rambling", "limit=3", "max_new_tokens=2", "num_fewshot=4", "max_model_len=40"]
+    run(monkeypatch, *command(path, tasks, tmp_path), *options)
+    printed = capsys.readouterr()
+    assert "rambling/length (lower is better)" in printed.out
+    assert "model, task rambling: 3 contexts lost the beginning (the model reads 38 tokens" in printed.err
+    _, line = map(json.loads, (tmp_path / "samples" / "model.jsonl").read_text().splitlines())
+    assert (line["higher_is_better"], line["lower_is_better"]) == ({"rambling/length": False}, ["rambling"])
+    tokens = [len(lm_tokens(path, row["segments"][1]["text"])) for row in rows(tmp_path)]
+    assert max(tokens) <= 2, "and not the 4 of the task"
+
+
+def lm_tokens(path: Path, text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(path)(text, add_special_tokens=False)["input_ids"]

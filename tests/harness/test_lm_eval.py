@@ -136,6 +136,13 @@ def test_a_conversation_that_the_chat_template_refuses_is_named_by_its_roles(
         model.apply_chat_template(CHAT)
 
 
+def test_options_that_change_nothing_are_accepted(model: RliteLM) -> None:
+    off = {"num_beams": 1, "repetition_penalty": 1.0, "early_stopping": False}
+    asked = {"until": ["e"], "max_gen_toks": 8}
+    plain, given = (requests("generate_until", [("Two plus", own)]) for own in (asked, {**asked, **off}))
+    assert model.generate_until(given) == model.generate_until(plain)
+
+
 def test_invalid_requests_are_refused_with_a_remedy(engine: RliteInferenceEngine, model: RliteLM) -> None:
     with pytest.raises(ConfigError, match=r"max_length=127.*1 to 126, which max_model_len=128 allows"):
         RliteLM(engine, max_length=127)
@@ -143,11 +150,15 @@ def test_invalid_requests_are_refused_with_a_remedy(engine: RliteInferenceEngine
         RliteLM(engine, batch_size=0)
     with pytest.raises(ConfigError, match=r"RliteLM.enable_thinkin"):
         RliteLM(engine, chat_template_options={"enable_thinkin": False})
-    with pytest.raises(DataError, match=r"tokens; expected 1 to max_length=126"):
+    with pytest.raises(
+        DataError, match=r"tokens; expected 1 to 126, which max_length=126 and .* max_model_len=128 allow"
+    ):
         model.loglikelihood(requests("loglikelihood", [("a", LONG * 2)]))
     with pytest.raises(UnknownOptionError, match="num_beams"):
         model.generate_until(requests("generate_until", [("a", {"num_beams": 2, "max_gen_toks": 4})]))
-    with pytest.raises(ConfigError, match="the task asks for 126 tokens; expected 1 to 125"):
+    with pytest.raises(
+        ConfigError, match=r"asks for answers of 126 tokens; expected 1 to 125, which .* max_model_len=128 allow"
+    ):
         model.generate_until(requests("generate_until", [("a", {"max_gen_toks": 126})]))
 
 

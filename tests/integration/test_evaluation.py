@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +37,7 @@ from rlite.trainer.rl.options import (
 )
 from tests import forked_python
 from tests.integration.rewards import digits
+from tests.integration.signals import interrupted, terminate
 from tests.integration.worlds import MARK, environment, ray_session
 from tests.recorded import recorded as rows_of
 
@@ -65,6 +68,8 @@ def trainer(
     sets: Mapping[str, HeldOutPromptOptions] = SETS,
     rows: Any = TEST_ROWS,
     callbacks: Sequence[Callback] = (),
+    kind: type[SingleTurnWorkflow] = SingleTurnWorkflow,
+    cls: type[PpoTrainer] = PpoTrainer,
     **changes: Any,
 ) -> PpoTrainer:
     sampling = SamplingOptions(max_new_tokens=8)
@@ -79,8 +84,8 @@ def trainer(
     )
     training = SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer())
     reward = RewardFunction(first_letter, in_process=True)
-    naming = SingleTurnWorkflow(reward, SamplingOptions(temperature=0.0, max_new_tokens=4).gconfig(), byte_tokenizer())
-    return PpoTrainer(options, training, ROWS, rows, {"math": naming} if "math" in rows else None, callbacks)
+    naming = kind(reward, SamplingOptions(temperature=0.0, max_new_tokens=4).gconfig(), byte_tokenizer())
+    return cls(options, training, ROWS, rows, {"math": naming} if "math" in rows else None, callbacks)
 
 
 def first_letter(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> dict[str, Any]:
@@ -201,6 +206,93 @@ def test_evaluations_that_cannot_be_made_are_refused_before_anything_starts(mode
         trainer(model, tmp_path, sets={}, rows=(), evaluate="beside")
 
 
+class NeverEnding(SingleTurnWorkflow):
+    """Answers the 12 episodes of the evaluation before the first step. At the next one a SIGTERM arrives, if asked."""
+
+    num_episodes = 0
+    is_interrupting = True
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        NeverEnding.num_episodes += 1
+        if NeverEnding.num_episodes == 13 and self.is_interrupting:
+            terminate()
+        if NeverEnding.num_episodes > 12:
+            await asyncio.sleep(60)
+        return await super().arun_episode(engine, data)
+
+
+class InterruptedInStep3(PpoTrainer):
+    """A SIGTERM arrives in step 3, while the evaluation of step 2 is under way and that of another set is due."""
+
+    def update(self, batch: Any) -> Any:
+        if self.run.step == 2:
+            terminate()
+        return super().update(batch)
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_run_that_resumes_makes_it(model: str, tmp_path: Path) -> None:
+    sets = {**SETS, "code": HeldOutPromptOptions(every=2)}
+    for name in ("run", "calm"):
+        NeverEnding.num_episodes = 0
+        if name == "run":
+            with session():
+                begun = time.monotonic()
+                interrupted(
+                    trainer(
+                        model, tmp_path / "run", sets, best_metric="math/accuracy", save_freq=9, kind=NeverEnding
+                    ).fit
+                )
+                assert time.monotonic() - begun < 50, "it has not waited for the evaluation"
+            assert [path.name for path in (tmp_path / "run/state").iterdir()] == ["step-2"]
+            assert sorted(evaluations(tmp_path / "run", "math")) == [0]
+        with session():
+            trainer(model, tmp_path / name, sets, best_metric="math/accuracy", save_freq=9).fit()
+    assert_same_evaluations(tmp_path / "run", tmp_path / "calm")
+    assert_same_weights(tmp_path / "run", tmp_path / "calm")
+    groups = [{row["group"] for row in rows_of(tmp_path / name, "train")} for name in ("run", "calm")]
+    assert groups[0] == groups[1], "an interrupted evaluation moves no number"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("best_metric", ["math/accuracy", None])
+def test_a_signal_while_an_earlier_step_is_evaluated_keeps_its_model_if_the_best_is_kept(
+    best_metric: str | None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"best_metric": best_metric, "save_freq": 9, "total_steps": 5}
+    monkeypatch.setattr(NeverEnding, "num_episodes", 0)
+    monkeypatch.setattr(NeverEnding, "is_interrupting", False)
+    with session():
+        begun = time.monotonic()
+        interrupted(
+            trainer(
+                model, tmp_path / "run", kind=NeverEnding, cls=InterruptedInStep3, evaluate="snapshot", **options
+            ).fit
+        )
+    assert time.monotonic() - begun < 50, "it has not waited for the evaluation"
+    assert [path.name for path in (tmp_path / "run/state").iterdir()] == ["step-3"]
+    for name, where in (("run", "snapshot"), ("calm", "in_turns")):
+        with session():
+            trainer(model, tmp_path / name, evaluate=where, **options).fit()
+    assert_same_weights(tmp_path / "run", tmp_path / "calm")
+    found = {name: sorted(evaluations(tmp_path / "run", name)) for name in SETS}
+    if best_metric is None:
+        assert found == {"math": [0, 3, 4, 5], "code": [3, 5]}, "of the weights that are there"
+    else:
+        assert found == {"math": [0, 2, 4, 5], "code": [3, 5]}
+        assert_same_evaluations(tmp_path / "run", tmp_path / "calm")
+
+
+def assert_same_evaluations(one: Path, other: Path) -> None:
+    for name in SETS:
+        assert evaluations(one, name) == evaluations(other, name)
+        assert recorded(one, name) == recorded(other, name)
+    ours, theirs = (load_file(folder / "best/model.safetensors") for folder in (one, other))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    facts = [json.loads((folder / "best/evaluation.json").read_text()) for folder in (one, other)]
+    assert facts[0] == facts[1]
+
+
 def test_devices_for_evaluation_are_apart_from_the_others() -> None:
     def divided(world: int, tp_size: int = 1, **given: Any) -> tuple[int, int]:
         options = PpoConfig(
@@ -278,7 +370,7 @@ def test_evaluation_while_training_goes_on_runs_under_torchrun(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2")])
+@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2"), ("snapshot", "step-2")])
 def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, where: str, awaited: str) -> None:
     """Beside training, the checkpoint of step 2 is written while the evaluation of step 2 is under way."""
     world = ["launcher=ray", "num_devices=2"] if where == "beside" else ["num_devices=1"]

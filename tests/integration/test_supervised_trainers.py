@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.trainer.simpo import SimpoConfig, SimpoTrainer
 from tests import forked_python
+from tests.integration.signals import interrupted, terminate
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
 
@@ -53,6 +55,7 @@ TRAINERS: dict[str, Any] = {
 }
 MODEL_KEY = dict.fromkeys(TRAINERS, "actor") | {"rm": "critic"}
 # what a clock and the system say is the machine's, not the run's
+EVALUATED = ("loss/test_loss", "said/accuracy")
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
 
 
@@ -348,6 +351,34 @@ def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
     assert (tmp_path / "run" / "latest" / "model.safetensors").exists()
 
 
+def test_a_run_that_replaces_another_chooses_a_best_model_of_its_own(
+    model: str, tmp_path: Path, session: Session
+) -> None:
+    highest = ["trainer.best_metric=test_loss", "trainer.best_is_highest=true", "trainer.test_freq=4"]
+    trainer("sft", model, tmp_path / "old", *highest).fit()
+    shutil.copytree(tmp_path / "old", tmp_path / "run")
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    start = ["trainer.overwrite=true", f"trainer.load_ckpt_from={tmp_path / 'old/state/step-8'}", "trainer.n_epochs=2"]
+    trainer("sft", model, tmp_path / "run", *highest, *start).fit()
+    assert json.loads((tmp_path / "run/best/evaluation.json").read_text())["step"] > 8
+
+
+def test_another_metric_of_the_best_model_is_told_when_a_run_goes_on(
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer("sft", model, tmp_path, "trainer.best_metric=test_loss", "trainer.test_freq=4").fit()
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    changed = ["trainer.best_metric=test_loss", "trainer.best_is_highest=true", "trainer.test_freq=4"]
+    trainer("sft", model, tmp_path, *changed, "trainer.n_epochs=2").fit()
+    told = capsys.readouterr().out
+    assert "the best model is chosen anew" in told
+    assert "best/ has been chosen by the lowest test_loss" in told
+    facts = json.loads((tmp_path / "best/evaluation.json").read_text())
+    assert (facts["step"], facts["is_lowest"]) == (12, False)
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(model: str, tmp_path: Path, session: Session) -> None:
     trainer("sft", model, tmp_path).fit()
     rlite.shutdown()
@@ -429,6 +460,96 @@ def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
     assert re.search(r"step 16/32 .*loss [\d.]+ +said/pass@4 ", told), "the metric of the best model is shown early"
     ours, theirs = (load_file(tmp_path / name / "latest/model.safetensors") for name in ("run", "plain"))
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def answered_run(model: str, folder: Path, *given: str) -> list[str]:
+    """Arguments of a run with a set whose loss is measured, and a set that the model answers."""
+    for name, seed in (("data", 0), ("test", 7)):
+        (folder / f"{name}.json").write_text(json.dumps(demonstrations(32 if name == "data" else 16, seed)))
+    (folder / "reward.py").write_text(LAST_LETTER)
+    return [
+        *(f"actor.model_name={model}", "actor.lr=3e-3", "data.batch_size=8", f"data.path={folder / 'data.json'}"),
+        *("trainer.test_freq=2", f"trainer.save_dir={folder / 'run'}", "generation.max_new_tokens=4"),
+        *(f"test_data.{name}.path={folder / 'test.json'}" for name in ("loss", "said")),
+        *(f"test_data.said.reward.path={folder / 'reward.py'}:last_letter", *given),
+    ]
+
+
+def made(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """The evaluations of a run, with their steps."""
+    return {key: [(row["step"], row[key]) for row in logged(folder / "run") if key in row] for key in EVALUATED}
+
+
+class InterruptedAtStep2(SftTrainer):
+    """A SIGTERM arrives in the update of step 2."""
+
+    def update(self, batch: Any) -> dict[str, float]:
+        if self.run.step == 1:
+            terminate()
+        return super().update(batch)
+
+
+def test_a_signal_saves_before_the_evaluations_of_the_step_which_the_resumed_run_makes(
+    model: str, tmp_path: Path, session: Session
+) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "other"
+    for folder in (calm, run):
+        folder.mkdir()
+    SftTrainer.main(answered_run(model, calm))
+    interrupted(lambda: InterruptedAtStep2.main(answered_run(model, run)))
+    assert (run / "run/state/step-2").is_dir()
+    assert not any("said/accuracy" in row or "loss/test_loss" in row for row in logged(run / "run"))
+    SftTrainer.main(answered_run(model, run))
+    assert made(run) == made(calm)
+    assert [step for step, _ in made(run)["loss/test_loss"]] == [2, 4]
+    assert len(viewer.load(run / "run").rows) == 2 * 16
+
+
+DEADLY = """
+import os, pathlib
+
+def last_letter(prompt, completions, prompt_ids, completion_ids, **row):
+    "Kills its process at the 24th answer, the 8th of the second evaluation."
+    calls = pathlib.Path(__file__).with_name("calls")
+    calls.write_text(str(number := int(calls.read_text()) + 1 if calls.exists() else 1))
+    if number == 24:
+        os.kill(os.getpid(), 9)
+    return {"score": float(completions == prompt[-1].upper() + "!"), "answer": completions[:1]}
+"""
+
+
+def test_a_kill_while_a_set_is_answered_loses_nothing(model: str, tmp_path: Path, session: Session) -> None:
+    calm, run = tmp_path / "calm", tmp_path / "other"
+    for folder in (calm, run):
+        folder.mkdir()
+    kept = ["trainer.best_metric=said/accuracy", "trainer.save_freq=2"]
+    SftTrainer.main(answered_run(model, calm, *kept))
+    arguments = answered_run(model, run, *kept, "test_data.said.reward.in_process=true")
+    (run / "reward.py").write_text(DEADLY)
+    program = [forked_python.python(), "-m", "rlite.trainer.sft", *arguments, "num_devices=1"]
+    killed, again = (subprocess.run(program, env=environment(), capture_output=True, timeout=200) for _ in range(2))
+    assert (killed.returncode, again.returncode) == (-signal.SIGKILL, 0), again.stderr
+    assert b"resumed from step 2" in again.stdout
+    assert made(run) == made(calm)
+    assert len(viewer.load(run / "run").rows) == 2 * 16, "each sample once"
+    assert all(torch.equal(value, weights(calm / "run")[key]) for key, value in weights(run / "run").items())
+    facts = [json.loads((folder / "run/best/evaluation.json").read_text()) for folder in (calm, run)]
+    assert facts[0] == facts[1]
+
+
+def test_answers_that_a_broken_grader_has_failed_choose_no_best_model(
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = answered_run(model, tmp_path, "trainer.best_metric=said/accuracy")
+    (tmp_path / "reward.py").write_text(
+        "def last_letter(prompt, completions, prompt_ids, completion_ids, **row):\n    raise ValueError('no grade')\n"
+    )
+    SftTrainer.main(arguments)
+    told = capsys.readouterr().out
+    assert (
+        told.count("the evaluation of said is invalid, 16 of 16 episodes failed (test_data.said.max_error_share") == 1
+    )
+    assert not (tmp_path / "run/best").exists()
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])

@@ -12,7 +12,7 @@ and makes batches of them. The collector is what callers use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.data.prompts import Prompt, item_name
-from rlite.errors import ConfigError, DataError
-from rlite.rollout.collector.consumer import GroupConsumer, join
+from rlite.errors import ConfigError, DataError, EvaluationInterrupted
+from rlite.rollout.collector.consumer import GroupConsumer
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept, aborted
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
@@ -50,8 +50,6 @@ class Collected:
     """groups that were lost, by reason"""
     error: BaseException | None = None
     """the exception behind one of the losses"""
-    ended: Sequence[Ended] = ()
-    """all episodes of an evaluation, finished or lost, in the order of the data; `group` is the item's index"""
 
     @property
     def reason(self) -> str:
@@ -207,32 +205,44 @@ class RolloutCollector:
         return _collected(groups, self._consumer.batch(finished) if finished else None)
 
     def evaluate(
-        self, data: Sequence[Item], workflow: RolloutWorkflow, group_size: int = 1, timeout: float | None = None
-    ) -> Collected:
+        self,
+        data: Sequence[Item],
+        workflow: RolloutWorkflow,
+        group_size: int = 1,
+        timeout: float | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Ended]:
         """Run every item now, to measure and not to train.
 
         Every episode counts alone. A failed episode costs no sibling, is counted in the result only, and stops no run.
+        An interrupted call leaves the numbers of later groups as if it had not been made.
 
         Args:
             data: at least one item.
             workflow: runs the episodes.
             group_size: episodes per item.
             timeout: in seconds; None sets no limit.
+            is_interrupted: becomes true when the call is to end early. It is asked at each end of an episode, and
+                every few seconds.
 
         Returns:
-            A batch [N] in the order of the data, whose `group_ids` are the items' indices, and the lost episodes.
+            All episodes, finished or failed, in the order of the data; `group` is the item's index.
 
         Raises:
             CallTimeout: Some episodes are late.
+            EvaluationInterrupted: The call was interrupted.
         """
         _check_items(data, workflow, group_size)
         named = [Prompt(item, item_name(item, number)) for number, item in enumerate(data)]
         groups = self._submit(self._tests, [item for item in named for _ in range(group_size)], workflow)
-        with self._reporting("evaluation", groups):
-            finished = self._consumer.finish(self._tests, groups, timeout)
-        items = {group.id: number // group_size for number, group in enumerate(groups)}
-        found = _collected(groups, join(finished, items) if finished else None)
-        return replace(found, ended=[_evaluated(group, number, group_size) for number, group in enumerate(groups)])
+        try:
+            with self._reporting("evaluation", groups):
+                self._consumer.finish(self._tests, groups, timeout, is_interrupted)
+        except EvaluationInterrupted:
+            with self._changed:
+                self._num_submitted = groups[0].id
+            raise
+        return [_evaluated(group, number, group_size) for number, group in enumerate(groups)]
 
     # -- running ahead -------------------------------------------------------------------------------------------
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout
+from rlite.errors import CallTimeout, EvaluationInterrupted
 from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.lost_groups import CANCELLED, TOO_OLD
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner
+from rlite.rollout.loop import CLOSE_TIMEOUT
 from rlite.rollout.trajectories import layout, pad_checked
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference
@@ -37,21 +38,29 @@ class GroupConsumer:
     def __init__(self, engine: AsyncInference, options: CollectorOptions, runner: GroupRunner) -> None:
         self._engine, self._options, self._runner = engine, options, runner
 
-    def finish(self, queue: Queue, groups: Sequence[Group], timeout: float | None) -> list[Group]:
+    def finish(
+        self,
+        queue: Queue,
+        groups: Sequence[Group],
+        timeout: float | None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
         """Wait until all of these groups have ended, and consume those that are not lost.
 
-        If the wait fails, all groups are cancelled.
+        If the wait fails, all groups are cancelled. Groups to train on must have the same keys and types.
 
         Args:
             queue: holds the groups.
             groups: in the order of their submission.
             timeout: in seconds; None sets no limit.
+            is_interrupted: becomes true when the wait is to end early.
 
         Returns:
             The groups that are not lost.
 
         Raises:
             CallTimeout: Some groups are late; the error names them.
+            EvaluationInterrupted: The wait was interrupted.
             RolloutError: The run was stopped.
         """
         unfinished = list(groups)
@@ -62,16 +71,21 @@ class GroupConsumer:
             return not unfinished
 
         try:
-            if not self._runner.wait_until(is_settled, _deadline(timeout)):
+            if not self._runner.wait_until(lambda: is_settled() or is_interrupted(), _deadline(timeout)):
                 _raise_late([group for group in groups if not group.has_ended], timeout)
-        except BaseException:
+            if not is_settled():
+                raise EvaluationInterrupted("the evaluation was interrupted")
+        except BaseException as error:
             with self._runner.changed:
                 for group in groups:
                     if group.id in queue.groups:
                         self._runner.drop(queue, group, CANCELLED)
+            if isinstance(error, EvaluationInterrupted):  # the caller goes on: nothing may be left in the engine
+                self._runner.wait_until(lambda: all(each.task is None for each in groups), _deadline(CLOSE_TIMEOUT))
             raise
         with self._runner.changed:
-            self._drop_misfits(queue, [group for group in groups if group.trajectories is not None])
+            if queue.is_training:
+                self._drop_misfits(queue, [group for group in groups if group.trajectories is not None])
             finished = [group for group in groups if group.trajectories is not None]
             self._consume(queue, finished)
         return finished
@@ -186,16 +200,10 @@ class GroupConsumer:
         )
 
 
-def join(groups: Sequence[Group], ids: Mapping[int, int] | None = None) -> TensorDict:
-    """Return the trajectories of finished groups as one padded batch.
-
-    Args:
-        groups: at least one.
-        ids: the `group_ids` by group; None takes the groups' own.
-    """
+def join(groups: Sequence[Group]) -> TensorDict:
+    """Return the trajectories of finished groups, of which there is at least one, as one padded batch."""
     rows = [row for group in groups for row in group.trajectories or ()]
-    numbers = [group.id if ids is None else ids[group.id] for group in groups for _ in group.trajectories or ()]
-    return pad_checked(rows, numbers)
+    return pad_checked(rows, [group.id for group in groups for _ in group.trajectories or ()])
 
 
 def _raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:

@@ -35,7 +35,7 @@ from rlite.trainer.evaluate.questions import Items, read_questions
 from rlite.trainer.evaluate.recording import recorded
 from rlite.trainer.evaluate.report import print_result
 from rlite.trainer.evaluate.settings import settings_of
-from rlite.trainer.evaluate.task_metrics import summary_of_tasks
+from rlite.trainer.evaluate.task_metrics import lowest_tasks, summary_of_tasks, task_of
 from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
@@ -196,22 +196,30 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
     Raises:
         DataError: `k` is larger than the number of samples.
     """
-    evaluated = [_evaluated(model, options.k) for model in models]
-    comparison = None
-    if len(evaluated) == 2 and evaluated[0].samples:
-        first, second = (model.samples for model in evaluated)
-        comparison = compare(first, second, options.confidence, options.seed)
+    evaluated = [_evaluated(model, options) for model in models]
+    if len(evaluated) != 2 or not evaluated[0].samples:
+        return EvaluationResult(evaluated)
+    first, second = (model.samples for model in evaluated)
+    lowest = lowest_tasks([line for model in models if is_of_tasks(model) for line in model.lines])
+    if highest := lowest and {task_of(sample) for sample in first} - lowest:
+        low, high = (", ".join(sorted(tasks)) for tasks in (lowest, highest))
+        reason = f"lower is better in {low}, and higher in {high}; compare tasks of one direction in a command"
+        return EvaluationResult(evaluated, no_comparison=reason)
+    comparison = compare(first, second, options.confidence, options.seed, lower_is_better=bool(lowest))
     return EvaluationResult(evaluated, comparison)
 
 
-def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
+def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
     samples = sorted((sample_of(row) for row in rows_of(model)), key=lambda sample: sample.sample)
+    higher_is_better: dict[str, bool] = {}
     if is_of_tasks(model):
-        metrics = summary_of_tasks(model.lines, k)
+        metrics = summary_of_tasks(model.lines, options.k)
+        for line in model.lines:
+            higher_is_better |= line.get("higher_is_better", {})
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
-        metrics = summary(samples, fewest if k is None else k)
-    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings)
+        metrics = summary(samples, fewest if options.k is None else options.k, options.solved_at)
+    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:

@@ -79,6 +79,8 @@ class _Task(_Shape):
     samples: PositiveInt = 1
     metrics: dict[str, FiniteFloat]
     values: dict[str, list[FiniteFloat]] = {}
+    higher_is_better: dict[str, bool] = {}
+    lower_is_better: list[str] = []
     rows: list[_Row]
 
     @property

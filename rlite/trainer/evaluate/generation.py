@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import rlite
@@ -15,7 +16,13 @@ from rlite.rollout.workflow import RolloutError
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.progress import continuing, showing_progress
-from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
+from rlite.trainer.evaluate.questions import (
+    Questions,
+    context_limit,
+    context_to_serve,
+    model_tokenizer,
+    unknown_context,
+)
 
 MAX_FAILURES = 16
 """items with failures, and no success before them, that end the command"""
@@ -46,10 +53,10 @@ class Generation:
             tokenizer = model_tokenizer(candidate.model, options)
             self._texts = TokenTexts(model_tokenizer(candidate.model, options))
             limit = context_limit(candidate.model, options)
-            turns_limit = limit if options.max_model_len else min(limit, MAX_MODEL_LEN)
-            self._workflow = questions.make_workflow(options.sampling, tokenizer, turns_limit)
+            if_unknown = functools.cache(lambda: unknown_context(candidate.model, options, limit))
+            self._workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
             where = f"data.path={options.data.path}"
-            self._context = context_to_serve(self._workflow, questions.items, limit, where)
+            self._context = context_to_serve(self._workflow, questions.items, limit, where, if_unknown)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -62,8 +69,7 @@ class Generation:
         limits = CollectorOptions(
             request_timeout=self._options.timeout, request_retries=self._options.retries, keep_ended=True
         )
-        # twice as many as are decoded at once, so that rewards and environments do not leave the engine idle
-        concurrent = 2 * self._options.max_num_seqs * len(engine.executors)
+        concurrent = self._options.num_concurrent(len(engine.executors))
         runner = EpisodeRunner(engine, self._workflow, self._questions.items, limits, self._options.seed, concurrent)
         begun = time.monotonic()
         try:

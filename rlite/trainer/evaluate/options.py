@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
@@ -14,6 +14,7 @@ from rlite.arguments import named, spelled, split_positional
 from rlite.config import Count, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
+from rlite.evaluation.samples import SOLVED_AT
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.evaluate.names import name_of_questions, names_of
@@ -28,6 +29,8 @@ NAME = "{name}"
 """stands in `out` for the names of the models"""
 DATA = "{data}"
 """stands in `out` for the name of what they answer"""
+_OF_EPISODES = ("timeout", "retries", "solved_at")
+"""options without a meaning for tasks"""
 
 
 def default_temperature(samples: int) -> float:
@@ -85,6 +88,8 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     """answers to each prompt, or to each question of tasks that generate text; other tasks are done once"""
     k: Count | None = None
     """largest k of pass@k and majority@k; default: samples"""
+    solved_at: float = SOLVED_AT
+    """score from which an answer counts as solved, for pass@k and majority@k"""
     limit: Count | None = None
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
     default: 100"""
@@ -109,7 +114,8 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
     """share of a GPU's memory for generation"""
     max_model_len: Annotated[int, Ge(2)] | None = None
-    """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need"""
+    """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need,
+    or at most 16384 if they do not say it, as with tasks and several turns"""
 
     @classmethod
     def arguments(cls, argv: Sequence[str]) -> list[str]:
@@ -133,6 +139,10 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
             yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are options of tasks; give tasks=[NAME], or leave them out"
+        if self.tasks and (
+            odd := [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
+        ):
+            yield f"{odd[0]}={getattr(self, odd[0])}: an option of episodes, and tasks have none; leave it out"
         if sources:
             yield from problems_of_k(self.k, self.samples)
         if self.samples > 1 and self.temperature == 0:
@@ -173,6 +183,34 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
         """Sampling of the answers."""
         default = default_temperature(self.samples)
         return self.gconfig({"temperature": default})
+
+    @property
+    def sampling_of_tasks(self) -> dict[str, Any] | None:
+        """Options of generation in place of the tasks' own, by the harness's names; None if none is given.
+
+        Several samples are always drawn by the options of the command.
+        """
+        own, given = self.sampling, self.model_fields_set
+        sampled_by = ("temperature", "top_p", "top_k")
+        names = sampled_by if self.samples > 1 else [name for name in sampled_by if name in given]
+        chosen: dict[str, Any] = {name: getattr(own, name) for name in names}
+        if "temperature" in chosen:
+            chosen["do_sample"] = own.temperature > 0
+        if "max_new_tokens" in given:
+            chosen["max_gen_toks"] = own.max_new_tokens
+        if self.stop:
+            chosen["until"] = self.stop
+        return chosen or None
+
+    def num_concurrent(self, num_replicas: int) -> int:
+        """Return the number of answers to ask for at the same time.
+
+        It is twice the number that is decoded at once, so that rewards and environments do not leave the engine idle.
+
+        Args:
+            num_replicas: replicas of the engine.
+        """
+        return 2 * self.max_num_seqs * num_replicas
 
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""

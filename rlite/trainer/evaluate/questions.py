@@ -27,14 +27,14 @@ from rlite.types import GenerationHyperparameters
 NUM_EPISODES = 100
 """episodes of an environment that needs no data"""
 MAX_MODEL_LEN = 16_384
-"""longest sequence, in tokens, if neither the options nor the prompts say it"""
+"""longest sequence, in tokens, if neither `max_model_len` nor the prompts say it"""
 _NO_TOKENIZER = (
     "model={}: the checkpoint has no tokenizer that can be read; copy the tokenizer's files from its base model "
     "(tokenizer.json, tokenizer_config.json)"
 )
 Items = Sequence[Mapping[str, Any]]
-MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, int], RolloutWorkflow]
-"""makes a workflow of its sampling, the tokenizer, and the longest sequence of several turns in tokens"""
+MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, Callable[[], int]], RolloutWorkflow]
+"""makes a workflow of its sampling, the tokenizer, and a function that returns the longest sequence of several turns"""
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,30 @@ def context_limit(folder: str, options: EvalConfig) -> int:
     """
     config = AutoConfig.from_pretrained(local_checkpoint(folder, weights=False), trust_remote_code=False)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own and options.max_model_len is not None and options.max_model_len > own:
+        cap = f"at most {own} tokens, the model's max_position_embeddings"
+        print(f"{folder}: max_model_len={options.max_model_len}: {cap}", file=sys.stderr, flush=True)
     return min(own or sys.maxsize, options.max_model_len or sys.maxsize)
 
 
-def context_to_serve(workflow: RolloutWorkflow, items: Items, limit: int, where: str) -> int:
+def unknown_context(folder: str, options: EvalConfig, limit: int) -> int:
+    """Return the longest sequence, in tokens, if the prompts do not say it.
+
+    Args:
+        folder: folder or hub name of the checkpoint.
+        options: of the command.
+        limit: longest sequence that is allowed.
+    """
+    if options.max_model_len is not None or limit <= MAX_MODEL_LEN:
+        return limit
+    cap = f"sequences of at most {MAX_MODEL_LEN} tokens, the default; max_model_len=N allows up to {limit}"
+    print(f"{folder}: {cap}", file=sys.stderr, flush=True)
+    return MAX_MODEL_LEN
+
+
+def context_to_serve(
+    workflow: RolloutWorkflow, items: Items, limit: int, where: str, if_unknown: Callable[[], int]
+) -> int:
     """Return the longest sequence to serve, in tokens, after a check of all prompts.
 
     Args:
@@ -126,12 +146,13 @@ def context_to_serve(workflow: RolloutWorkflow, items: Items, limit: int, where:
         items: rows of the data.
         limit: longest sequence that is allowed.
         where: name of the items in messages.
+        if_unknown: returns the longest sequence if prompts and workflow do not say it.
 
     Raises:
         DataError: an item has no prompt, the chat template refuses it, or it leaves no room for an answer.
     """
     if not workflow.needs_prompt:
-        return min(limit, MAX_MODEL_LEN)
+        return if_unknown()
     check_prompts(items, where)
     longest = 0
     for number, item in enumerate(items):
@@ -145,7 +166,8 @@ def context_to_serve(workflow: RolloutWorkflow, items: Items, limit: int, where:
                 f"in {limit} (the least of the model's max_position_embeddings and max_model_len); drop the row"
             )
         longest = max(longest, length)
-    return min(limit, (workflow.longest_sequence(longest) if longest else None) or MAX_MODEL_LEN)
+    needed = workflow.longest_sequence(longest) if longest else None
+    return if_unknown() if needed is None else min(limit, needed)
 
 
 def _read_items(options: EvalConfig, given: ProgramObjects) -> Items:
@@ -169,7 +191,7 @@ def _workflow_maker(options: EvalConfig, given: ProgramObjects, items: Items, wh
     if options.env_path is not None:
         make = environment_workflow(options.env_path, **options.process_options)
         turns = options.max_turns
-        return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit, **own)
+        return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit(), **own)
     rewards = ChosenRewards(options.reward, given.functions())
     rewards.check_columns(items, where)
     reward = rewards.make()

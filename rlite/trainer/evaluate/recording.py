@@ -20,7 +20,7 @@ COST = 0.05
 
 @contextmanager
 def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
-    """Keep the record of a model up to date during the block, and write it once more if the block raises.
+    """Keep the record of a model up to date during the block, and write it once more at the end of the block.
 
     Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill, the record
     lacks the samples that have ended since its last version. The continued evaluation writes it again.
@@ -37,14 +37,11 @@ def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
     thread.start()
     try:
         yield
-    except BaseException:
+    finally:
         stopped.set()
         thread.join()
-        with suppress(RliteError):  # the block's own error counts
+        with suppress(RliteError):  # the block's own error counts, or the next error of the same cause
             write_record(folder, candidate.name, rows_of(candidate))
-        raise
-    stopped.set()
-    thread.join()
 
 
 def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> None:

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlite.evaluation.metrics import standard_error_of
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.evaluate.options import default_temperature
@@ -25,8 +26,10 @@ def print_result(result: EvaluationResult) -> None:
     table.add_column("metric")
     for model in result.models:
         table.add_column(model.name, justify="right")
+    lowest = {name for model in result.models for name, is_higher in model.higher_is_better.items() if not is_higher}
     for name in shown_metrics([model.metrics for model in result.models]):
-        table.add_row(name, *(shown(name, model.metrics) for model in result.models))
+        label = f"{name} (lower is better)" if name in lowest else name
+        table.add_row(label, *(shown(name, model.metrics) for model in result.models))
     console.print(title(result), soft_wrap=True)
     console.print(table)
     for model in result.models:
@@ -70,29 +73,32 @@ def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
         if match := _PASS_AT_K.fullmatch(name):
             ks.setdefault(match[1], []).append(int(match[2]))
     hidden = {f"{task}pass@{k}" for task, own in ks.items() for k in own if k & (k - 1) and k != max(own)}
-    return [name for name in names if name not in {*hidden, "standard_error"} and not name.endswith("_stderr")]
+    return [name for name in names if name not in hidden and not name.endswith(("standard_error", "_stderr"))]
 
 
 def shown(name: str, metrics: Mapping[str, float]) -> str:
-    """Return a metric for the table, the accuracy with its standard error; "" if the model has none."""
+    """Return a metric for the table, with its standard error if there is one; "" if the model has no such metric."""
     if name not in metrics:
         return ""
     value = metrics[name]
     if name == "num_errors" or name.startswith("errors/"):
         return f"{value:.0f}"
-    error = metrics.get("standard_error") if name == "accuracy" else metrics.get(f"{name}_stderr")
+    error = metrics.get(f"{name}_stderr", metrics.get(standard_error_of(name)))
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
 def difference(result: EvaluationResult) -> str | None:
-    """Return the comparison in a sentence; None without one."""
+    """Return the comparison in a sentence, or why there is none; None for one model."""
+    if result.no_comparison:
+        return f"no difference of {' and '.join(model.name for model in result.models)}: {result.no_comparison}"
     if (found := result.comparison) is None:
         return None
     first, second = (model.name for model in result.models)
+    what = "score (lower is better)" if found.lower_is_better else "accuracy"
     interval = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
     level = f"{100 * found.confidence:g}%"
     return (
-        f"accuracy of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval, paired bootstrap over "
+        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval, paired bootstrap over "
         f"{found.num_items} items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} "
         f"items, worse at {found.worse}"
     )

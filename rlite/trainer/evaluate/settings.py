@@ -42,7 +42,7 @@ def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mappi
             **{name: plain[name] for name in _SCORED_BY},
             "code": code_of(options, given),
         },
-        "tasks": _tasks(plain) if options.tasks else {},
+        "tasks": _tasks(plain, options.sampling_of_tasks) if options.tasks else {},
         "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
     }
 
@@ -55,10 +55,11 @@ def model_settings(folder: str) -> dict[str, str]:
     return {"folder": str(path), "files": digest(stamps)}
 
 
-def _tasks(plain: Mapping[str, Any]) -> dict[str, Any]:
+def _tasks(plain: Mapping[str, Any], sampling: Mapping[str, Any] | None) -> dict[str, Any]:
     files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
     own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
-    return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own)}
+    generation = {} if sampling is None else {"generation": dict(sampling)}
+    return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own), **generation}
 
 
 def _text(row: Mapping[str, Any]) -> str:

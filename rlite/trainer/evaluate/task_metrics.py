@@ -31,6 +31,36 @@ def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
                 yield f"{_name(task, metric.removesuffix('_stderr'), name)}{end}", float(value)
 
 
+def directions(
+    results: Mapping[str, Mapping[str, Any]], higher_is_better: Mapping[str, Mapping[str, bool | None]]
+) -> Iterator[tuple[str, bool]]:
+    """Yield whether a higher value is better, for each metric of `task_metrics` of which the task says it.
+
+    Args:
+        results: the harness's `results`, by task.
+        higher_is_better: the harness's `higher_is_better`, by task and metric.
+    """
+    for task, own in results.items():
+        for key in own:
+            metric, _, name = key.partition(",")
+            is_higher = higher_is_better.get(task, {}).get(metric)
+            if name and is_higher is not None:
+                yield _name(task, metric, name), is_higher
+
+
+def lower_is_better(
+    samples: Mapping[str, Sequence[Mapping[str, Any]]], higher_is_better: Mapping[str, Mapping[str, bool | None]]
+) -> list[str]:
+    """Return the tasks whose score, the first metric, is better the lower it is.
+
+    Args:
+        samples: the harness's `samples`, by task.
+        higher_is_better: the harness's `higher_is_better`, by task and metric.
+    """
+    scored = {task: own[0]["metrics"][0] for task, own in samples.items() if own and own[0]["metrics"]}
+    return [task for task, metric in scored.items() if higher_is_better.get(task, {}).get(metric) is False]
+
+
 def task_values(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[float]]:
     """Return the values of each metric, one for each question in order, by the names of `task_metrics`.
 
@@ -90,16 +120,31 @@ def _error(name: str, runs: Lines) -> float | None:
 
 
 def _passes(runs: Lines, k: int | None) -> Iterator[tuple[str, float]]:
-    """Yield TASK/pass@k of the tasks whose scores are all 0 or 1."""
-    samples = [sample_of(row) for run in runs for row in run["rows"]]
+    """Yield TASK/pass@k, with its standard error, of the tasks whose scores are all 0 or 1, and better if higher."""
     tasks: dict[str, list[Sample]] = {}
-    for sample in samples:
-        tasks.setdefault(sample.item.rpartition("/")[0], []).append(sample)
+    for sample in (sample_of(row) for run in runs for row in run["rows"]):
+        tasks.setdefault(task_of(sample), []).append(sample)
+    for task in lowest_tasks(runs):
+        tasks.pop(task, None)
     for task, own in tasks.items():
         num_samples = min(Counter(sample.item for sample in own).values())  # fewer where a score was no number
         if num_samples > 1 and all(sample.score in (0.0, 1.0, None) for sample in own):
             metrics = summary(own, min(num_samples, k or num_samples))
             yield from ((f"{task}/{name}", value) for name, value in metrics.items() if name.startswith("pass@"))
+
+
+def task_of(sample: Sample) -> str:
+    """Return the task of a sample."""
+    return sample.item.rpartition("/")[0]
+
+
+def lowest_tasks(lines: Lines) -> set[str]:
+    """Return the tasks whose score is better the lower it is.
+
+    Args:
+        lines: of a journal.
+    """
+    return {task for line in lines for task in line.get("lower_is_better", ())}
 
 
 def _name(task: str, metric: str, filter_name: str) -> str:

@@ -20,8 +20,9 @@ from rlite.trainer.evaluate.generation import build_engine
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.progress import continuing, showing_progress
-from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
-from rlite.trainer.evaluate.task_metrics import task_metrics, task_values
+from rlite.trainer.evaluate.questions import context_limit, model_tokenizer, unknown_context
+from rlite.trainer.evaluate.task_metrics import directions, lower_is_better, task_metrics, task_values
+from rlite.wording import counted
 
 HARNESS = "rlite.evaluation.lm_eval"
 """module that imports the harness"""
@@ -79,16 +80,18 @@ class TaskAnswers:
         """Do the missing tasks in the current session; each goes to the journal as it ends."""
         num_tasks = len(self._options.tasks)
         continuing(self.candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
-        limit = context_limit(self.candidate.model, self._options)
+        name, options = self.candidate.model, self._options
+        context = unknown_context(name, options, context_limit(name, options))
         num_before = len(self.candidate.lines)
         # the engine numbers its requests from 0: with the same seed, further samples would repeat the first ones
         seed = mix(self._options.seed, num_before) % 2**32 if num_before else self._options.seed  # as NumPy takes it
-        engine = build_engine(self.candidate.model, self._options, min(limit, MAX_MODEL_LEN), seed)
+        engine = build_engine(name, options, context, seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
-            model = import_module(HARNESS).RliteLM(engine)
-            for name in self.missing:
-                self._do(name, model)
+            batch_size = options.num_concurrent(len(engine.executors))
+            model = import_module(HARNESS).RliteLM(engine, batch_size=batch_size)
+            for task in self.missing:
+                self._do(task, model)
         finally:
             engine.release()
 
@@ -96,14 +99,20 @@ class TaskAnswers:
         """Do the missing samples of a task. The first one shows whether there are others."""
         num_samples, sample = self._num_samples.get(name, 1), self._done[name]
         continuing(f"{self.candidate.name}, task {name}", sample, num_samples, "samples")
+        num_cut = model.num_cut
         while sample < num_samples:
             with showing_progress(partial(self._progress, name, sample, model)):
                 line = self._line(name, sample, model)
             self.candidate.journal.append(line)
             num_samples, sample = line["samples"], sample + 1
         if num_samples < self._options.samples:
-            once = "its log-likelihoods are the same for every sample; it was done once"
-            print(f"{self.candidate.name}, task {name}: {once}", file=sys.stderr, flush=True)
+            self._tell(name, "its log-likelihoods are the same for every sample; it was done once")
+        if num_cut := model.num_cut - num_cut:
+            longest = f"the model reads {model.max_length} tokens; max_model_len=N may allow more"
+            self._tell(name, f"{counted(num_cut, 'context')} lost the beginning ({longest})")
+
+    def _tell(self, task: str, what: str) -> None:
+        print(f"{self.candidate.name}, task {task}: {what}", file=sys.stderr, flush=True)
 
     def _progress(self, name: str, sample: int, model: Any) -> str:
         of = f" (sample {sample + 1} of {self._options.samples})" if sample else ""
@@ -120,7 +129,7 @@ class TaskAnswers:
             task_manager=self._manager,
             use_cache=str(self._cache / "answers"),
             random_seed=options.seed,
-            gen_kwargs=self._sampling if options.samples > 1 else None,
+            gen_kwargs=options.sampling_of_tasks,
             bootstrap_iters=0 if sample else BOOTSTRAP_ITERS,
         )
         generated = {task: own for task, own in found["samples"].items() if _generates(found["configs"][task])}
@@ -129,15 +138,11 @@ class TaskAnswers:
             "sample": sample,
             "samples": options.samples if generated else 1,
             "metrics": dict(task_metrics(found["results"])),
+            "higher_is_better": dict(directions(found["results"], found["higher_is_better"])),
+            "lower_is_better": lower_is_better(found["samples"], found["higher_is_better"]),
             "values": task_values(generated) if generated and options.samples > 1 else {},
             "rows": list(task_rows(generated if sample else found["samples"], sample)),
         }
-
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        """Options in place of those of tasks that generate text, which are greedy most often."""
-        own = self._options.sampling
-        return {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
 
 
 def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]], sample: int = 0) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from rlite.data.rows import read_source
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate
+from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
@@ -66,15 +66,26 @@ class Generation:
             self._serving.meta()
             self._trained.cuda()
 
-    def evaluate(self, sets: Sequence[EvaluationSet], version: int) -> list[Evaluation]:
+    def evaluate(
+        self, sets: Sequence[EvaluationSet], version: int, is_interrupted: Callable[[], bool]
+    ) -> list[Evaluation]:
         """Return evaluations of the weights as they are now.
 
         Args:
             sets: the sets.
             version: finished steps of training.
+            is_interrupted: becomes true when the evaluations are to end early.
+
+        Returns:
+            The evaluations that have ended before.
         """
         with self._serving_weights(version):
-            return [evaluate(self._serving.collector, each) for each in sets]
+            return evaluate_each(self._serving.collector, sets, is_interrupted)
+
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause of failed episodes."""
+        return self._serving.collector.first_losses if self._sets else {}
 
     @contextmanager
     def _serving_weights(self, version: int) -> Iterator[None]:

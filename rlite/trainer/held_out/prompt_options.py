@@ -21,6 +21,8 @@ class GeneratedOptions(HeldOutOptions):
     """largest k of the metrics pass@k; default: samples"""
     solved_at: Finite = SOLVED_AT
     """score from which a response counts as solved, for pass@k and majority@k"""
+    max_error_share: Share = 0.1
+    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
     sampling: SetSamplingOptions = SetSamplingOptions()
     """sampling of the set"""
     reward: Rewards = {}
@@ -32,7 +34,8 @@ class GeneratedOptions(HeldOutOptions):
     def of_answers(self) -> list[str]:
         """Names of the options of generated answers that are not at their defaults."""
         default = dict(GeneratedOptions())
-        return [name for name in ("samples", "k", "solved_at", "sampling") if getattr(self, name) != default[name]]
+        names = ("samples", "k", "solved_at", "max_error_share", "sampling")
+        return [name for name in names if getattr(self, name) != default[name]]
 
     @property
     def is_generated(self) -> bool:
@@ -67,5 +70,3 @@ class HeldOutPromptOptions(GeneratedOptions):
 
     first: bool = True
     """evaluate before the first step, too"""
-    max_error_share: Share = 0.1
-    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
-from rlite.evaluation.sets import Evaluation
-from rlite.rollout.collector.lost_groups import cause_of, kind_of
-from rlite.trainer.held_out.options import key_of
-from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.rollout.collector.lost_groups import kind_of
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
 
@@ -17,18 +13,15 @@ DRIFT_LIMIT = 0.1
 """mean |log p(trainer) - log p(engine)| per token, in nats. Above it, the two are not the same policy; if rollouts run
 ahead, the policy has moved too far"""
 LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
-NUM_REASONS = 3
-"""reasons for failed episodes that the console lists"""
 REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""
 
 
 class Alarms:
-    """Watch over the metrics of each step and evaluation.
+    """Watch over the metrics of each step.
 
     Lost groups are reported once for each cause. Equal rewards, and log-probabilities that differ between trainer and
-    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last. The first evaluation of
-    a set that is invalid because too many episodes failed is reported.
+    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last.
 
     Args:
         options: the run's config.
@@ -39,8 +32,6 @@ class Alarms:
         self._run = run
         self._is_ahead = options.rollout.max_head_offpolicyness > 0
         self._is_taught_by_uniform = bool(options.why_equal_rewards_teach())
-        self._max_error_shares = {name: own.max_error_share for name, own in options.test_data.items()}
-        self._invalid: set[str] = set()
         self._told: set[str] = set()
         self._given_at: dict[str, int] = {}
 
@@ -56,30 +47,6 @@ class Alarms:
         for cause, rows in (self._equal_rewards(metrics), self._drift(metrics)):
             if cause and self._is_due(cause, step):
                 self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
-
-    def is_valid(self, evaluation: Evaluation, first_losses: Mapping[str, str]) -> bool:
-        """Return whether few enough episodes of an evaluation failed, and report the first invalid one of each set.
-
-        Args:
-            evaluation: of a set.
-            first_losses: an example of each cause of lost groups.
-        """
-        name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), evaluation.set.num_episodes
-        limit = self._max_error_shares.get(name, HeldOutPromptOptions().max_error_share)
-        if num_errors <= limit * num_episodes:
-            return True
-        if name not in self._invalid:
-            self._invalid.add(name)
-            causes: Counter[str] = Counter()
-            for reason, count in evaluation.lost.items():
-                causes[cause_of(reason)] += count
-            self._run.console.alarm(
-                f"ALARM at step {self._run.step}: the evaluation{f' of {name}' if name else ''} is invalid, "
-                f"{num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); such "
-                "evaluations choose no best checkpoint",
-                [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)],
-            )
-        return False
 
     def _is_due(self, cause: str, step: int) -> bool:
         if step - self._given_at.get(cause, step - REPEAT_AFTER) < REPEAT_AFTER:

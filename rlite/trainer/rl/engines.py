@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import rlite
 from rlite.engine.base import Engine
@@ -197,6 +198,12 @@ class Engines:
         assert self.evaluation is not None
         with self.trained_on_device():
             self.actor.p2p_weight_sync(self.evaluation)
+        self.evaluation.set_version(version)
+
+    def load_evaluation(self, model: Path, version: int) -> None:
+        """Load a saved model into the engine of evaluations, which is idle, as this policy version."""
+        assert self.evaluation is not None
+        self.evaluation.load(model)
         self.evaluation.set_version(version)
 
 

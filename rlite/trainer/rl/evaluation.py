@@ -5,23 +5,24 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlite.checkpoint.atomic import discard, publish
+from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate
+from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.trainer.held_out.options import KEY
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.run.best import EVALUATED, evaluation_facts, write_evaluation_facts
 from rlite.trainer.run.training_run import TrainingRun
 
-EVALUATED = "evaluated"
-"""folder of the model that is evaluated beside training, from which the best is chosen"""
+LOOK_S = 1.0
+"""seconds after which a wait for evaluations looks whether the run is interrupted"""
 Sets = Mapping[str, EvaluationSet]
 
 
@@ -37,8 +38,8 @@ class Ended:
 class Evaluations(ABC):
     """The evaluations of a run.
 
-    A set is due every `every` steps, at the end of the run, and if it asks for it before the first step. A run that is
-    resumed owes the evaluations that were under way at its checkpoint.
+    A set is due every `every` steps, at the end of the run, and if it asks for it before the first step. An interrupted
+    run waits for no evaluation. A run that is resumed owes the evaluations that its checkpoint lacks.
 
     Args:
         options: the run's config.
@@ -70,16 +71,22 @@ class Evaluations(ABC):
 
     def _mark(self, sets: Sequence[EvaluationSet]) -> None:
         """Mark sets as evaluated, or begun, after this step."""
-        self._asked |= dict.fromkeys((each.name for each in sets), self.run.step)
-        self._owed.clear()
+        names = [each.name for each in sets]
+        self._asked |= dict.fromkeys(names, self.run.step)
+        self._owed.difference_update(names)
 
     def close(self) -> None:
         """Delete the evaluated model that was not the best."""
         discard(self.run.folder / EVALUATED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned: the evaluations of the checkpoint's step that were under way are due."""
-        self._owed = set(state.get("under_way", ())) & self.sets.keys()
+        """Take what `state_dict` returned: the evaluations that had not ended are due.
+
+        Those of an earlier step are due, too. They measure the weights of the checkpoint, because those of their own
+        step are gone.
+        """
+        earlier = state.get("earlier", {"names": ()})
+        self._owed = {*state.get("under_way", ()), *earlier["names"]} & self.sets.keys()
         if self.run.step:
             self._asked = dict.fromkeys(self.sets.keys() - self._owed, self.run.step)
 
@@ -102,11 +109,11 @@ class Evaluations(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the evaluations under way, which are of the step that has just ended."""
+        """Return the names of the sets whose evaluation has not ended: under_way of this step, or of an earlier one."""
 
     @abstractmethod
     def save_evaluated(self, target: Path) -> None:
-        """Write the model that the evaluations returned last are of into a folder."""
+        """Write the model that the evaluations returned last are of into a folder, unless it is there."""
 
 
 class InTurns(Evaluations):
@@ -118,23 +125,23 @@ class InTurns(Evaluations):
         return self.engines.rollout.collector
 
     def has_work(self, is_saving: bool = False) -> bool:
-        """Return whether a set is due."""
-        return bool(self.due())
+        """Return whether a set is due and the run is not interrupted."""
+        return bool(self.due()) and not self.run.is_interrupted
 
     def next(self) -> Ended:
         """Evaluate the sets that are due, or all if none is.
 
         Returns:
-            The evaluations.
+            The evaluations; if the run is interrupted meanwhile, those that have ended before.
         """
         sets = self.due() or list(self.sets.values())
-        evaluations = [evaluate(self.collector, each) for each in sets]
-        self._mark(sets)
+        evaluations = evaluate_each(self.collector, sets, lambda: self.run.is_interrupted)
+        self._mark([each.set for each in evaluations])
         return Ended(self.run.step, evaluations)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: no evaluation is under way between two steps."""
-        return {}
+        """Return the names of the sets that are due, which an interruption has left."""
+        return {"under_way": [each.name for each in self.due()]}
 
     def save_evaluated(self, target: Path) -> None:
         """Write the model as it is now."""
@@ -151,6 +158,9 @@ class BackgroundEvaluations(Evaluations):
     waits for an evaluation when the next is due, before a checkpoint of a later step, and at the end. Therefore a
     checkpoint meets at most evaluations of its own step, and a run that resumes from it begins them again.
 
+    The checkpoint of an interrupted run may also meet evaluations of an earlier step. The run that resumes makes them
+    again first: with the weights of their step if the evaluated model was kept, which `best_metric` needs.
+
     Args:
         options: the run's config.
         run: counts the steps.
@@ -163,6 +173,8 @@ class BackgroundEvaluations(Evaluations):
         self._keeps_model = options.trainer.best_metric is not None
         self._under_way: Future[list[Evaluation]] | None = None
         self._step, self._names = 0, list[str]()
+        self._left: tuple[int, list[str]] | None = None
+        """evaluations of the kept model that an interruption has left: the step and the sets"""
 
     @property
     def collector(self) -> RolloutCollector:
@@ -171,45 +183,77 @@ class BackgroundEvaluations(Evaluations):
         return self.engines.evaluation.collector
 
     def has_work(self, is_saving: bool = False) -> bool:
-        """Return whether a set is due, or evaluations under way have ended or must end now."""
-        if self.due():
-            return True
+        """Return whether a set is due, or evaluations under way have ended or must end now.
+
+        If the run is interrupted, only evaluations that have ended count.
+        """
+        has_ended = self._under_way is not None and self._under_way.done()
+        if self.run.is_interrupted:
+            return has_ended
         must_end = self.run.is_over or ((is_saving or self.run.is_save_due()) and self._step < self.run.step)
-        return self._under_way is not None and (must_end or self._under_way.done())
+        return has_ended or bool(self.due()) or self._left is not None or (must_end and self._under_way is not None)
 
     def next(self) -> Ended:
         """Wait for the evaluations under way, if there are some; else begin those that are due.
 
         Returns:
-            The evaluations that were under way.
+            The evaluations that were under way; none if the run is interrupted before their end.
         """
-        if self._under_way is None:
+        if self._left is not None:
+            self._begin_left(*self._left)
+        elif self._under_way is None:
             self._begin(self.due() or list(self.sets.values()))
-            return Ended(self.run.step, [])
-        evaluations, self._under_way = self._under_way.result(), None
-        return Ended(self._step, evaluations)
+        elif self._wait_for(self._under_way):
+            evaluations, self._under_way = self._under_way.result(), None
+            return Ended(self._step, evaluations)
+        return Ended(self.run.step, [])
+
+    def _wait_for(self, evaluations: Future[list[Evaluation]]) -> bool:
+        """Return whether evaluations have ended, after waiting for them or for an interruption."""
+        while not evaluations.done() and not self.run.is_interrupted:
+            wait([evaluations], timeout=LOOK_S)
+        return evaluations.done()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the sets under way."""
-        return {} if self._under_way is None else {"under_way": self._names}
+        """Return the names of the sets under way, and of sets that are due, which an interruption has left."""
+        due = [each.name for each in self.due()]
+        if self._under_way is None:
+            return {"under_way": due}
+        if self._step == self.run.step:
+            return {"under_way": [*self._names, *due]}
+        return {"under_way": due, "earlier": {"step": self._step, "names": self._names}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned. An evaluation of an earlier step measures that step's weights if kept."""
+        earlier, evaluated = state.get("earlier"), evaluation_facts(self.run.folder / EVALUATED)
+        if earlier is not None and evaluated.get("step") == earlier["step"]:
+            self._left = (earlier["step"], [name for name in earlier["names"] if name in self.sets])
+            state = {"under_way": state["under_way"]}
+        super().load_state_dict(state)
 
     def save_evaluated(self, target: Path) -> None:
-        """Move the model that was written when the evaluations began."""
-        publish(self._candidate, target)
-
-    @property
-    def _candidate(self) -> Path:
-        return self.run.folder / EVALUATED
+        """Do nothing: the model was written when the evaluations began."""
 
     def _begin(self, sets: Sequence[EvaluationSet]) -> None:
-        self._step, self._names = self.run.step, [each.name for each in sets]
         if self._keeps_model:
+            evaluated = self.run.folder / EVALUATED
             with self.engines.trained_on_device():
-                self.engines.actor.save(self._candidate)
+                self.engines.actor.save(evaluated)
+            write_evaluation_facts(evaluated, {"step": self.run.step})
         self.engines.sync_evaluation(self.run.step)
-        collector = self.collector
-        self._under_way = _in_thread(lambda: [evaluate(collector, each) for each in sets])
+        self._start(self.run.step, sets)
         self._mark(sets)
+
+    def _begin_left(self, step: int, names: Sequence[str]) -> None:
+        """Begin the evaluations of an earlier step that an interruption has left."""
+        self._left = None
+        self.engines.load_evaluation(self.run.folder / EVALUATED, step)
+        self._start(step, [self.sets[name] for name in names])
+
+    def _start(self, step: int, sets: Sequence[EvaluationSet]) -> None:
+        self._step, self._names = step, [each.name for each in sets]
+        collector = self.collector
+        self._under_way = _in_thread(lambda: evaluate_each(collector, sets, lambda: False))
 
 
 def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, sets: Sets) -> Evaluations:

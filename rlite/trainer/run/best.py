@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlite.errors import ConfigError, did_you_mean
+from rlite import files
+from rlite.checkpoint.atomic import publish
+from rlite.errors import ConfigError, did_you_mean, writing
 from rlite.evaluation.samples import reaches
 from rlite.observability.columns import number
 from rlite.trainer.held_out.options import KEY
@@ -16,10 +20,16 @@ from rlite.trainer.options import RunOptions
 logger = logging.getLogger(__name__)
 BEST = "best"
 """folder of the best model"""
+EVALUATED = "evaluated"
+"""folder of an evaluated model, which is renamed to `best` if it is the best"""
+FACTS = "evaluation.json"
+"""file in both folders: the step of the weights, and in `best` the metric, its direction and its value"""
 
 
 class BestModel:
-    """Keeps the best model so far in a folder.
+    """Keeps the best model so far in a folder, with the metric by which it is the best.
+
+    The value to beat is the value in the folder: a run that is killed resumes with the model that is there.
 
     Args:
         options: `best_metric` and `best_is_highest`.
@@ -27,7 +37,8 @@ class BestModel:
     """
 
     def __init__(self, options: RunOptions, folder: Path) -> None:
-        self._options, self._metric = options, options.best_metric
+        self._metric = options.best_metric
+        self._is_lowest = self._metric is not None and is_lowest_best(options, self._metric)
         self._folder = folder
         self._has_missed = False
         self.value: float | None = None
@@ -35,22 +46,42 @@ class BestModel:
         self.step = 0
         """step of the weights with the best value"""
 
+    def restore(self) -> str:
+        """Go on with the model that the folder holds.
+
+        Returns:
+            Why the next evaluation replaces that model in any case; "" if it does not.
+        """
+        if self._metric is None or not (self._folder / BEST).is_dir():
+            return ""
+        facts, wanted = evaluation_facts(self._folder / BEST), self._goal
+        if {key: facts.get(key) for key in wanted} == wanted:
+            self.value, self.step = facts["value"], facts["step"]
+            return ""
+        return f"{BEST}/ has been chosen by {_described(facts)}, and trainer.best_metric is {_described(wanted)} now"
+
+    @property
+    def _goal(self) -> dict[str, Any]:
+        return {"metric": self._metric, "is_lowest": self._is_lowest}
+
     def see(self, step: int, metrics: Mapping[str, float], save: Callable[[Path], None]) -> None:
         """Save the model if its evaluation is the best so far.
 
         Args:
             step: step of the evaluated weights.
             metrics: metrics of the evaluation.
-            save: writes the evaluated model into a folder, whole or not at all.
+            save: writes the evaluated model into a folder, whole or not at all, unless it is there.
         """
         if self._metric is None or not self._is_known(step, metrics):
             return
         value = metrics[self._metric]
-        is_lowest = is_lowest_best(self._options, self._metric)
-        is_better = self.value is None or (value < self.value if is_lowest else value > self.value)
+        is_better = self.value is None or (value < self.value if self._is_lowest else value > self.value)
         if is_better and not math.isnan(value):  # nan is neither better than another, nor one to be beaten
+            evaluated = self._folder / EVALUATED
+            save(evaluated)
+            write_evaluation_facts(evaluated, {"step": step, **self._goal, "value": value})
+            publish(evaluated, self._folder / BEST)
             self.value, self.step = value, step
-            save(self._folder / BEST)
 
     def describe(self) -> str:
         """Return the metric with its best value and the step, or "" before the first evaluation."""
@@ -61,9 +92,7 @@ class BestModel:
     def _is_known(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether the metric is among those of an evaluation; log the first time that it is missing."""
         assert self._metric is not None
-        set_name = self._metric.rpartition("/")[0]
-        is_evaluated = any(key.rpartition("/")[0] == set_name for key in metrics)
-        if self._metric not in metrics and is_evaluated and not self._has_missed:
+        if is_missing(self._metric, metrics) and not self._has_missed:
             self._has_missed = True
             where = f"trainer.best_metric={self._metric}: the evaluation at step {step}"
             logger.warning("%s has no such metric (%s); best/ is not written", where, ", ".join(sorted(metrics)))
@@ -81,6 +110,7 @@ class Thresholds:
         self._stop_at = stop_at
         self.latest: dict[str, float] = {}
         """newest value of each metric"""
+        self._missed: set[str] = set()
 
     def see(self, metrics: Mapping[str, float]) -> str:
         """Take an evaluation.
@@ -91,6 +121,7 @@ class Thresholds:
         Returns:
             Why the run stops: all thresholds are reached by the newest values. "" if it goes on.
         """
+        self._tell_of_missing(metrics)
         new = {name: metrics[name] for name in self._stop_at if name in metrics}
         self.latest |= new
         if not new or not all(self._is_reached(name) for name in self._stop_at):
@@ -99,9 +130,56 @@ class Thresholds:
             f"{name}={self.latest[name]:.4g} reaches trainer.stop_at={self._stop_at[name]:g}" for name in new
         )
 
+    def _tell_of_missing(self, metrics: Mapping[str, float]) -> None:
+        """Log the first time that an evaluation lacks a metric, such as majority@k without answers to count."""
+        for name in self._stop_at.keys() - self._missed:
+            if is_missing(name, metrics):
+                self._missed.add(name)
+                found = ", ".join(sorted(metrics))
+                logger.warning(
+                    "trainer.stop_at=%s: an evaluation has no such metric (%s); it stops nothing", name, found
+                )
+
     def _is_reached(self, name: str) -> bool:
         value, threshold = self.latest.get(name, math.nan), self._stop_at[name]
         return reaches(-value, -threshold) if is_loss(name) else reaches(value, threshold)
+
+
+def is_missing(metric: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether an evaluation of the metric's set lacks the metric.
+
+    Args:
+        metric: logged name of the metric.
+        metrics: metrics of evaluations, maybe of other sets.
+    """
+    set_name = metric.rpartition("/")[0]
+    return metric not in metrics and any(key.rpartition("/")[0] == set_name for key in metrics)
+
+
+def evaluation_facts(model: Path) -> dict[str, Any]:
+    """Return what a folder says about the evaluation of its model; {} if it says nothing that can be read."""
+    try:
+        facts = json.loads((model / FACTS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    is_known = isinstance(facts, dict) and isinstance(facts.get("step"), int)
+    return facts if is_known and isinstance(facts.get("value", 0.0), int | float) else {}
+
+
+def write_evaluation_facts(model: Path, facts: Mapping[str, Any]) -> None:
+    """Write facts for `evaluation_facts` into the folder of a model.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    with writing(model / FACTS):
+        files.replace(model / FACTS, json.dumps(facts).encode())
+
+
+def _described(goal: Mapping[str, Any]) -> str:
+    if "metric" not in goal:
+        return "an unknown metric"
+    return f"the {'lowest' if goal.get('is_lowest') else 'highest'} {goal['metric']}"
 
 
 def is_lowest_best(options: RunOptions, metric: str) -> bool:

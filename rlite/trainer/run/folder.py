@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from rlite.arguments import shown
 from rlite.checkpoint.atomic import discard
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, FolderInUse
 from rlite.observability.record.files import FOLDER as RECORD
 from rlite.observability.trace import earlier_traces
+from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
@@ -87,9 +90,31 @@ def checkpoint_to_load(
     )
 
 
+def lock(folder: Path) -> TextIO:
+    """Keep runs of other processes out of a folder, which is made if it is not there.
+
+    Returns:
+        The file that holds the lock until it is closed, or the process ends.
+
+    Raises:
+        FolderInUse: another run is using the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise FolderInUse(
+                f"trainer.save_dir={folder}: another run is under way there; choose another folder"
+            ) from error
+        # a file system without locks
+    return file
+
+
 def clear(folder: Path) -> None:
     """Delete the files of the overwritten run; opening its metrics replaces them."""
-    for name in ("state", "best", "evaluated", "latest", RECORD, TRACE):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)

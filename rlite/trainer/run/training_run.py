@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, why_not_written
+from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.observability.record.rewrite import drop_later
 from rlite.observability.sinks.base import Run, open_sinks
@@ -24,7 +22,7 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import TRACE, begins_anew, checkpoint_to_load, clear
+from rlite.trainer.run.folder import TRACE, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
@@ -65,6 +63,7 @@ class TrainingRun:
         self._callbacks = Callbacks([*options.callbacks, *callbacks])
         self._metrics: Mapping[str, float] = {}
         self._stop_reason = ""
+        self._replaced_best = ""
         self.evaluation_time = EvaluationTime()
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
@@ -99,7 +98,7 @@ class TrainingRun:
                 "another trainer begins from the weights in latest/"
             )
         self.step = facts.get("step", 0)
-        self._best.value, self._best.step = facts.get("best"), facts.get("best_step", 0)
+        self._replaced_best = self._best.restore() if facts and not self._begins_empty else ""
         self._thresholds.latest = facts.get("evaluated", {})
         states = facts.get("callbacks", {})
         self._callbacks.load_state_dict(states)
@@ -120,8 +119,8 @@ class TrainingRun:
         """
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
-            self._lock()
-            if self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from):
+            self._locked = lock(self.folder)
+            if self._begins_empty:
                 clear(self.folder)
             if self._checkpoints.found is not None:
                 self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
@@ -145,6 +144,8 @@ class TrainingRun:
         self.console = self._report.open(self.total_steps, self.step)
         self._follow_trace()
         self._report_resume()
+        if self._replaced_best:
+            self.console.warn("the best model is chosen anew", {"reason": self._replaced_best})
         reporting.report_step(self.step, self.total_steps)
         INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or starts over if there is none.")
         if self.is_over:
@@ -185,8 +186,12 @@ class TrainingRun:
 
     def _way_on(self) -> str:
         """Return the name of the command that resumes this run."""
-        is_lost = self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
-        return "The same command without trainer.overwrite=true" if is_lost else "The same command"
+        return "The same command without trainer.overwrite=true" if self._begins_empty else "The same command"
+
+    @property
+    def _begins_empty(self) -> bool:
+        """True if what the folder holds is deleted first."""
+        return self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
 
     def _report_resume(self) -> None:
         if self._checkpoints.found is None:
@@ -200,23 +205,6 @@ class TrainingRun:
         else:
             ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
             self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
-
-    def _lock(self) -> None:
-        """Keep runs of other processes out of the folder, until this run or its process ends.
-
-        Raises:
-            FolderInUse: another run is using the folder.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._locked = (self.folder / ".lock").open("a")
-        try:
-            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise FolderInUse(
-                    f"trainer.save_dir={self.folder}: another run is under way there; choose another folder"
-                ) from error
-            # a file system without locks
 
     def _follow_trace(self) -> None:
         """Trace the next step if the options say so, and write the trace of the last step."""
@@ -339,7 +327,12 @@ class TrainingRun:
 
     def is_save_due(self) -> bool:
         """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
-        return self.is_due(self._options.save_freq) or INTERRUPTION.is_asked
+        return self.is_due(self._options.save_freq) or self.is_interrupted
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if a signal asks the run to save now and to end."""
+        return INTERRUPTION.is_asked
 
     def save(self, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
         """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
@@ -365,9 +358,9 @@ class TrainingRun:
                     other.save(self.folder / f"{name}_latest")
                 self._engine.save(self.folder / "latest")
             if not is_suspect or (self.is_over and self._callbacks.failure is None):
-                own: dict[str, Any] = {"config": self._kind, "best": self._best.value, "stopped": self._stop_reason}
-                own |= {
-                    "best_step": self._best.step,
+                own = {
+                    "config": self._kind,
+                    "stopped": self._stop_reason,
                     "evaluated": self._thresholds.latest,
                     "stop_at": self._options.stop_at,
                 }
@@ -375,10 +368,21 @@ class TrainingRun:
                 self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
         if not is_suspect:
             self._callbacks.call("on_save", self, self._metrics)
-        if INTERRUPTION.is_asked:
+        saved = f"Step {self.step} is saved. {self._way_on()} goes on from there."
+        self.end_if_interrupted("" if is_suspect else saved)
+
+    def end_if_interrupted(self, advice: str = "") -> None:
+        """End the run if a signal asks for it. What is not saved is lost.
+
+        Args:
+            advice: how to continue; "" if nothing new can be said.
+
+        Raises:
+            KeyboardInterrupt: the run was interrupted.
+        """
+        if self.is_interrupted:
             self.close()
-            if not is_suspect:
-                INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
+            INTERRUPTION.advice = advice or INTERRUPTION.advice
             INTERRUPTION.obey()
 
     def save_before_bad_data(self, save: Callable[[], None]) -> None:
@@ -402,7 +406,7 @@ class TrainingRun:
 
         Args:
             metrics: metrics of the evaluation.
-            save: writes the evaluated model into a folder; default: the model as it is now.
+            save: writes the evaluated model into a folder, unless it is there; default: the model as it is now.
             step: step of the evaluated weights; default: now.
         """
         self._best.see(self.step if step is None else step, metrics, save or self._engine.save)
@@ -417,7 +421,7 @@ class TrainingRun:
         """
         try:
             self._checkpoints.finish()
-            if self._watch.num_bad and not INTERRUPTION.is_asked and self._callbacks.failure is None:
+            if self._watch.num_bad and not self.is_interrupted and self._callbacks.failure is None:
                 raise self._diverged(f"the last steps were bad: {self._watch.cause}")
             self._checkpoints.confirm()
             self._callbacks.call("on_end", self, self._metrics)
@@ -430,7 +434,7 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
-        how = "interrupted" if INTERRUPTION.is_asked else "stopped" if self._stop_reason else "finished"
+        how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
         self._report.end(f"{how} after step {self.step} of {self.total_steps}", self._best.describe())
 
 

@@ -13,7 +13,7 @@ export function evaluationCards({ run, results, statuses }, app) {
   const counts = Object.entries(statuses).map(([status, count]) => h("span", {}, statusChip(status), ` ${number(count)}`));
   return [
     h("p", { class: "toolbar" }, h("strong", {}, run.name), counts),
-    h("div", { class: "charts" }, [mainBars(models), passChart(models), differenceCard(results.comparison)].filter(Boolean)),
+    h("div", { class: "charts" }, [mainBars(models), passChart(models), differenceCard(results)].filter(Boolean)),
     metricsTable(models),
     differentPrompts(results, app),
   ];
@@ -51,9 +51,9 @@ function passChart(models) {
   return lineChart("pass@k", lines, { note: "share of prompts with a right answer among k", axis: "k" });
 }
 
-function differenceCard(comparison) {
-  if (!comparison) return null;
-  const { first, second, difference, low, high, confidence, p_value: p, num_items: items, better, worse } = comparison;
+function differenceCard({ comparison, no_comparison: reason }) {
+  if (!comparison) return reason ? card("Difference", h("p", { class: "note" }, reason)) : null;
+  const { first, second, difference, low, high, confidence, p_value: p, num_items: items, better, worse, lower_is_better: lower } = comparison;
   const sign = difference > 0 ? "+" : "";
   const amount = h("span", { class: "big" }, `${sign}${number(difference, 3)}`);
   const counts = `Of ${number(items)} prompt${items === 1 ? "" : "s"}, ${number(better)} went better and ${number(worse)} worse.`;
@@ -62,12 +62,13 @@ function differenceCard(comparison) {
   }
   const size = Math.max(Math.abs(low), Math.abs(high), Math.abs(difference), 0.01) * 1.15;
   const at = (value) => 150 + (140 * value) / size;
-  const color = low > 0 ? "#2563eb" : high < 0 ? "#c8521c" : "#64748b";
+  const [isBetter, isWorse] = lower ? [high < 0, low > 0] : [low > 0, high < 0];
+  const color = isBetter ? "#2563eb" : isWorse ? "#c8521c" : "#64748b";
   const picture = svg("svg", { viewBox: "0 0 300 56", class: "interval", role: "img", "aria-label": `difference ${number(difference, 3)}, from ${number(low, 3)} to ${number(high, 3)}` },
     svg("line", { x1: 150, x2: 150, y1: 4, y2: 38, class: "zero" }), svg("text", { x: 150, y: 52, "text-anchor": "middle" }, "0"),
     svg("text", { x: 10, y: 52 }, number(-size, 2)), svg("text", { x: 290, y: 52, "text-anchor": "end" }, number(size, 2)),
     svg("line", { x1: at(low), x2: at(high), y1: 21, y2: 21, stroke: color, "stroke-width": 4, "stroke-linecap": "round" }), svg("circle", { cx: at(difference), cy: 21, r: 6, fill: color }));
-  const told = low > 0 ? `${second} is better.` : high < 0 ? `${first} is better.` : "The interval holds 0: the models may be equally good.";
+  const told = isBetter ? `${second} is better.` : isWorse ? `${first} is better.` : "The interval holds 0: the models may be equally good.";
   return card("Difference", h("p", { class: "note" }, `${second} − ${first}, with its ${Math.round(100 * (confidence ?? 0.95))} % interval`),
     h("p", { class: "headline" }, amount, h("small", {}, `${number(low, 3)} to ${number(high, 3)}, p = ${number(p, 2)}`)), picture,
     h("p", { class: "note" }, `${told} ${counts}`));

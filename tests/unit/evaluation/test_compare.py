@@ -113,3 +113,11 @@ def test_other_items_are_refused() -> None:
         paired_differences(first, second)
     with pytest.raises(DataError, match="without samples"):
         compare([], [])
+
+
+def test_lower_scores_are_better_and_a_failure_counts_as_the_highest_if_asked() -> None:
+    first, second = of({"a": [4], "b": [2], "c": [3]}), of({"a": [1], "b": [None], "c": [2]})
+    found = compare(first, second, lower_is_better=True)
+    assert paired_differences(first, second, lower_is_better=True).tolist() == [-3, 2, -1]
+    assert found.difference == pytest.approx(-2 / 3)
+    assert (found.better, found.worse) == (2, 1)

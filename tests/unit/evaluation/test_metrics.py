@@ -93,7 +93,7 @@ def test_failed_samples_are_wrong_and_counted_by_kind() -> None:
     metrics = summary([*samples_of({"a": [1, None], "b": [1, 1]}), Sample("b", 2, None, "ValueError: bad")])
     assert metrics["accuracy"] == pytest.approx(3 / 5)
     assert metrics["accuracy_finished"] == 1.0
-    counts = {key: value for key, value in metrics.items() if "error" in key and key != "standard_error"}
+    counts = {key: value for key, value in metrics.items() if "error" in key and not key.endswith("standard_error")}
     assert counts == {"num_errors": 2, "errors/RewardTimeout": 1, "errors/ValueError": 1}
 
 
@@ -150,3 +150,20 @@ def test_too_few_samples_are_refused(given: dict[str, list[float | None]], messa
 def test_a_score_that_is_not_finite_is_refused(score: float) -> None:
     with pytest.raises(DataError, match=r"item a, sample 2: its score is -?(nan|inf); expected a finite number"):
         Sample("a", 2, score)
+
+
+def test_shares_have_standard_errors_clustered_by_item() -> None:
+    samples = [
+        Sample(item, number, score, truncated=score == 1.0, answer="x" if score else None)
+        for item, scores in {"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, None]}.items()
+        for number, score in enumerate(scores)
+    ]
+    metrics = summary(samples, ks=2)
+    usual = float(np.std([1.0, 0.0, 1.0], ddof=1)) / 3**0.5
+    assert metrics["pass@2_standard_error"] == pytest.approx(usual)
+    assert metrics["majority@2_standard_error"] == pytest.approx(usual)
+    assert metrics["truncated_standard_error"] == pytest.approx(
+        clustered_standard_error([[1.0, 0.0], [0.0, 0.0], [1.0]])
+    )
+    alone = summary([sample for sample in samples if sample.item == "a"], ks=2)
+    assert not any("standard_error" in name for name in alone)

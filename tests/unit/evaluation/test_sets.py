@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ from tensordict import TensorDict
 
 from rlite.errors import DataError
 from rlite.evaluation.samples import Sample
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate
+from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate, evaluate_each, samples_of
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.trajectories import pad_trajectories
 
@@ -36,6 +38,27 @@ class TwoSequences(RolloutWorkflow):
         rows = [trajectory(response, reward=0.25), trajectory(replace(response, stop_reason="length"), reward=0.25)]
         batch = pad_trajectories(rows).exclude("group_ids")
         return batch.update({"scores": torch.ones(2), "sequence_index": torch.arange(2)})
+
+
+class Unlike(RolloutWorkflow):
+    """Gives each second item a key of its own."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        made = trajectory(await engine.agenerate(LLMRequest(input_ids=[1])), reward=1.0)
+        return made.update({"odd": torch.ones(1)}) if data["number"] % 2 else made
+
+
+class Signalling(RolloutWorkflow):
+    """Answers the first item, and sets an event at the second, whose episode does not end."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        if data["number"]:
+            self.is_asked.set()
+            await asyncio.sleep(60)
+        return trajectory(await engine.agenerate(LLMRequest(input_ids=[1])), reward=1.0)
 
 
 class OtherVersions(RolloutWorkflow):
@@ -86,7 +109,8 @@ def test_a_float32_score_reaches_the_threshold_that_it_is_equal_to(graded: Grade
 
 def test_an_evaluation_of_which_nothing_is_left_says_so_and_stops_nothing(graded: Graders) -> None:
     metrics = graded(*[[None]] * 20).metrics
-    assert metrics == {"accuracy": 0.0, "pass@1": 0.0, "standard_error": 0.0, "num_errors": 20, "errors/ValueError": 20}
+    errors = {"standard_error": 0.0, "pass@1_standard_error": 0.0, "num_errors": 20, "errors/ValueError": 20}
+    assert metrics == {"accuracy": 0.0, "pass@1": 0.0, **errors}
     assert graded([1.0]).metrics["accuracy"] == 1.0, "and the next one is made"
 
 
@@ -119,8 +143,37 @@ def test_tokens_of_several_policy_versions_are_no_evaluation(collector: RolloutC
 
 def test_a_reward_for_each_token_is_no_score(graded: Graders) -> None:
     found = graded([1.0])
-    [episode] = found.found.ended[0].episodes
+    [episode] = found.episodes[0].episodes
     assert episode.trajectory is not None
     episode.trajectory["rewards"] = episode.trajectory["logprobs"]
     with pytest.raises(DataError, match=r"rewards has shape \[1, 2\]; expected \[1\]"):
-        _ = found.samples
+        samples_of(found.episodes)
+
+
+def test_episodes_of_different_keys_all_count(collector: RolloutCollector) -> None:
+    metrics = evaluate(collector, EvaluationSet("", [{"number": number} for number in range(5)], Unlike())).metrics
+    assert (metrics["accuracy"], metrics["num_errors"]) == (1.0, 0.0)
+
+
+def test_the_tokens_are_dropped_after_they_are_recorded_and_the_metrics_stay(graded: Graders) -> None:
+    found = graded([1.0], [0.0])
+    assert found.episodes
+    left = found.without_episodes()
+    assert not left.episodes
+    assert left.metrics == found.metrics
+
+
+def test_an_interruption_keeps_the_sets_before_it_and_leaves_no_trace_of_the_others(
+    collector: RolloutCollector,
+) -> None:
+    workflow = Signalling()
+    sets = [EvaluationSet("a", [{"number": 0}], workflow), EvaluationSet("b", [{"number": 0}, {"number": 1}], workflow)]
+    [found] = evaluate_each(collector, sets, workflow.is_asked.is_set)
+    assert (found.set.name, found.metrics["accuracy"]) == ("a", 1.0)
+    assert collector.num_submitted == 1, "later groups have the numbers that they would have had"
+    assert evaluate_each(collector, sets[:1], lambda: False)[0].metrics["accuracy"] == 1.0, "and the engine serves on"
+
+
+def test_a_set_without_rows_is_refused_when_it_is_made() -> None:
+    with pytest.raises(DataError, match="the evaluation set 'math' has no rows; expected at least one"):
+        EvaluationSet("math", [], Unlike())

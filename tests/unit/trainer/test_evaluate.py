@@ -21,12 +21,19 @@ from rlite.evaluation.samples import Sample
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.evaluate import progress
-from rlite.trainer.evaluate.command import advice, evaluate
+from rlite.trainer.evaluate.command import advice, evaluate, result_of
+from rlite.trainer.evaluate.earlier_results import EarlierResult
 from rlite.trainer.evaluate.options import EvalConfig, check_name
-from rlite.trainer.evaluate.questions import item_ids
-from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
+from rlite.trainer.evaluate.questions import context_limit, item_ids, unknown_context
+from rlite.trainer.evaluate.report import difference, print_result, shown, shown_metrics, title
 from rlite.trainer.evaluate.scorer_digest import code_of, digest_of
-from rlite.trainer.evaluate.task_metrics import summary_of_tasks, task_metrics, task_values
+from rlite.trainer.evaluate.task_metrics import (
+    directions,
+    lower_is_better,
+    summary_of_tasks,
+    task_metrics,
+    task_values,
+)
 from rlite.trainer.evaluate.tasks import find_tasks, task_rows
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
@@ -101,6 +108,9 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
             "k=3: pass@3 needs 3 samples of each prompt, and samples=2; raise samples, or lower k",
         ),
         (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
+        (["tasks=x", "timeout=60"], "timeout=60.0: an option of episodes, and tasks have none; leave it out"),
+        (["tasks=x", "retries=0"], "retries=0: an option of episodes"),
+        (["tasks=x", "solved_at=0.5"], "solved_at=0.5: an option of episodes"),
         (["chat=true"], "are options of tasks"),
         (["b", "name=x"], "two models have the names of their folders"),
         (["name=x/y"], "expected letters, digits"),
@@ -239,6 +249,7 @@ def test_samples_of_a_task_have_mean_metrics_clustered_errors_and_pass_at_k() ->
     metrics = summary_of_tasks(lines)
     error = clustered_standard_error([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     passes = {"gsm8k/pass@1": 0.5, "gsm8k/pass@2": pytest.approx(2 / 3)}
+    passes |= {"gsm8k/pass@1_standard_error": pytest.approx(error), "gsm8k/pass@2_standard_error": pytest.approx(1 / 3)}
     assert metrics == {
         "arc/acc": 0.5,
         "arc/acc_stderr": 0.1,
@@ -253,6 +264,103 @@ def test_samples_of_a_task_have_mean_metrics_clustered_errors_and_pass_at_k() ->
     del fewer[1]["values"]["gsm8k/em"]  # of the third question it was no number
     assert not any("pass@" in name for name in summary_of_tasks(fewer))
     assert shown_metrics([{f"gsm8k/pass@{k}": 0.5 for k in range(1, 7)}]) == [f"gsm8k/pass@{k}" for k in (1, 2, 4, 6)]
+
+
+def test_a_score_that_is_better_if_lower_has_no_pass_at_k() -> None:
+    lines = [line_of_task(number, [1.0, 0.0, 0.0]) | {"lower_is_better": ["gsm8k"]} for number in range(2)]
+    assert not any("pass@" in name for name in summary_of_tasks(lines))
+
+
+def test_the_direction_of_a_metric_is_that_of_the_task() -> None:
+    higher = {"t": {"ppl": False, "acc": True, "odd": None}, "u": {"acc": True}}
+    results = {"t": {"alias": "t", "ppl,none": 9.0, "ppl_stderr,none": 1.0, "acc,strict": 0.5, "odd,none": 1.0}}
+    assert dict(directions(results, higher)) == {"t/ppl": False, "t/acc,strict": True}
+    samples = {"t": [{"metrics": ["ppl", "acc"]}], "u": [{"metrics": ["acc"]}], "v": [{"metrics": []}]}
+    assert lower_is_better(samples, higher) == ["t"]
+
+
+def of_tasks(name: str, scores: dict[str, list[float]], lowest: list[str]) -> EarlierResult:
+    """A model's results of tasks with these scores."""
+    lines = [
+        {
+            "task": task,
+            "metrics": {f"{task}/own": sum(own) / len(own)},
+            "higher_is_better": {f"{task}/own": task not in lowest},
+            "lower_is_better": [task] if task in lowest else [],
+            "rows": [row(number, item=f"{task}/{number}", score=score) for number, score in enumerate(own)],
+        }
+        for task, own in scores.items()
+    ]
+    settings = {"tasks": {"tasks": [*scores]}, "sampling": {"samples": 1, "temperature": 0.0}}
+    return EarlierResult(name, name, settings, lines)
+
+
+def test_a_lower_perplexity_is_better(capsys: pytest.CaptureFixture[str]) -> None:
+    models = [of_tasks("a", {"wiki": [9.0, 8.0, 7.0]}, ["wiki"]), of_tasks("b", {"wiki": [5.0, 9.0, 6.0]}, ["wiki"])]
+    found = result_of(models, options("a", "b"))
+    assert found.comparison is not None
+    assert (found.comparison.difference, found.comparison.better, found.comparison.worse) == (
+        pytest.approx(-4 / 3),
+        2,
+        1,
+    )
+    assert (difference(found) or "").startswith("score (lower is better) of b - a: -1.3333 [")
+    assert found.to_json()["models"]["a"]["higher_is_better"] == {"wiki/own": False}
+    print_result(found)
+    assert "wiki/own (lower is better)" in capsys.readouterr().out
+
+
+def test_scores_of_different_directions_are_not_pooled() -> None:
+    scores = {"wiki": [9.0, 8.0], "arc": [1.0, 0.0]}
+    found = result_of([of_tasks(name, scores, ["wiki"]) for name in ("a", "b")], options("a", "b"))
+    assert found.comparison is None
+    reason = "lower is better in wiki, and higher in arc; compare tasks of one direction in a command"
+    assert difference(found) == f"no difference of a and b: {reason}"
+    assert found.to_json()["no_comparison"] == reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ([], None),
+        (["top_p=0.9"], {"top_p": 0.9}),
+        (["temperature=0.5", "top_k=3"], {"temperature": 0.5, "do_sample": True, "top_k": 3}),
+        (["temperature=0"], {"temperature": 0.0, "do_sample": False}),
+        (["max_new_tokens=1024", "stop=[x]"], {"max_gen_toks": 1024, "until": ["x"]}),
+        (["samples=4"], {"temperature": 1.0, "do_sample": True, "top_p": 1.0, "top_k": 0}),
+    ],
+)
+def test_tasks_are_answered_with_the_options_that_are_given(arguments: list[str], given: Any) -> None:
+    assert options("a", "tasks=x", *arguments).sampling_of_tasks == given
+
+
+def test_a_score_from_which_an_answer_is_solved_is_an_option() -> None:
+    settings = {"sampling": {"samples": 2, "temperature": 1.0, "max_new_tokens": 8}}
+    lines = [row(0, sample=sample, score=score) for sample, score in enumerate((0.5, 0.25))]
+    model = EarlierResult("a", "a", settings, lines)
+    assert result_of([model], options("a")).metrics["pass@2"] == 0.0
+    assert result_of([model], options("a", "solved_at=0.5")).metrics["pass@2"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "unknown", "told"),
+    [
+        ([], 40_960, 16_384, "of at most 16384 tokens, the default; max_model_len=N allows up to 40960"),
+        (["max_model_len=32768"], 32_768, 32_768, ""),
+        (["max_model_len=99999"], 40_960, 40_960, "max_model_len=99999: at most 40960 tokens"),
+        (["max_model_len=512"], 512, 512, ""),
+    ],
+)
+def test_an_explicit_max_model_len_is_bound_by_the_model_alone(
+    given: list[str], limit: int, unknown: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 40960}')
+    chosen = options("a", *given)
+    assert context_limit(str(tmp_path), chosen) == limit
+    assert unknown_context(str(tmp_path), chosen, limit) == unknown
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert len(printed.splitlines()) == bool(told)
 
 
 def test_values_of_a_metric_have_its_name_and_the_order_of_the_questions() -> None:

@@ -209,6 +209,16 @@ def test_interrupted_evaluations_record_each_sample_once(tmp_path: Path, monkeyp
         assert recorded_items(tmp_path) == [str(item) for item in range(number + 1)]
 
 
+def test_the_record_of_a_model_is_complete_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "PAUSE_S", 1000)
+    candidate = begun(tmp_path)
+    with recorded(candidate, tmp_path):
+        for number in range(3):
+            candidate.journal.append(row(number))
+    assert recorded_items(tmp_path) == ["0", "1", "2"], "the next model may take hours"
+    candidate.journal.close()
+
+
 def test_samples_that_cannot_be_recorded_do_not_end_an_evaluation_early(tmp_path: Path) -> None:
     candidate = begun(tmp_path)
     with recorded(candidate, tmp_path):

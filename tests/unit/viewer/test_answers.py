@@ -360,6 +360,22 @@ def test_failures_of_two_models_count_the_lowest_score_of_both(tmp_path: Path) -
     assert found == {"0": (-2.0, -0.5), "2": (1.0, -2.0)}
 
 
+def test_failures_count_the_highest_score_of_both_models_if_lower_is_better(tmp_path: Path) -> None:
+    for name, score in (("a", 3.0), ("b", None)):
+        status = "failed" if score is None else "evaluated"
+        other = {"item": "1", "score": 5.0 if name == "a" else 4.0, "status": "evaluated"}
+        rows_file(tmp_path, f"eval.{name}", 0, [{"item": "0", "score": score, "status": status}, other])
+    comparison = {"first": "a", "second": "b", "difference": 0.0, "low": 0, "high": 0, "p_value": 1.0}
+    found = {
+        "models": {name: {"metrics": {"ppl": 4.0}} for name in ("a", "b")},
+        "comparison": comparison | {"lower_is_better": True},
+        "settings": {name: {"questions": {"content": "x"}} for name in ("a", "b")},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    different = ask(open_runs([str(tmp_path)]), "overview")["results"]["different"]
+    assert {row["item"]: (row["first"], row["second"]) for row in different} == {"0": (3.0, 5.0), "1": (5.0, 4.0)}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"models": 3}', '{"models": {"a": {"metrics": {"accuracy": "x"}}}}'])
 def test_results_that_cannot_be_read_are_a_problem(tmp_path: Path, text: str) -> None:
     (tmp_path / "record").mkdir()

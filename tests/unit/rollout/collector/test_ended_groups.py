@@ -206,7 +206,7 @@ def test_a_group_that_is_lost_at_the_end_of_a_run_is_recorded() -> None:
 def test_every_episode_of_an_evaluation_is_there_in_the_order_of_the_data(collector: Make) -> None:
     rollouts = collector()
     found = rollouts.evaluate([{"id": "x"}, {"does": "raise"}], Ask(), group_size=2)
-    assert [(one.group, one.first_sample, one.item, one.status) for one in found.ended] == [
+    assert [(one.group, one.first_sample, one.item, one.status) for one in found] == [
         *((0, 0, "x", "evaluated"), (0, 1, "x", "evaluated")),
         *((1, 0, "1", "failed"), (1, 1, "1", "failed")),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 import pytest
 
 from rlite.config import load
-from rlite.evaluation.sets import Evaluation, EvaluationSet
 from rlite.observability.console import ConsoleReporter
-from rlite.rollout import RolloutWorkflow
-from rlite.rollout.collector.collector import Collected
 from rlite.trainer.rl.alarms import REPEAT_AFTER, Alarms
 from rlite.trainer.rl.options import PpoConfig
 
@@ -58,38 +54,3 @@ def test_log_probabilities_that_differ_are_told_once_and_then_every_so_many_step
     assert told({1: {"logprob_drift": 0.5}}) == [
         "ALARM at step 1: the engine does not serve the policy that is trained"
     ]
-
-
-class Workflow(RolloutWorkflow):
-    """Makes no episode."""
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
-        return None
-
-
-def evaluation(num_failed: int, name: str = "") -> Evaluation:
-    """An evaluation of ten episodes, some of which failed."""
-    rows: list[Mapping[str, Any]] = [{}] * 10
-    lost = Counter({"ValueError: no grade": num_failed})
-    return Evaluation(EvaluationSet(name, rows, Workflow()), Collected(None, 10, lost))
-
-
-def test_too_many_errors_make_an_evaluation_invalid_and_are_told_once_for_each_set() -> None:
-    out = io.StringIO()
-    run: Any = SimpleNamespace(step=1, console=ConsoleReporter(file=out))
-    settings = ["test_data.math.path=m", "test_data.code.path=c", "test_data.code.max_error_share=0.5"]
-    alarms = Alarms(load(PpoConfig, ["actor.model_name=x", *settings]), run)
-    firsts = {"ValueError": "ValueError: no grade\nrow: prompt: 'x'"}
-    assert alarms.is_valid(evaluation(1), firsts)
-    assert alarms.is_valid(evaluation(5, "code"), firsts)
-    assert not out.getvalue()
-    for run.step in (2, 3):
-        assert not alarms.is_valid(evaluation(2), firsts)
-        assert not alarms.is_valid(evaluation(6, "code"), firsts)
-    assert out.getvalue().count("ALARM at step 2: the evaluation is invalid, 2 of 10 episodes failed (test_data.m") == 1
-    assert (
-        "the evaluation of code is invalid, 6 of 10 episodes failed (test_data.code.max_error_share=0.5)"
-        in out.getvalue()
-    )
-    assert "2 x  ValueError: no grade\nrow: prompt: 'x'" in out.getvalue()
-    assert out.getvalue().count("ALARM") == 2
