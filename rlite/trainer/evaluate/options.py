@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
 from rlite.arguments import named, spelled, split_positional
-from rlite.config import Count, Natural, Seconds, Seed
+from rlite.config import Count, Finite, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
 from rlite.evaluation.samples import SOLVED_AT
@@ -88,7 +88,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     """answers to each prompt, or to each question of tasks that generate text; other tasks are done once"""
     k: Count | None = None
     """largest k of pass@k and majority@k; default: samples"""
-    solved_at: float = SOLVED_AT
+    solved_at: Finite = SOLVED_AT
     """score from which an answer counts as solved, for pass@k and majority@k"""
     limit: Count | None = None
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
