@@ -288,7 +288,7 @@ def test_a_routing_function_sees_the_loads_of_the_replicas(engine, path):
 def test_options_of_rollouts_that_come_too_late_are_refused(engine):
     engine.rollout_options = options = CollectorOptions(request_retries=1)
     assert engine.collector.options is options
-    with pytest.raises(ConfigError, match="set them before its rollouts"):
+    with pytest.raises(ConfigError, match="set them before the first rollout"):
         engine.rollout_options = CollectorOptions()
 
 

@@ -107,7 +107,7 @@ def test_all_answers_are_whole_and_as_without_the_kill(
         assert (lost.replica, lost.workers) == (1, (name,))
         assert 0 < lost.num_moved < NUM
         assert name in caplog.text
-        assert f"{lost.num_moved} requests in flight go on" in caplog.text
+        assert f"{lost.num_moved} requests in flight continue" in caplog.text
         serve.pause()  # at a token boundary
         assert serve.num_in_flight == 0
         serve.resume()
