@@ -114,12 +114,13 @@ def _max_locks(limit: int) -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(_MAX_LOCKS)
-    with suppress(ValueError, OSError):  # a lower hard limit: the environment alone marks
+    with suppress(ValueError, OSError):  # a lower hard limit, or a sandbox that refuses: the environment alone marks
         resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(_MAX_LOCKS, before)
+        with suppress(ValueError, OSError):  # refused before, too
+            resource.setrlimit(_MAX_LOCKS, before)
 
 
 def reap(mark: str, variable: str = MARK) -> None:

@@ -19,8 +19,6 @@ RESERVED_TEMPLATE_OPTIONS = {
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "rows", "tokenizer", "where", "escape_special_tokens"),
 }
-
-
 """arguments of `apply_chat_template`, and of rlite's functions around it, that are not the user's"""
 
 

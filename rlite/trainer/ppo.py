@@ -151,9 +151,9 @@ class PpoTrainer:
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
-        self.start()
         metrics: dict[str, float] = {}
         with self.record:
+            self.start()
             try:
                 while not self.run.is_over:
                     with stats_tracker.record_timing("step"), self.run.generating():
@@ -270,7 +270,8 @@ class PpoTrainer:
         self.run.end_if_interrupted()  # the checkpoint owes these evaluations, if there is one
         if metrics:
             self.run.log_evaluation(metrics)
-        if self.run.step and self.run.is_over and not was_over:  # a threshold was reached
+        # the last step owed them, or a threshold was reached
+        if self.run.step and self.run.is_over and (metrics or not was_over):
             self._save_after_evaluations()
 
     def _evaluate_due(self, is_saving: bool = False) -> dict[str, float]:

@@ -274,7 +274,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.run.end_if_interrupted()  # the checkpoint still owes these evaluations
         if metrics:
             self.run.log_evaluation(metrics)
-        if self.run.is_over and not was_over:  # a threshold was reached
+        if self.run.is_over and (metrics or not was_over):  # the last step owed them, or a threshold was reached
             self._save()
         return metrics
 

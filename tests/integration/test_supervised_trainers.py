@@ -480,29 +480,35 @@ def made(folder: Path) -> dict[str, list[tuple[float, float]]]:
     return {key: [(row["step"], row[key]) for row in logged(folder / "run") if key in row] for key in EVALUATED}
 
 
-class InterruptedAtStep2(SftTrainer):
-    """A SIGTERM arrives in the update of step 2."""
-
-    def update(self, batch: Any) -> dict[str, float]:
-        if self.run.step == 1:
-            terminate()
-        return super().update(batch)
-
-
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_signal_saves_before_the_evaluations_of_the_step_which_the_resumed_run_makes(
-    model: str, tmp_path: Path, session: Session
+    step: int, model: str, tmp_path: Path, session: Session
 ) -> None:
+    class Interrupted(SftTrainer):
+        """A SIGTERM arrives in the update of a step, of which 4 is the last."""
+
+        def update(self, batch: Any) -> dict[str, float]:
+            if self.run.step == step - 1:
+                terminate()
+            return super().update(batch)
+
     calm, run = tmp_path / "calm", tmp_path / "other"
     for folder in (calm, run):
         folder.mkdir()
     SftTrainer.main(answered_run(model, calm))
-    interrupted(lambda: InterruptedAtStep2.main(answered_run(model, run)))
-    assert (run / "run/state/step-2").is_dir()
-    assert not any("said/accuracy" in row or "loss/test_loss" in row for row in logged(run / "run"))
-    SftTrainer.main(answered_run(model, run))
-    assert made(run) == made(calm)
-    assert [step for step, _ in made(run)["loss/test_loss"]] == [2, 4]
+    arguments = answered_run(model, run, "trainer.trace=true")
+    interrupted(lambda: Interrupted.main(arguments))
+    assert (run / f"run/state/step-{step}").is_dir()
+    assert [of for of, _ in made(run)["loss/test_loss"]] == list(range(2, step, 2))
+    for _ in range(2):  # the second time nothing is left to do
+        SftTrainer.main(arguments)
+        assert made(run) == made(calm)
+    assert [of for of, _ in made(run)["loss/test_loss"]] == [2, 4]
     assert len(viewer.load(run / "run").rows) == 2 * 16
+    traces = sorted(path.name for path in (run / "run").glob("trace*.json"))
+    assert traces == (["trace.1.json", "trace.json"] if step == 2 else ["trace.json"]), (
+        "one for each session with steps"
+    )
 
 
 DEADLY = """

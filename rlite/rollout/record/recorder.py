@@ -89,7 +89,7 @@ class FileRecorder:
         Args:
             name: of the data set.
             step: finished steps of the run.
-            episodes: `Collected.ended` of `RolloutCollector.evaluate`.
+            episodes: what `RolloutCollector.evaluate` returned.
         """
         is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
         shown = {place for place, is_one in enumerate(is_shown) if is_one}

@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.observability.record.schema import Status
+from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
@@ -40,6 +41,7 @@ class RunRecord(EvaluationRecord):
     def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
         super().__init__(options.trainer, run)
         self._engines, self._is_filtering = engines, options.has_dynamic_filtering
+        self._collector: RolloutCollector | None = None
 
     def begin(self) -> None:
         """Begin, after the run has opened its folder and the engines are built."""
@@ -52,6 +54,7 @@ class RunRecord(EvaluationRecord):
         Args:
             batch: the batch as it was trained on.
         """
+        assert self._collector is not None
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
         skipped = set(batch["group_ids"][batch["is_skipped"]].tolist()) if "is_skipped" in batch else set()
         outcome = Outcome(ended=ended, trained=trained, skipped=skipped, is_filtering=self._is_filtering)
@@ -60,10 +63,12 @@ class RunRecord(EvaluationRecord):
 
     def _end(self, reason: str) -> None:
         """Record the groups under way, and close."""
+        if self._collector is None:  # the run ended before it began
+            return super()._end(reason)
         outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
         groups = [outcome.decide(group) for group in self._collector.take_all(reason)]
         self._recorder.record(self._run.step + 1, groups)
-        super()._end(reason)
+        return super()._end(reason)
 
 
 def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:

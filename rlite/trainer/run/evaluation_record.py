@@ -47,7 +47,7 @@ class EvaluationRecord:
         Args:
             name: of the set; a single set without a name is recorded as `test`.
             step: finished steps before the evaluation.
-            episodes: `Collected.ended`.
+            episodes: what `RolloutCollector.evaluate` returned.
         """
         self._recorder.record_evaluation(name or SINGLE, step, episodes)
         self._tell_of_limit()

@@ -208,7 +208,7 @@ class TrainingRun:
 
     def _follow_trace(self) -> None:
         """Trace the next step if the options say so, and write the trace of the last step."""
-        if not self._options.trace:
+        if not self._options.trace or (self.is_over and not trace.is_on()):  # a run that is over keeps its trace
             return
         first, last = self._options.trace_steps or (1, sys.maxsize)
         if self.step >= last:

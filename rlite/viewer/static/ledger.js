@@ -9,13 +9,13 @@ import { News, placeOf, sourceName, statusChip } from "viewer/place";
 const SPARK = 80; // bars of a small picture
 const MEANINGS = {
   skipped: "its update was not made: not finite, or without a token to train on",
-  filtered: "all rewards of the group were equal",
-  refused: "should_accept refused the group, or the workflow returned None",
+  filtered: "all rewards of the group were equal, and dynamic filtering replaced it",
+  refused: "should_accept refused the group, the workflow returned None, its keys do not fit into the batch, or the trainer left it out",
   too_old: "older than rollout.max_head_offpolicyness allows",
   failed: "the episode, or one of its group, raised an error until no attempt was left",
   timed_out: "the episode did not end in time",
   reward_killed: "the reward's process was killed, died, or broke its limits",
-  aborted: "it was under way when the run ended, or a program or the engine cancelled it",
+  aborted: "it was under way when the run ended, a program or the engine cancelled it, its batch met a row that cannot be used, or the resumed run no longer runs ahead",
 };
 
 export async function render(parameters, app) {
