@@ -37,7 +37,7 @@ def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
     if name in options or (name != UNNAMED and not _NAME.fullmatch(name)):
         raise ConfigError(
             f"{key}.{name}: a name has letters, digits, _ and -, and does not begin with -"
-            + (f"; it is none of the options ({', '.join(options)})" if options else "")
+            + (f"; it is none of its options ({', '.join(options)})" if options else "")
         )
 
 

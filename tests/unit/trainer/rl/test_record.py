@@ -228,7 +228,7 @@ def test_an_error_of_the_record_does_not_hide_why_a_run_failed(made: Any, caplog
 
     def fail() -> None:
         with parts.record:
-            parts.record._collector = None
+            parts.record._collector = object()
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
