@@ -528,7 +528,7 @@ def test_a_kill_while_a_set_is_answered_loses_nothing(model: str, tmp_path: Path
     calm, run = tmp_path / "calm", tmp_path / "other"
     for folder in (calm, run):
         folder.mkdir()
-    kept = ["trainer.best_metric=said/accuracy", "trainer.save_freq=2"]
+    kept = ["trainer.best_metric=said/accuracy", "trainer.save_freq=2", "trainer.save_async=false"]
     SftTrainer.main(answered_run(model, calm, *kept))
     arguments = answered_run(model, run, *kept, "test_data.said.reward.in_process=true")
     (run / "reward.py").write_text(DEADLY)
