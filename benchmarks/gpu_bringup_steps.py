@@ -224,7 +224,7 @@ def ipc(device: str, out: Path) -> Results:
     reader.start()
     source = _Holder(_tensors(device))
     layout = pipe.recv()
-    plan = make_plan([source.layout()], layout, "the reader")
+    (plan,) = make_plan([source.layout()], [layout], "the reader")
     taken = []
     for number in range(ROUNDS):
         for index, shard in enumerate(source.parameter_shards().values()):

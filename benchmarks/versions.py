@@ -4,7 +4,8 @@
 
 The revision is checked out beside this tree. Rounds alternate; every figure is the median of its rounds, and the ratio
 is this tree / revision: below 1, this tree is faster. Each section runs in a process of its own. CPU seconds are of
-that process alone, so that a busy machine disturbs them less.
+that process alone, so that a busy machine disturbs them less. Weight syncs last for milliseconds, so both trees stay
+ready and alternate sync by sync; their ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import init_empty_weights
+
 import rlite
-from benchmarks import grpo, sft
+from benchmarks import grpo, sft, weight_sync
 from benchmarks.model import build_model
 from rlite import RliteInferenceEngine
 from rlite.rollout import RewardFunction
@@ -34,6 +37,10 @@ ROOT = Path(__file__).parents[1]
 NUM_REWARDS = 4_000
 NUM_EXEC_REWARDS = 200
 NUM_CALLS = 5
+NUM_SYNCS = 20
+WARM_UP_SYNCS = 3
+SYNC_MEGABYTES = 256
+ANSWER = "answer:"
 CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1, 2], "completion_ids": [3]}
 
 
@@ -102,11 +109,6 @@ def program(name: str, *arguments: str) -> Any:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
 
 
-def sync(model: Path, scratch: Path) -> Figures:
-    results = program("weight_sync")["results"]
-    return {f"weight sync, {one['workers']} to {one['workers']}, per GiB": 1 / one["sync_gib_s"] for one in results}
-
-
 def rollout_scale(model: Path, scratch: Path) -> Figures:
     return {"rollout_scale, per episode, CPU": program("rollout_scale")["milliseconds"] / 1000}
 
@@ -138,22 +140,42 @@ def reward(fn: Callable[..., float], count: int, name: str) -> Figures:
     return medians(found)
 
 
+def serve_syncs(checkpoint: str, workers: int) -> None:
+    """Sync weights once for every line that arrives, and answer with the seconds."""
+    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    target = RliteInferenceEngine(checkpoint)
+    target.build(tensor_parallel_size=workers, data_parallel_size=1, max_model_len=16, max_num_seqs=1)
+    with init_empty_weights():
+        source = rlite.RliteTrainEngine(weight_sync.Policy.from_pretrained(checkpoint))
+    source.build(tensor_parallel_size=workers, data_parallel_size=1, colocate_with=target)
+    for _ in range(WARM_UP_SYNCS):
+        source.p2p_weight_sync(target)
+    print(ANSWER, "ready", flush=True)
+    for _ in sys.stdin:
+        print(ANSWER, source.p2p_weight_sync(target).seconds, flush=True)
+    rlite.shutdown()
+
+
 SECTIONS: dict[str, Callable[[Path, Path], Figures]] = {
     "generation": generation,
     "grpo": grpo_step,
     "sft": sft_tokens,
-    "sync": sync,
     "rollout_scale": rollout_scale,
     "async_rollouts": async_rollouts,
     "rewards": rewards,
 }
 
 
-def measure_in(tree: Path, section: str, model: Path) -> Figures:
+def process_in(tree: Path, *arguments: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the command and the options of a process that runs this file with the code of a tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     # this file measures both, whatever the revision has in its place
-    command = [sys.executable, str(Path(__file__)), "--measure", section, str(model)]
-    done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True)
+    return [sys.executable, str(Path(__file__)), *arguments], {"env": environment, "cwd": tree, "text": True}
+
+
+def measure_in(tree: Path, section: str, model: Path) -> Figures:
+    command, options = process_in(tree, "--measure", section, str(model))
+    done = subprocess.run(command, **options, capture_output=True, check=True)
     found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -162,9 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", default="HEAD~1")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, "sync"], default=[*SECTIONS, "sync"])
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--serve-syncs", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve_syncs:
+        serve_syncs(args.serve_syncs[0], int(args.serve_syncs[1]))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         if args.measure:
             section, model = args.measure
@@ -176,7 +202,10 @@ def main() -> None:
             build_model(built, stop_probability=0.0235)
             print(f"{'seconds':<42}{'this tree':>12}{args.revision[:12]:>14}{'ratio':>8}", flush=True)
             for section in args.only:
-                compare(section, other, built, args.rounds)
+                if section == "sync":
+                    compare_syncs(other, Path(scratch) / "synced", args.rounds)
+                else:
+                    compare(section, other, built, args.rounds)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", other], cwd=ROOT, check=True)
 
@@ -189,7 +218,54 @@ def compare(section: str, other: Path, model: Path, rounds: int) -> None:
             found[tree].append(measure_in(tree, section, model))
     mine, theirs = medians(found[ROOT]), medians(found[other])
     for name, seconds in mine.items():
-        print(f"{name:<42}{seconds:>12.4f}{theirs[name]:>14.4f}{seconds / theirs[name]:>8.2f}", flush=True)
+        show(name, seconds, theirs[name], seconds / theirs[name])
+
+
+def compare_syncs(other: Path, checkpoint: Path, rounds: int) -> None:
+    """Sync weights in both trees in turns, between processes that stay for a round."""
+    weight_sync.build_checkpoint(checkpoint, SYNC_MEGABYTES)
+    for workers in weight_sync.LEAST:
+        found: dict[Path, list[float]] = {ROOT: [], other: []}
+        for number in range(rounds):
+            with ExitStack() as stack:
+                trees = (ROOT, other) if number % 2 else (other, ROOT)
+                syncs = {tree: stack.enter_context(syncing(tree, checkpoint, workers)) for tree in trees}
+                seconds: dict[Path, list[float]] = {tree: [] for tree in trees}
+                for repeat in range(NUM_SYNCS):
+                    for tree in trees if repeat % 2 else trees[::-1]:
+                        seconds[tree].append(syncs[tree]())
+            for tree in trees:
+                found[tree].append(statistics.median(seconds[tree]))
+        mine, theirs = found[ROOT], found[other]
+        ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+        name = f"weight sync of {SYNC_MEGABYTES} MiB, {workers} to {workers}"
+        show(name, statistics.median(mine), statistics.median(theirs), ratio)
+
+
+@contextmanager
+def syncing(tree: Path, checkpoint: Path, workers: int) -> Iterator[Callable[[], float]]:
+    """Yield a function that syncs weights once in a process of this tree and returns the seconds."""
+    command, options = process_in(tree, "--serve-syncs", str(checkpoint), str(workers))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **options, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def answer() -> str:
+            return next(line for line in process.stdout if line.startswith(ANSWER)).removeprefix(ANSWER)
+
+        def sync() -> float:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return float(answer())
+
+        answer()
+        yield sync
+        process.stdin.close()
+
+
+def show(name: str, seconds: float, theirs: float, ratio: float) -> None:
+    print(f"{name:<42}{seconds:>12.4f}{theirs:>14.4f}{ratio:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,18 +38,16 @@ class Place:
     shape: tuple[int, ...]
     global_shape: tuple[int, ...]
 
-    @property
-    def end(self) -> tuple[int, ...]:
-        """Index after the last element of the box, per dimension."""
-        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
-
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors that one worker holds: its places by tensor name, and the host and process of their memory."""
+    """Tensors that one worker holds: its places by tensor name, and the host and process of their memory.
+
+    Layouts are equal if they hold the same places under the same names, wherever their memory is.
+    """
 
     places: dict[str, Place]
-    host: str
+    host: str = field(compare=False)
     aliases: dict[str, str] = field(default_factory=dict)
     """other names of tied tensors, to the name in `places`"""
     handles: dict[str, Any] | None = field(default=None, compare=False)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.session import current_session
@@ -41,7 +42,7 @@ from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncErro
 from rlite.observability import trace
 from rlite.parallel.processes import open_store
 from rlite.parallel.shards import Box, nonfinite_names
-from rlite.parallel.shared_memory import can_share_memory
+from rlite.parallel.shared_memory import aligned_bytes, can_share_memory
 
 OnInflight = Literal["continue", "abort"]
 Transport = Literal["auto", "shared", "gathered", "broadcast"]
@@ -136,64 +137,65 @@ def _move(source: Engine, target: Engine, verify_checksums: bool, transport: Tra
 # -- planning (pure) --------------------------------------------------------------------------------------------------
 
 
-def make_plan(sources: Sequence[Layout], target: Layout, target_name: str, peers: Sequence[Layout] = ()) -> list[Piece]:
-    """Return the pieces that write every element of one target worker exactly once.
+def make_plan(sources: Sequence[Layout], targets: Sequence[Layout], target_name: str) -> list[list[Piece]]:
+    """Return the pieces that write every element of some target workers exactly once, for each worker.
 
     Args:
         sources: layouts of the workers of one copy of the source.
-        target: layout of one worker of the target.
+        targets: layouts of the workers that hold one copy of the target together. A worker may lack tensors that
+            another holds.
         target_name: name of the target, for messages.
-        peers: layouts of workers that hold one copy of the target together. A worker may lack tensors that another
-            holds.
 
     Raises:
         WeightSyncError: a tensor is missing on one side, differs in shape, or is not covered.
     """
     aliases = sources[0].aliases
-    known = set().union(*(layout.places for layout in sources))
-    missing = sorted(name for name in target.places if aliases.get(name, name) not in known)
-    used = {aliases.get(name, name) for layout in (target, *peers) for name in layout.places}
-    unexpected = sorted(known - used)
+    held: dict[str, list[tuple[int, Place]]] = {}
+    for index, layout in enumerate(sources):
+        for name, place in layout.places.items():
+            held.setdefault(name, []).append((index, place))
+    wanted = dict.fromkeys(name for layout in targets for name in layout.places)
+    missing = sorted(name for name in wanted if aliases.get(name, name) not in held)
+    unexpected = sorted(held.keys() - {aliases.get(name, name) for name in wanted})
     if missing or unexpected:
         raise WeightSyncError(
             f"the source does not fit {target_name}: missing in the source: {missing[:5]} ({len(missing)}), "
             f"unknown to the target: {unexpected[:5]} ({len(unexpected)}). Are they the same model, tied alike?"
         )
-    pieces = []
-    for name, place in target.places.items():
+
+    def pieces_of(name: str, place: Place) -> Iterator[Piece]:
         source_name = aliases.get(name, name)
         covered = 0
-        for index, layout in enumerate(sources):
-            held = layout.places.get(source_name)
-            if held is None:
-                continue
-            if held.global_shape != place.global_shape:
+        for index, offered in held[source_name]:
+            if offered.global_shape != place.global_shape:
                 raise WeightSyncError(
-                    f"{name}: {target_name} has shape {place.global_shape}, the source {held.global_shape}"
+                    f"{name}: {target_name} has shape {place.global_shape}, the source {offered.global_shape}"
                 )
-            overlap = _overlap(held, place)
+            overlap = _overlap(offered, place)
             if overlap is not None:
-                pieces.append(Piece(name, source_name, index, *overlap, place.dtype))
+                yield Piece(name, source_name, index, *overlap, place.dtype)
                 covered += math.prod(s.stop - s.start for s in overlap[0])
         if covered != math.prod(place.shape):
             raise WeightSyncError(
                 f"{name}: the source's shards cover {covered} of the {math.prod(place.shape)} elements "
                 f"that {target_name} holds; each must be written exactly once"
             )
-    return pieces
+
+    return [[piece for each in layout.places.items() for piece in pieces_of(*each)] for layout in targets]
 
 
 def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
     """Return the boxes that both places share, relative to each place; None if they share nothing."""
-    low = [max(a, b) for a, b in zip(source.offset, target.offset, strict=True)]
-    high = [min(a, b) for a, b in zip(source.end, target.end, strict=True)]
-    if any(a >= b for a, b in zip(low, high, strict=True)):
-        return None
-    boxes = [
-        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, place.offset, strict=True))
-        for place in (source, target)
-    ]
-    return boxes[0], boxes[1]
+    own: list[slice] = []
+    others: list[slice] = []
+    places = zip(source.offset, source.shape, target.offset, target.shape, strict=True)
+    for own_offset, own_size, offset, size in places:
+        start, stop = max(own_offset, offset), min(own_offset + own_size, offset + size)
+        if start >= stop:
+            return None
+        own.append(slice(start - own_offset, stop - own_offset))
+        others.append(slice(start - offset, stop - offset))
+    return tuple(own), tuple(others)
 
 
 def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
@@ -203,15 +205,17 @@ def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> t
     """
     buckets = []
     for index, layout in enumerate(layouts):
-        bucket = Bucket(index, (), ())
+        chosen: dict[str, Place] = {}
+        num_bytes = 0
         for name, place in layout.places.items():
-            one = Bucket(index, (name,), (place,))
-            if bucket.names and bucket.nbytes + one.nbytes > most_bytes:
-                buckets.append(bucket)
-                bucket = Bucket(index, (), ())
-            bucket = Bucket(index, (*bucket.names, name), (*bucket.places, place))
-        if bucket.names:
-            buckets.append(bucket)
+            size = aligned_bytes(place.shape, place.dtype)
+            if chosen and num_bytes + size > most_bytes:
+                buckets.append(Bucket(index, tuple(chosen), tuple(chosen.values())))
+                chosen, num_bytes = {}, 0
+            chosen[name] = place
+            num_bytes += size
+        if chosen:
+            buckets.append(Bucket(index, tuple(chosen), tuple(chosen.values())))
     return tuple(buckets)
 
 
@@ -265,8 +269,8 @@ class Sync:
     def _plan(self, offered: Sequence[Layout]) -> dict[int, list[Piece]]:
         plans: dict[int, list[Piece]] = {}
         for copy in self.target.members:
-            peers = [self.targets[rank] for rank in copy.ranks]
-            plans |= {rank: make_plan(offered, self.targets[rank], self.target.name, peers) for rank in copy.ranks}
+            layouts = [self.targets[rank] for rank in copy.ranks]
+            plans |= zip(copy.ranks, known_plan(self.target, offered, layouts), strict=True)
         return plans
 
     @property
@@ -398,6 +402,31 @@ class Sync:
         for rank, names in zip(self._ranks, found, strict=True):
             if names:
                 raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A plan and the layouts that it is for."""
+
+    sources: Sequence[Layout]
+    targets: Sequence[Layout]
+    pieces: list[list[Piece]]
+
+
+_plans: WeakKeyDictionary[WorkerGroup, list[_Plan]] = WeakKeyDictionary()
+"""the latest plans of each target, which serve its equal replicas and the next sync"""
+MOST_PLANS = 4
+
+
+def known_plan(target: Engine, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[list[Piece]]:
+    """Return `make_plan` of these layouts, from memory if it is known. For many workers it takes seconds."""
+    plans = _plans.setdefault(target.group, [])
+    for plan in plans:
+        if plan.targets == targets and plan.sources == sources:
+            return plan.pieces
+    plans.append(_Plan(sources, targets, make_plan(sources, targets, target.name)))
+    del plans[:-MOST_PLANS]
+    return plans[-1].pieces
 
 
 _meetings: dict[tuple[WorkerGroup, WorkerGroup, int], tuple[tuple[Any, ...], Meeting]] = {}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlite.errors import ConfigError
@@ -188,8 +190,17 @@ def local_shard(parameter: Tensor) -> ParameterShard:
     """Return the part of a parameter that this rank holds; it shares the parameter's memory."""
     if not isinstance(parameter, DTensor):
         return ParameterShard(parameter.data, (0,) * parameter.dim(), tuple(parameter.shape))
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return ParameterShard(local_tensor(parameter.data), tuple(offset), tuple(parameter.shape))
+    mesh = parameter.device_mesh
+    offset = _local_offset(parameter.shape, mesh, tuple(mesh.get_coordinate() or ()), parameter.placements)
+    return ParameterShard(local_tensor(parameter.data), offset, tuple(parameter.shape))
+
+
+@lru_cache(maxsize=4096)  # torch takes 25 microseconds for each parameter of each weight sync
+def _local_offset(
+    shape: torch.Size, mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[int, ...]:
+    """Return where the block of the rank at `coordinate` of the mesh begins."""
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:

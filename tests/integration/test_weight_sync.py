@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
 from rlite.engine import transport as transport_module
+from rlite.engine import weight_sync as weight_sync_module
 from rlite.engine.base import Engine
-from rlite.engine.weight_sync import Transport, sync_weights
+from rlite.engine.weight_sync import Transport, make_plan, sync_weights
 from rlite.engine.workers import Worker
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import Box
@@ -213,6 +214,26 @@ def test_a_module_may_call_its_parameters_otherwise(
     sync_weights(train, serve, "continue", verify_checksums=True, transport=transport)
     assert "model.norm.weight" in train.state_dict()
     assert_holds(serve, train.state_dict())
+
+
+def test_equal_replicas_and_later_syncs_share_a_plan(
+    engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def counted(sources: Any, targets: Any, target_name: str) -> Any:
+        made.append(len(sources))
+        return make_plan(sources, targets, target_name)
+
+    monkeypatch.setattr(weight_sync_module, "make_plan", counted)
+    serve = engines.serve(models["qwen2"], data_parallel_size=2)
+    for size in (2, 1):  # another source is laid out otherwise
+        train = engines.train(models["qwen2"], size=size)
+        for _ in range(2):
+            train_a_little(train, 1)
+            sync_weights(train, serve, "continue", verify_checksums=True)
+            assert_holds(serve, train.state_dict())
+    assert made == [2, 1]
 
 
 def test_replicas_gather_for_targets_on_all_of_their_devices(engines: Engines, models: dict[str, Path]) -> None:

@@ -90,7 +90,8 @@ def _plan(group: WorkerGroup, pair: tuple[int, int], giver: Layout, taker: Layou
     is_on_host = "cpu" in (giver.device, taker.device)
     meeting = Meeting(ip, port, 2, group.call_timeout)
     plan = Broadcast(meeting, make_buckets([giver]), roots=(0,), is_on_host=is_on_host)
-    return plan, make_plan([giver], taker, group.describe(pair[1]))
+    (pieces,) = make_plan([giver], [taker], group.describe(pair[1]))
+    return plan, pieces
 
 
 def _on_pairs(group: WorkerGroup, pairs: list[tuple[int, int]], function: Any, what: str, args: tuple) -> list[Any]:

@@ -55,12 +55,12 @@ def test_any_sharding_is_planned_onto_any_other_and_each_element_is_written_once
     whole = {name: torch.arange(math.prod(shape)).view(shape) for name, shape in shapes.items()}
 
     def box(p: Place) -> tuple[slice, ...]:
-        return tuple(slice(start, stop) for start, stop in zip(p.offset, p.end, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(p.offset, p.shape, strict=True))
 
-    for target in targets:
+    for target, pieces in zip(targets, make_plan(sources, targets, "target"), strict=True):
         written = {name: torch.full(p.shape, -1) for name, p in target.places.items()}
         times = {name: torch.zeros(p.shape, dtype=torch.int) for name, p in target.places.items()}
-        for piece in make_plan(sources, target, "target"):
+        for piece in pieces:
             held = whole[piece.source_name][box(sources[piece.source].places[piece.source_name])]
             written[piece.name][piece.target_box] = held[piece.source_box]
             times[piece.name][piece.target_box] += 1
@@ -76,9 +76,9 @@ def layout(aliases: dict[str, str] | None = None, **shapes: Shape) -> Layout:
 
 def test_a_tied_source_serves_a_target_that_is_tied_or_calls_it_by_the_other_name() -> None:
     source = layout({"head": "embedding"}, embedding=(4, 2))
-    (piece,) = make_plan([source], layout(embedding=(4, 2)), "target")
+    ((piece,),) = make_plan([source], [layout(embedding=(4, 2))], "target")
     assert (piece.name, piece.source_name) == ("embedding", "embedding")
-    (piece,) = make_plan([source], layout(head=(4, 2)), "target")
+    ((piece,),) = make_plan([source], [layout(head=(4, 2))], "target")
     assert (piece.name, piece.source_name) == ("head", "embedding")
 
 
@@ -93,12 +93,12 @@ def test_a_tied_source_serves_a_target_that_is_tied_or_calls_it_by_the_other_nam
 )
 def test_mismatched_layouts_are_named(source: Layout, target: Layout, words: str) -> None:
     with pytest.raises(WeightSyncError, match=words):
-        make_plan([source], target, "target")
+        make_plan([source], [target], "target")
 
 
 def test_a_source_that_offers_an_element_twice_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="cover 4 of the 2 elements"):
-        make_plan([layout(a=(2,)), layout(a=(2,))], layout(a=(2,)), "target")
+        make_plan([layout(a=(2,)), layout(a=(2,))], [layout(a=(2,))], "target")
 
 
 @given(st.data())
@@ -115,10 +115,7 @@ def test_buckets_hold_every_box_of_every_source_once_within_their_size(data: st.
 
 def test_workers_of_one_copy_may_hold_different_tensors_but_all_of_them_together() -> None:
     source, stages = layout(a=(2,), b=(3,)), [layout(a=(2,)), layout(b=(3,)), layout()]
-    assert [[piece.name for piece in make_plan([source], stage, "target", stages)] for stage in stages] == [
-        ["a"],
-        ["b"],
-        [],
-    ]
+    plan = make_plan([source], stages, "target")
+    assert [[piece.name for piece in pieces] for pieces in plan] == [["a"], ["b"], []]
     with pytest.raises(WeightSyncError, match=r"unknown to the target: \['b'\]"):
-        make_plan([source], stages[0], "target", [stages[0], stages[2]])
+        make_plan([source], [stages[0], stages[2]], "target")
