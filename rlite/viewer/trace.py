@@ -116,7 +116,7 @@ class TraceLog:
         return self._layout
 
     def _read(self, file: BinaryIO) -> None:
-        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # of a long trace, only these are parsed
+        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # only these lines of a long trace are parsed
         num_lines = 0
         for line in file:
             self._offset += len(line)
