@@ -73,11 +73,11 @@ def sequence_lengths(batch: Any) -> list[int]:
     return batch["attention_mask"].sum(-1).tolist()
 
 
-def pair_rows(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
-    """Return the rows that stay in one pack with `row`, including itself: rows with the same `pair_ids`, if any."""
+def pair_rows(batch: Mapping[str, Tensor]) -> list[int]:
+    """Return the rows that stay in one pack with row 0, including itself: rows with the same `pair_ids`, if any."""
     if "pair_ids" not in batch:
-        return [row]
-    return (batch["pair_ids"] == batch["pair_ids"][row]).nonzero()[:, 0].tolist()
+        return [0]
+    return (batch["pair_ids"] == batch["pair_ids"][0]).nonzero()[:, 0].tolist()
 
 
 def is_ragged_value(counts: Tensor, width: int) -> Tensor:

@@ -18,6 +18,7 @@ from rlite.data.chat.masks import check_messages
 from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
 from rlite.engine.inference_executor import InFlightRequest
+from rlite.engine.outputs import completion, response
 from rlite.engine.replicas.elastic import ElasticReplicas
 from rlite.engine.replicas.router import Policy, least_outstanding
 from rlite.engine.scoring import score_prompts
@@ -29,7 +30,6 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
 from rlite.types import (
-    CompletionOutput,
     GenerationHyperparameters,
     LLMRequest,
     LLMResponse,
@@ -134,6 +134,8 @@ class RliteInferenceEngine(ElasticReplicas):
         with trace.span("generate", num_prompts=len(prompts)):
             self._router.route(groups)
             self._wait(list(itertools.chain(*groups)), self.group.call_timeout if timeout is None else timeout)
+        for request in itertools.chain(*groups):
+            self._note_truncation(request)
         of_prompts: list[Any] = [None] * len(tokens)
         if has_prompt_logprobs:
             of_prompts = [[None, *logprobs] for logprobs in self.prompt_logprobs(tokens)]
@@ -142,7 +144,7 @@ class RliteInferenceEngine(ElasticReplicas):
                 request_id=str(siblings[0].request.request_id),
                 prompt=text,
                 prompt_token_ids=ids,
-                outputs=[self._output(index, request) for index, request in enumerate(siblings)],
+                outputs=[completion(index, request, self.tokenizer) for index, request in enumerate(siblings)],
                 prompt_logprobs=logprobs,
             )
             for text, ids, siblings, logprobs in zip(texts, tokens, groups, of_prompts, strict=True)
@@ -215,18 +217,7 @@ class RliteInferenceEngine(ElasticReplicas):
                 self._router.cancel([in_flight])
                 raise
         self._note_truncation(in_flight)
-        return LLMResponse(
-            input_tokens=list(request.input_ids),
-            output_tokens=in_flight.token_ids,
-            output_logprobs=in_flight.logprobs,
-            output_versions=in_flight.versions,
-            stop_reason=in_flight.finish_reason,
-            latency=in_flight.ended - in_flight.started,
-            ttft=(in_flight.first_token or in_flight.ended) - in_flight.started,
-            sampling_logprobs=in_flight.sampling_logprobs,
-            metadata=dict(request.metadata),
-            extras={name: in_flight.extras.get(name, []) for name in request.extras},
-        )
+        return response(request, in_flight)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the tokens of one request as they are generated; the last chunk has a finish_reason."""
@@ -343,24 +334,6 @@ class RliteInferenceEngine(ElasticReplicas):
                 busy,
             )
 
-    def _output(self, index: int, in_flight: InFlightRequest) -> CompletionOutput:
-        self._note_truncation(in_flight)
-        gconfig = in_flight.request.gconfig
-        text = self.tokenizer.decode(in_flight.token_ids, skip_special_tokens=True)
-        stop_reason = _stop_reason(in_flight, text)
-        for stop in gconfig.stop:
-            text = text.partition(stop)[0]
-        return CompletionOutput(
-            index=index,
-            token_ids=in_flight.token_ids,
-            text=text,
-            logprobs=in_flight.logprobs,
-            sampling_logprobs=in_flight.sampling_logprobs,
-            versions=in_flight.versions,
-            finish_reason=in_flight.finish_reason,
-            stop_reason=stop_reason,
-        )
-
     def _note_truncation(self, in_flight: InFlightRequest) -> None:
         """Warn once if a completion ended at the default context length."""
         asked, made = in_flight.request.gconfig.max_new_tokens, len(in_flight.token_ids)
@@ -471,17 +444,6 @@ class RliteInferenceEngine(ElasticReplicas):
     def _version_changed(self) -> None:
         if self._collector is not None:
             self._collector.version_changed()
-
-
-def _stop_reason(in_flight: InFlightRequest, text: str) -> str | int | None:
-    """Return the stop string or stop token that ended a completion with this text, None if something else did."""
-    if in_flight.finish_reason != "stop":
-        return None
-    gconfig = in_flight.request.gconfig
-    if found := [stop for stop in gconfig.stop if stop in text]:
-        return min(found, key=text.index)
-    last = in_flight.token_ids[-1]
-    return last if last in gconfig.stop_token_ids else None
 
 
 def _without_prompt_logprobs(

@@ -419,7 +419,13 @@ MOST_PLANS = 4
 
 
 def known_plan(target: Engine, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[list[Piece]]:
-    """Return `make_plan` of these layouts, from memory if it is known. For many workers it takes seconds."""
+    """Return `make_plan` of these layouts, from memory if it is known. For many workers it takes seconds.
+
+    Args:
+        target: the engine whose workers receive the weights.
+        sources: layouts of the workers that send.
+        targets: layouts of the workers that receive.
+    """
     plans = _plans.setdefault(target.group, [])
     for plan in plans:
         if plan.targets == targets and plan.sources == sources:

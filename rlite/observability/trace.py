@@ -10,9 +10,9 @@
     trace.finish("group", 17, "consumed")
     trace.stop()
 
-There is one trace in a process, and none until `start`: then each of these costs a fraction of a microsecond. Events
-are buffered briefly and written in pieces, so memory stays bounded, and the file of a killed process opens, too. A
-trace that cannot be written, such as on a full disk, ends with a warning; the program goes on. `start` keeps an earlier
+A process has at most one trace. Without a trace, each of these calls costs a fraction of a microsecond. Events are
+buffered briefly and written in pieces: memory stays bounded, and the file of a killed process can be opened. A trace
+that cannot be written, such as on a full disk, ends with a warning, and the program goes on. `start` keeps an earlier
 trace of the same path: the newest of them is trace.1.json. Times are those of `time.perf_counter`, written in
 microseconds since `start`.
 """
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 MAX_EVENTS = 2_000_000
 """largest number of events in a trace; about 300 MB of JSON"""
 HELD_EVENTS = 4096
-"""between two writes"""
+"""events that are buffered between two writes"""
 MAX_EARLIER = 9
 """earlier traces that are kept"""
 THREADS, TASKS = "driver", "in flight"
-"""the processes, in the trace's sense, of this process's threads and of what many tasks share"""
+"""names in the trace of two groups of rows: the threads of this process, and the tasks of event loops"""
 
 Track = tuple[str, str]
 """a named row of a named process"""

@@ -7,7 +7,7 @@ A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -123,6 +123,11 @@ class TokenHistory:
         self.rewards += [0.0] * len(tokens)
         self.kept_ids += kept_ids
         self.tokens += tokens  # at last: the thread that writes the record counts by them
+
+
+def from_columns(columns: Mapping[str, Any]) -> TensorDict:
+    """Return a trajectory that was saved as a mapping of its columns."""
+    return TensorDict(dict(columns), batch_size=[len(columns["input_ids"])])
 
 
 def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:

@@ -120,14 +120,14 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics, self.answered = super().evaluate_due(), []
-        due = [each for name, each in self.generated.items() if self._is_due(name)]
+        due = [each for name, each in self.generated.items() if self.schedule.is_due(name)]
         if due and not self.run.is_interrupted:
             with self.run.evaluation_time.measured():
                 found = self.generation.evaluate(due, self.run.step, lambda: self.run.is_interrupted)
             for each in found:
                 metrics |= prefixed(each.set.name, each.metrics)
                 self.record.evaluation(each.set.name, self.run.step, each.episodes)
-                self._mark(each.set.name)
+            self.schedule.mark(each.set.name for each in found)
             self.answered = [each.without_episodes() for each in found]
         return metrics
 

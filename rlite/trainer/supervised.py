@@ -29,6 +29,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
 from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
+from rlite.trainer.held_out.schedule import EvaluationSchedule
 from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.run.best import check_evaluated
@@ -100,10 +101,6 @@ class SupervisedTrainer(ABC, Generic[C]):
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.options, self.rows = options, rows
-        self._evaluated: dict[str, int] = {}
-        """step of the last evaluation of each set"""
-        self._owed: set[str] = set()
-        """sets whose evaluation an interruption has left"""
         self.test_sets = test_rows if isinstance(test_rows, Mapping) else {UNNAMED: test_rows} if test_rows else {}
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
@@ -117,6 +114,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         reported = self.reported_metrics()
         check_evaluated(trainer, reported.evaluated)
         self.run = TrainingRun(options, reported, self.loader.num_batches, True, callbacks)
+        every = {name: options.test_data.get(name, HeldOutOptions()).every for name in self.set_names}
+        self.schedule = EvaluationSchedule(self.run, {name: own or trainer.test_freq for name, own in every.items()})
         self.build_options = self._build_options()
 
     @abstractmethod
@@ -187,8 +186,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         facts = self.run.restore(self.engine)
         if facts:
             self.loader.load_state_dict(facts["loader"])
-            self._owed = set(facts.get("owed", ())) & set(self.set_names)
-            self._evaluated = dict.fromkeys(self.set_names, self.run.step)
+            self.schedule.resume(facts.get("owed", ()))
             self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
         self.run.open()
         self.run.show_plan(f"rlite {self.name}", self.plan)
@@ -221,7 +219,8 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     def evaluation_plan(self) -> dict[str, str]:
         """Return what is evaluated and when, as text by topic."""
-        return {topic_of(name): losses_plan(len(rows), self._interval(name)) for name, rows in self.test_sets.items()}
+        every = self.schedule.intervals
+        return {topic_of(name): losses_plan(len(rows), every[name]) for name, rows in self.test_sets.items()}
 
     def prepare(self, batch: TensorDict) -> TensorDict:
         """Return a batch with all keys that the loss reads."""
@@ -260,7 +259,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         return metrics
 
     def _save(self) -> None:
-        owed = [name for name in self.set_names if self._is_due(name)] if self.run.is_interrupted else []
+        owed = self.schedule.due() if self.run.is_interrupted else []
         self.run.save(loader=self.loader.state_dict(), owed=owed)
 
     def _evaluate_owed(self) -> dict[str, float]:
@@ -270,7 +269,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             The metrics.
         """
         was_over = self.run.is_over
-        metrics = self._judged() if self._owed else {}
+        metrics = self._judged() if self.schedule.has_owed else {}
         self.run.end_if_interrupted()  # the checkpoint still owes these evaluations
         if metrics:
             self.run.log_evaluation(metrics)
@@ -298,30 +297,16 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the metrics of the sets that are due after this step. An interruption leaves the others."""
         metrics: dict[str, float] = {}
         with suppress(EvaluationInterrupted):
-            for name in filter(self._is_due, self.test_sets):
+            for name in filter(self.schedule.is_due, self.test_sets):
                 with self.run.evaluation_time.measured():
                     metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
-                self._mark(name)
+                self.schedule.mark([name])
         return metrics
 
     @property
     def set_names(self) -> list[str]:
         """The names of the sets that the run evaluates."""
         return [*self.test_sets]
-
-    def _is_due(self, name: str) -> bool:
-        """Return whether a set is due after this step, and not evaluated yet."""
-        is_due = self.run.is_due(self._interval(name)) and self._evaluated.get(name) != self.run.step
-        return is_due or name in self._owed
-
-    def _mark(self, name: str) -> None:
-        """Mark a set as evaluated after this step."""
-        self._evaluated[name] = self.run.step
-        self._owed.discard(name)
-
-    def _interval(self, name: str) -> int:
-        """Return the steps between two evaluations of a set."""
-        return self.options.test_data.get(name, HeldOutOptions()).every or self.options.trainer.test_freq
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`.

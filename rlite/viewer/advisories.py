@@ -23,7 +23,7 @@ MIN_PHASE = 0.05
 MIN_STEPS = 4
 """steps of a phase before which its median says nothing: the long one, and three others"""
 MAX_STEPS = 100
-"""last steps of a phase that have its median"""
+"""last steps of a phase, over which its median is taken"""
 WARM_UP = 2
 """first steps of a phase, in which programs compile and caches fill"""
 OF_GROUP = ("reinforce", "dr_grpo", "grpo", "rloo", "normalized", "opo", "pass_at_k")

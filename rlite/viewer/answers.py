@@ -20,13 +20,15 @@ from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.tables import (
     columns,
-    counts_by_step,
     evaluated_scores,
     lost_rows,
     means_by_step,
+    of_steps,
     plain_row,
     rounded,
+    segments_with,
     select,
+    statuses_by_step,
     train_rewards,
 )
 
@@ -105,7 +107,7 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         "phases": run.metrics.phases(),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
-        "statuses_by_step": counts_by_step(table, "status"),
+        "statuses_by_step": statuses_by_step(table),
         "advisories": advisories(run.metrics, dict(_value_counts(recent["status"])), num_steps, run.config),
     }
 
@@ -118,7 +120,7 @@ def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
     steps = sorted(pc.unique(table["step"]).to_pylist())
     last = run.metrics.last_step
     chosen = [step for step in steps if not last or step <= last][-RECENT:]
-    return table.filter(pc.is_in(table["step"], pa.array(chosen, pa.int32()))), len(chosen)
+    return of_steps(table, chosen), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -170,17 +172,13 @@ def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 
 def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
-    segments = table["segments"].combine_chunks()
-    if not text or not len(segments):
-        return
-    texts, parents = segments.flatten().field("text"), pc.list_parent_indices(segments)
-    matching = pc.fill_null(pc.match_substring(texts, text, ignore_case=True), False)
+    """Yield the first hit of each rollout."""
     told: set[int] = set()
-    for parent, found in zip(parents.filter(matching).to_pylist(), texts.filter(matching), strict=True):
-        if parent not in told:
-            told.add(parent)
-            place = {name: table[name][parent].as_py() for name in ("step", "group", "sample")}
-            yield {**place, "snippet": _snippet(found.as_py(), text)}
+    for row, found in segments_with(text, table) if text else ():
+        if row not in told:
+            told.add(row)
+            place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
+            yield {**place, "snippet": _snippet(found, text)}
 
 
 def _snippet(found: str, text: str) -> list[str]:
@@ -210,7 +208,7 @@ def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
         "rollouts": table.num_rows,
         "lost": lost.num_rows,
         "statuses": dict(_value_counts(table["status"])),
-        "by_step": counts_by_step(table, "status"),
+        "by_step": statuses_by_step(table),
         "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
         "num_kinds": kinds.num_rows,
     }

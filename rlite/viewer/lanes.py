@@ -100,16 +100,13 @@ def layout(events: Sequence[Event]) -> Layout:
     return Layout(lanes_of(events), flights_of(events))
 
 
-def timeline(
-    trace: Layout, start: float | None = None, end: float | None = None, pixels: int = PIXELS
-) -> dict[str, Any]:
+def timeline(trace: Layout, start: float | None = None, end: float | None = None) -> dict[str, Any]:
     """Return what a window of a trace shows.
 
     Args:
         trace: lanes of the trace.
         start: begin of the window in seconds; None is the trace's.
         end: end of the window in seconds; None is the trace's.
-        pixels: spans shorter than this share of the window are drawn together.
 
     Returns:
         The window, lanes of spans, lanes of concurrent work, and the names that took the most time.
@@ -120,7 +117,7 @@ def timeline(
         "end": window.end,
         "first": trace.first,
         "last": trace.last,
-        "lanes": [_drawn(lane, window, pixels) for lane in trace.lanes],
+        "lanes": [_drawn(lane, window) for lane in trace.lanes],
         "flights": [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())],
         "times": _times(trace.lanes, window),
     }
@@ -181,9 +178,9 @@ def _nested(events: Iterable[Event]) -> Iterator[Span]:
         ends.append(end)
 
 
-def _drawn(lane: Lane, window: Window, pixels: int) -> dict[str, Any]:
+def _drawn(lane: Lane, window: Window) -> dict[str, Any]:
     """Return a lane with its spans in a window; narrow neighbours of one depth become one span without a name."""
-    narrow = window.length / pixels
+    narrow = window.length / PIXELS
     spans: list[list[Any]] = []
     newest: dict[int, list[Any]] = {}
     for start, end, name, depth in window.cut(lane):

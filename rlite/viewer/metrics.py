@@ -16,7 +16,7 @@ MAX_STEP = 2**31 - 1
 MAX_POINTS = 2000
 """largest number of points of one series on a page"""
 PHASE = "seconds_"
-"""with which the metrics of phases begin"""
+"""prefix of the metrics of phases"""
 
 
 class MetricsLog:

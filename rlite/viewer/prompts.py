@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 
 from rlite.viewer.query import Query
 from rlite.viewer.run import ViewedRun
-from rlite.viewer.tables import columns, select
+from rlite.viewer.tables import columns, of_steps, segments_with, select
 
 MAX_ITEMS = 500
 MAX_PROMPT = 160
@@ -116,8 +115,8 @@ def _hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:
             if left <= 0:
                 return found, True
             left -= table.nbytes
-            for place, prompt in _matching(table, text):
-                name = items_of.get(place)
+            for row, prompt in segments_with(text, table, "prompt"):
+                name = items_of.get((table["step"][row].as_py(), table["group"][row].as_py()))
                 if name is not None and (run.set_of(source), name) not in found:
                     found[run.set_of(source), name] = _around(prompt, text)
     return found, False
@@ -128,19 +127,6 @@ def _items_of_groups(rows: pa.Table) -> dict[tuple[int, int], str]:
     groups = rows.group_by(["step", "group"]).aggregate([("item", "min")])
     columns_ = (groups[name].to_pylist() for name in ("step", "group", "item_min"))
     return {(step, group): name for step, group, name in zip(*columns_, strict=True)}
-
-
-def _matching(table: pa.Table, text: str) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield step and group, and the prompt, of each rollout whose prompt has a text."""
-    segments = table["segments"].combine_chunks()
-    if not len(segments):
-        return
-    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
-    is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
-    chosen = pc.fill_null(pc.and_(is_hit, pc.equal(parts.field("role"), "prompt")), False)
-    prompts_ = parts.field("text").filter(chosen)
-    for parent, prompt in zip(parents.filter(chosen).to_pylist(), prompts_, strict=True):
-        yield (table["step"][parent].as_py(), table["group"][parent].as_py()), prompt.as_py()
 
 
 def _around(prompt: str, text: str) -> str:
@@ -172,14 +158,12 @@ def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
     table = run.record.table(source)
     steps = pc.unique(table["step"]).to_pylist()
     chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
-    near = table.filter(pc.is_in(table["step"], pa.array(chosen, pa.int32())))
-    places = zip(*(near[name].to_pylist() for name in ("step", "group", "item")), strict=True)
-    items = {(step, group): name for step, group, name in places}
+    items_of = _items_of_groups(of_steps(table, chosen))
     found: dict[str, str] = {}
     for texts in run.record.segments(source, chosen):
         first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
         for row in first.to_pylist():
-            name = items.get((row["step"], row["group"]))
+            name = items_of.get((row["step"], row["group"]))
             if name is not None and name not in found:
                 found[name] = "".join(part["text"] or "" for part in row["segments"] if part["role"] == "prompt")
     return {name: text for name, text in found.items() if text}

@@ -38,7 +38,7 @@ class Query:
 
     def texts(self, name: str) -> list[str]:
         """Return all values of a parameter."""
-        return self._values[name] if self.has(name) else []
+        return self._values.get(name, [])
 
     def whole(self, name: str) -> int:
         """Return a parameter that is a whole number from 0 to MAX_WHOLE.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,34 @@ def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_finite(column), column, None)
     return column.to_pylist()
+
+
+def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
+    """Return the rows of some steps."""
+    return table.filter(pc.is_in(table["step"], pa.array(steps, pa.int32())))
+
+
+def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the segments of rollouts in which a text occurs, in upper or lower case.
+
+    Args:
+        text: the text to find.
+        table: rollouts with their segments.
+        role: role of the segments to look at; None: all roles.
+
+    Yields:
+        The number of the rollout's row, and the segment's text.
+    """
+    segments = table["segments"].combine_chunks()
+    if not len(segments):
+        return
+    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
+    is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
+    if role is not None:
+        is_hit = pc.and_(is_hit, pc.equal(parts.field("role"), role))
+    chosen = pc.fill_null(is_hit, False)
+    for row, found in zip(parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True):
+        yield row, found.as_py()
 
 
 def select(table: pa.Table, **values: Any) -> pa.Table:
@@ -102,14 +130,14 @@ def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
     return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
 
 
-def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
-    """Return how often each value of a column occurs in each step."""
-    counts = table.group_by(["step", column]).aggregate([([], "count_all")]).to_pylist()
+def statuses_by_step(table: pa.Table) -> dict[str, Any]:
+    """Return how often each status occurs in each step."""
+    counts = table.group_by(["step", "status"]).aggregate([([], "count_all")]).to_pylist()
     steps = sorted({row["step"] for row in counts})
     place = {step: index for index, step in enumerate(steps)}
     found: dict[str, list[int]] = {}
     for row in counts:
-        found.setdefault(str(row[column]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
+        found.setdefault(str(row["status"]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
     return {"steps": steps, "counts": found}
 
 

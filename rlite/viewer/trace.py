@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlite import files
+from rlite.observability.trace import earlier_traces
 from rlite.viewer.lanes import Layout, layout
 from rlite.wording import counted
 
@@ -21,8 +22,6 @@ MAX_EVENTS = 300_000
 """newest events that are shown; Perfetto opens the others"""
 NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
-EARLIER = re.compile(r"\.\d+\.json")
-"""end of the name of an earlier session's trace, such as trace.1.json"""
 HEAD = 512
 """bytes at the beginning, with names and times, that tell one trace from another"""
 BLOCK = 1000
@@ -96,9 +95,7 @@ class TraceLog:
     @property
     def earlier(self) -> list[str]:
         """Names of the files with the traces of earlier sessions of the run, the newest first."""
-        beside = self.path.parent.glob(f"{self.path.stem}.*.json")
-        found = [path.name for path in beside if EARLIER.fullmatch(path.name.removeprefix(self.path.stem))]
-        return sorted(found, key=lambda name: int(name.split(".")[-2]))
+        return [path.name for path in earlier_traces(self.path) if path.exists()]
 
     @property
     def num_left_out(self) -> int:
@@ -119,7 +116,7 @@ class TraceLog:
         return self._layout
 
     def _read(self, file: BinaryIO) -> None:
-        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # of a long trace, only these are parsed
+        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # only these lines of a long trace are parsed
         num_lines = 0
         for line in file:
             self._offset += len(line)

@@ -73,17 +73,16 @@ def _json(text: str, where: str) -> Any:
         raise DataError(f"{where}: not valid JSON: {error}") from error
 
 
-def prompt_messages(prompt: Any, where: str, column: str = "prompt") -> list[Any]:
+def prompt_messages(prompt: Any, where: str) -> list[Any]:
     """Return a prompt as messages; a text becomes a user's message.
 
     Args:
         prompt: a text or messages.
         where: the row's name in messages.
-        column: the column's name in messages.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return chat(prompt, where, column)
+    return chat(prompt, where, "prompt")
 
 
 def answer_text(value: Any, where: str, column: str) -> str:

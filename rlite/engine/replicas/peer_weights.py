@@ -44,7 +44,7 @@ def copy_weights(source: Executor, target: Executor) -> int:
     """
     group = source.group
     pairs = list(zip(source.ranks, target.ranks, strict=True))
-    layouts = _on_pairs(group, pairs, describe, "describe weights", (False, False))
+    layouts = _layouts(group, pairs)
     plans = [_plan(group, pair, *of_pair) for pair, of_pair in zip(pairs, layouts, strict=True)]
     try:
         written = 0
@@ -94,8 +94,8 @@ def _plan(group: WorkerGroup, pair: tuple[int, int], giver: Layout, taker: Layou
     return plan, pieces
 
 
-def _on_pairs(group: WorkerGroup, pairs: list[tuple[int, int]], function: Any, what: str, args: tuple) -> list[Any]:
-    """Return the results of `function(worker, *args)` for each pair of ranks."""
-    calls: list[Any] = [(group, rank, (group.key(rank),), args) for pair in pairs for rank in pair]
-    results = apply_on_processes(calls, function, [group], what, group.call_timeout)
+def _layouts(group: WorkerGroup, pairs: list[tuple[int, int]]) -> list[Any]:
+    """Return the layouts of the weights of each pair of ranks."""
+    calls: list[Any] = [(group, rank, (group.key(rank),), (False, False)) for pair in pairs for rank in pair]
+    results = apply_on_processes(calls, describe, [group], "describe weights", group.call_timeout)
     return list(zip(results[::2], results[1::2], strict=True))

@@ -214,9 +214,9 @@ class SglangReplica(WorkerReplica):
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is left to act on
             self._loop.call_soon_threadsafe(act, *args)
 
-    def _within(self, act: Coroutine[Any, Any, T], timeout: float = CALL_S) -> T:
+    def _within(self, act: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine in the event loop."""
-        return asyncio.run_coroutine_threadsafe(act, self._loop).result(timeout)
+        return asyncio.run_coroutine_threadsafe(act, self._loop).result(CALL_S)
 
     def _control(self, path: str, body: dict[str, Any]) -> None:
         """Call the server. If it does not answer, the replica is lost."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import TensorDict
-
 from rlite.observability.record.schema import Status
 from rlite.rollout.episode import Episode
+from rlite.rollout.trajectories import from_columns
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,11 +51,8 @@ class Ended:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ended:
         """Return the group that was saved."""
-        episodes = []
-        for kept in state["episodes"]:
-            columns = kept["trajectory"]
-            row = None if columns is None else TensorDict(columns, batch_size=[len(columns["input_ids"])])
-            episodes.append(Episode.from_state(kept, row))
+        kept = [(each, each["trajectory"]) for each in state["episodes"]]
+        episodes = [Episode.from_state(each, None if row is None else from_columns(row)) for each, row in kept]
         return cls(
             **{name: state[name] for name in ("group", "item", "status", "reason")},
             episodes=episodes,

@@ -19,6 +19,7 @@ from rlite.rollout.collector.columns import short_columns
 from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.episode import Episode
+from rlite.rollout.trajectories import from_columns
 from rlite.rollout.workflow import RolloutWorkflow
 
 Item = Mapping[str, Any]
@@ -121,7 +122,7 @@ class Group:
         group = cls(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("version"))
         group.item = state.get("item", "")
         if (rows := state["trajectories"]) is not None:
-            group.trajectories = [_trajectory(row) for row in rows]
+            group.trajectories = [from_columns(row) for row in rows]
             group.tokens.update(dict(enumerate(response_lengths(group.trajectories))))
             if kept := state.get("episodes"):
                 pairs = zip(kept, group.trajectories, strict=True)
@@ -240,14 +241,10 @@ def aborted(state: Mapping[str, Any], reason: str) -> Ended:
     """
     rows = state["trajectories"] or [None] * state["size"]
     episodes = [
-        Episode.from_state(kept, None if row is None else _trajectory(row))
+        Episode.from_state(kept, None if row is None else from_columns(row))
         for kept, row in zip(state["episodes"], rows, strict=True)
     ]
     return Ended(state["id"], state["item"], "aborted", reason, episodes, {}, columns=short_columns(state["data"]))
-
-
-def _trajectory(columns: Mapping[str, Any]) -> TensorDict:
-    return TensorDict(dict(columns), batch_size=[len(columns["input_ids"])])
 
 
 def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:

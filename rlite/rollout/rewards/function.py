@@ -53,9 +53,8 @@ class RewardFunction:
         num_processes: number of processes that the program's pool has room for, at least. Default: the cores, at most
             8.
         in_process: use no process. A synchronous `fn` runs in its caller's event loop, without overhead. Use it for
-            cheap
-            functions that cannot hang, because the time-out does not cover them. The awaitable of an `async` `fn` runs
-            in a thread with an event loop of its own. Use it for functions that only wait, such as for a judge.
+            cheap functions that cannot hang, because the time-out does not cover them. The awaitable of an `async` `fn`
+            runs in a thread with an event loop of its own. Use it for functions that only wait, such as for a judge.
         memory_limit_gib: resident memory that the process may have, in GiB. None sets no limit.
         max_concurrent: maximum number of calls that run at once. Waiting for a turn is not part of the time-out.
         batch_size: maximum number of calls in a batch. `fn` then takes a list in place of each argument and returns a

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
 from rlite.errors import ConfigError, DataError
-from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
@@ -21,6 +20,7 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.model.modules import load_tokenizer
+from rlite.trainer.prompt_lengths import longest_prompt, model_limit
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters
 
@@ -113,8 +113,7 @@ def context_limit(folder: str, options: EvalConfig) -> int:
         folder: folder or hub name of the checkpoint.
         options: of the command.
     """
-    config = AutoConfig.from_pretrained(local_checkpoint(folder, weights=False), trust_remote_code=False)
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    own = model_limit(folder)
     if own and options.max_model_len is not None and options.max_model_len > own:
         cap = f"at most {own} tokens, the model's max_position_embeddings"
         print(f"{folder}: max_model_len={options.max_model_len}: {cap}", file=sys.stderr, flush=True)
@@ -147,25 +146,12 @@ def context_to_serve(
         limit: longest sequence that is allowed.
         where: name of the items in messages.
         if_unknown: returns the longest sequence if prompts and workflow do not say it.
-
-    Raises:
-        DataError: an item has no prompt, the chat template refuses it, or it leaves no room for an answer.
     """
     if not workflow.needs_prompt:
         return if_unknown()
     check_prompts(items, where)
-    longest = 0
-    for number, item in enumerate(items):
-        try:
-            length = len(workflow.opening(item) or ())
-        except DataError as error:
-            raise DataError(f"{place_of(items, number, where)}: {error}") from error
-        if length >= limit:
-            raise DataError(
-                f"{place_of(items, number, where)}: its prompt has {length} tokens, which leaves no room for an answer "
-                f"in {limit} (the least of the model's max_position_embeddings and max_model_len); drop the row"
-            )
-        longest = max(longest, length)
+    limits = "(the least of the model's max_position_embeddings and max_model_len); drop the row"
+    longest = longest_prompt(items, workflow, limit, where, limits)
     needed = workflow.longest_sequence(longest) if longest else None
     return if_unknown() if needed is None else min(limit, needed)
 

@@ -16,6 +16,7 @@ from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.trainer.held_out.options import KEY
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.held_out.schedule import EvaluationSchedule
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.best import EVALUATED, evaluation_facts, write_evaluation_facts
@@ -50,30 +51,17 @@ class Evaluations(ABC):
 
     def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines, sets: Sets) -> None:
         self.run, self.engines, self.sets = run, engines, sets
-        self._default, self._options = options.trainer.test_freq, options.test_data
-        self._asked: dict[str, int] = {}
-        self._owed: set[str] = set()
+        own = {name: options.test_data.get(name, HeldOutPromptOptions()) for name in sets}
+        every = {name: each.every or options.trainer.test_freq for name, each in own.items()}
+        self._schedule = EvaluationSchedule(run, every, {name for name, each in own.items() if each.first})
 
     def due(self) -> list[EvaluationSet]:
         """Return the sets to evaluate after this step that are not asked for yet."""
-        asked = {name for name, step in self._asked.items() if step == self.run.step}
-        return [each for name, each in self.sets.items() if name not in asked and self._is_due(name)]
-
-    def _is_due(self, name: str) -> bool:
-        own = self._options.get(name, HeldOutPromptOptions())
-        if name in self._owed:
-            return True
-        return self.run.is_due(own.every or self._default) if self.run.step else own.first
+        return [self.sets[name] for name in self._schedule.due()]
 
     def skip(self) -> None:
         """Evaluate nothing after this step."""
-        self._mark(list(self.sets.values()))
-
-    def _mark(self, sets: Sequence[EvaluationSet]) -> None:
-        """Mark sets as evaluated, or begun, after this step."""
-        names = [each.name for each in sets]
-        self._asked |= dict.fromkeys(names, self.run.step)
-        self._owed.difference_update(names)
+        self._schedule.mark(self.sets)
 
     def close(self) -> None:
         """Delete the evaluated model that was not the best."""
@@ -86,9 +74,7 @@ class Evaluations(ABC):
         step are gone.
         """
         earlier = state.get("earlier", {"names": ()})
-        self._owed = {*state.get("under_way", ()), *earlier["names"]} & self.sets.keys()
-        if self.run.step:
-            self._asked = dict.fromkeys(self.sets.keys() - self._owed, self.run.step)
+        self._schedule.resume([*state.get("under_way", ()), *earlier["names"]])
 
     @property
     @abstractmethod
@@ -136,7 +122,7 @@ class InTurns(Evaluations):
         """
         sets = self.due() or list(self.sets.values())
         evaluations = evaluate_each(self.collector, sets, lambda: self.run.is_interrupted)
-        self._mark([each.set for each in evaluations])
+        self._schedule.mark(each.set.name for each in evaluations)
         return Ended(self.run.step, evaluations)
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +228,7 @@ class BackgroundEvaluations(Evaluations):
             write_evaluation_facts(evaluated, {"step": self.run.step})
         self.engines.sync_evaluation(self.run.step)
         self._start(self.run.step, sets)
-        self._mark(sets)
+        self._schedule.mark(self._names)
 
     def _begin_left(self, step: int, names: Sequence[str]) -> None:
         """Begin the evaluations of an earlier step that an interruption has left."""

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoConfig
 
 from rlite.data.prompts import check_prompts
-from rlite.data.rows import place_of, stream_of
-from rlite.errors import DataError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.data.rows import stream_of
 from rlite.rollout import RolloutWorkflow
+from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit
 from rlite.trainer.rl.options import PpoConfig
 
 MANY_ROWS = 10_000
 """number of rows from which on a progress bar is shown"""
-Rows = Sequence[Mapping[str, Any]]
+LIMITS = (
+    "(the least of max_length_per_device x tp_size x sp_size of the models, the models' max_position_embeddings, and "
+    "rollout.max_model_len); raise those, or drop the row"
+)
+"""the limits of a sequence, for messages"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def context_limit(options: PpoConfig) -> int:
         names.add(options.critic.as_model(options.actor).model_name)
     if options.has_reference:
         names.add(options.ref_actor.as_model(options.actor).model_name)
-    return min([options.max_length, *(limit for name in names if (limit := _model_limit(name)) is not None)])
+    return min([options.max_length, *(limit for name in names if (limit := model_limit(name)) is not None)])
 
 
 def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
@@ -104,31 +105,9 @@ def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where
         workflow: its `opening` makes an item's prompt.
         max_length: tokens of prompt and answer together.
         where: the rows' option, for messages.
-
-    Raises:
-        DataError: The chat template refuses a prompt, or a prompt leaves no room for an answer. The message names the
-            row.
     """
-    longest = 0
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
-    for number, row in enumerate(
-        track(rows, f"looking at the prompts of {where}", console=console, transient=True, disable=is_quiet)
-    ):
-        try:
-            opening = workflow.opening(row)
-        except DataError as error:
-            raise DataError(f"{place_of(rows, number, where)}: {error}") from error
-        longest = max(longest, len(opening or ()))
-        if longest >= max_length:
-            raise DataError(
-                f"{place_of(rows, number, where)}: its prompt has {longest} tokens, which leaves no room for an answer "
-                f"in {max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
-                "the models' max_position_embeddings, and rollout.max_model_len); raise those, or drop the row"
-            )
-    return longest
-
-
-def _model_limit(name: str) -> int | None:
-    config = AutoConfig.from_pretrained(local_checkpoint(name, weights=False), trust_remote_code=False)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = f"looking at the prompts of {where}"
+    read = partial(track, description=text, console=console, transient=True, disable=is_quiet)
+    return longest_prompt(rows, workflow, max_length, where, LIMITS, read)

@@ -74,7 +74,7 @@ class Interruption:
             raise error
         self._asked = error
         text = "\nA checkpoint is saved at the end of this step; a second signal ends the run at once.\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())  # print may not be entered twice
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())  # print is not reentrant
 
 
 INTERRUPTION = Interruption()

@@ -68,6 +68,25 @@ class RunReport:
         at_end(self._console.close)
         return self._console
 
+    def resumed(self, step: int, total_steps: int, checkpoint: Path, stop_reason: str) -> None:
+        """Show from which step the run goes on, or how it goes on if it has ended already.
+
+        Args:
+            step: finished steps.
+            total_steps: steps of the whole run.
+            checkpoint: checkpoint of the finished steps.
+            stop_reason: why an earlier attempt has ended the run; "" if it has not.
+        """
+        if stop_reason:
+            way = "choose other trainer.callbacks, trainer.stop_at or trainer.save_dir"
+            rows = {"reason": stop_reason, "to go on": way}
+            self._console.report(f"stopped already: after step {step} of {total_steps}", rows)
+        elif step < total_steps:
+            self._console.report(f"resumed from step {step}", {"checkpoint": checkpoint})
+        else:
+            ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
+            self._console.report(f"finished already: step {step} of {total_steps}", {"to go on": ways})
+
     def _columns(self) -> list[str]:
         """Return the console's metrics, the most important first."""
         of_steps, headlines = self._metrics.of_steps, self._metrics.headlines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +21,11 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import TRACE, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
+from rlite.trainer.run.step_trace import StepTrace
 
 
 class TrainingRun:
@@ -55,7 +55,7 @@ class TrainingRun:
     ) -> None:
         self._options: RunOptions = resolved.trainer
         options, self.folder = self._options, Path(self._options.save_dir)
-        self._report = RunReport(options, reported)
+        self._report, self._trace = RunReport(options, reported), StepTrace(options, self.folder)
         self.total_steps = total_steps
         self.config = resolved
         self._kind = type(resolved).__name__
@@ -142,8 +142,9 @@ class TrainingRun:
         )
         drop_later(self.folder, self.step or -1)
         self.console = self._report.open(self.total_steps, self.step)
-        self._follow_trace()
-        self._report_resume()
+        self._trace.follow(self.step, self.is_over)
+        if (found := self._checkpoints.found) is not None:
+            self._report.resumed(self.step, self.total_steps, found, self._stop_reason)
         if self._replaced_best:
             self.console.warn("the best model is chosen anew", {"reason": self._replaced_best})
         reporting.report_step(self.step, self.total_steps)
@@ -193,30 +194,6 @@ class TrainingRun:
         """True if what the folder holds is deleted first."""
         return self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
 
-    def _report_resume(self) -> None:
-        if self._checkpoints.found is None:
-            return
-        if self._stop_reason:
-            way = "choose other trainer.callbacks, trainer.stop_at or trainer.save_dir"
-            rows = {"reason": self._stop_reason, "to go on": way}
-            self.console.report(f"stopped already: after step {self.step} of {self.total_steps}", rows)
-        elif self.step < self.total_steps:
-            self.console.report(f"resumed from step {self.step}", {"checkpoint": self._checkpoints.found})
-        else:
-            ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
-            self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
-
-    def _follow_trace(self) -> None:
-        """Trace the next step if the options say so, and write the trace of the last step."""
-        if not self._options.trace or (self.is_over and not trace.is_on()):  # a run that is over keeps its trace
-            return
-        first, last = self._options.trace_steps or (1, sys.maxsize)
-        if self.step >= last:
-            trace.stop()
-        elif self.step + 1 >= first and not trace.is_on():
-            trace.start(self.folder / TRACE)
-        trace.flush()
-
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that has just ended.
 
@@ -231,7 +208,7 @@ class TrainingRun:
         self._report.log(self.step, metrics)
         reporting.report_step(self.step, self.total_steps)
         self._checkpoints.look()
-        self._follow_trace()
+        self._trace.follow(self.step, self.is_over)
         if self._watch.see(metrics):
             self._checkpoints.confirm()
         elif self._watch.num_bad == 1 or self._watch.has_diverged:
@@ -428,8 +405,7 @@ class TrainingRun:
             if self._callbacks.failure is not None:
                 raise self._callbacks.failure
         finally:
-            if self._options.trace:
-                trace.stop()
+            self._trace.close()
             self._sinks.close()
             self.console.close()
             self._locked.close()

@@ -172,9 +172,9 @@ def test_a_new_trace_that_has_outgrown_the_old_one_shows_nothing_of_it(tmp_path:
 
 
 def test_traces_of_earlier_sessions_are_named_the_newest_first(tmp_path: Path) -> None:
-    for name in (TRACE, "trace.10.json", "trace.1.json", "trace.old.json", "other.2.json"):
+    for name in (TRACE, "trace.9.json", "trace.1.json", "trace.old.json", "other.2.json"):
         (tmp_path / name).touch()
-    assert TraceLog(tmp_path / TRACE).earlier == ["trace.1.json", "trace.10.json"]
+    assert TraceLog(tmp_path / TRACE).earlier == ["trace.1.json", "trace.9.json"]
 
 
 @pytest.mark.parametrize("torn", ["nonsense", '{"ph": "X"}, {"ph": "X"}', '{"ph": "X", "name": "a"'])

@@ -1,0 +1,62 @@
+"""Lengths of prompts in tokens, and the context length of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import AutoConfig
+
+from rlite.data.rows import place_of
+from rlite.errors import DataError
+from rlite.nn.huggingface import local_checkpoint
+from rlite.rollout import RolloutWorkflow
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def longest_prompt(
+    rows: Rows,
+    workflow: RolloutWorkflow,
+    max_length: int,
+    where: str,
+    limits: str,
+    read: Callable[[Rows], Iterable[Mapping[str, Any]]] = iter,
+) -> int:
+    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
+
+    Args:
+        rows: the items.
+        workflow: its `opening` makes an item's prompt.
+        max_length: tokens of prompt and answer together.
+        where: the rows' option, for messages.
+        limits: the limits of which `max_length` is the least, and the remedy, for messages.
+        read: iterates over the rows, such as with a progress bar.
+
+    Raises:
+        DataError: the chat template refuses a prompt, or a prompt leaves no room for an answer. The message names the
+            row.
+    """
+    longest = 0
+    for number, row in enumerate(read(rows)):
+        try:
+            length = len(workflow.opening(row) or ())
+        except DataError as error:
+            raise DataError(f"{place_of(rows, number, where)}: {error}") from error
+        if length >= max_length:
+            raise DataError(
+                f"{place_of(rows, number, where)}: its prompt has {length} tokens, which leaves no room for an answer "
+                f"in {max_length} {limits}"
+            )
+        longest = max(longest, length)
+    return longest
+
+
+def model_limit(name: str) -> int | None:
+    """Return the longest sequence of a checkpoint in tokens; None if its config does not say it.
+
+    Args:
+        name: folder or hub name of the checkpoint.
+    """
+    config = AutoConfig.from_pretrained(local_checkpoint(name, weights=False), trust_remote_code=False)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
