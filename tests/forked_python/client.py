@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -19,6 +20,8 @@ from contextlib import suppress
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 START_S = 120.0
+MAX_LOCKS = 10
+"""RLIMIT_LOCKS, by which a guard marks its processes"""
 
 
 def connect(folder: str) -> socket.socket:
@@ -30,7 +33,10 @@ def connect(folder: str) -> socket.socket:
             server.connect(os.path.join(folder, "socket"))
             return server
         with open(os.path.join(folder, "log"), "ab") as log:
+            mark = resource.getrlimit(MAX_LOCKS)
+            resource.setrlimit(MAX_LOCKS, (resource.RLIM_INFINITY, mark[1]))  # no guard owns the server
             subprocess.Popen([os.path.join(folder, "start")], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            resource.setrlimit(MAX_LOCKS, mark)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with suppress(OSError):
@@ -44,7 +50,8 @@ def main(folder: str) -> None:
     with connect(folder) as server:
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         environment = {**os.environ, "RLITE_TEST_CLIENT": str(os.getpid())}
-        request = {"argv": sys.argv[1:], "environment": environment, "folder": os.getcwd()}
+        mark = resource.getrlimit(MAX_LOCKS)[0]
+        request = {"argv": sys.argv[1:], "environment": environment, "mark": mark, "folder": os.getcwd()}
         data = json.dumps(request).encode(errors="surrogateescape")
         socket.send_fds(server, [struct.pack("=i", len(data))], [0, 1, 2])
         server.sendall(data)

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import runpy
 import selectors
 import shlex
@@ -54,6 +55,9 @@ PRELOADED = (
     "tests.integration.modules",
     "tests.integration.worlds",
 )
+
+MAX_LOCKS = 10
+"""RLIMIT_LOCKS, by which a guard marks its processes"""
 
 
 class Server:
@@ -246,6 +250,7 @@ def main(folder: str, owner: int) -> None:
     gc.freeze()
     if request := Server(folder, owner).serve():
         os.setpgrp()
+        resource.setrlimit(MAX_LOCKS, (request["mark"], resource.getrlimit(MAX_LOCKS)[1]))
         os.chdir(request["folder"])
         run_to_end(request["argv"], request["environment"])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlite.cluster.guard import Guard, marked
 from tests import forked_python
 from tests.integration.worlds import MARK, environment, processes_with
 
@@ -55,6 +56,24 @@ def test_a_signal_reaches_the_program_which_is_found_by_its_environment_until_th
     _, left = psutil.wait_procs(found, timeout=SOON_S)
     assert left == []
     process.stdout.close()
+
+
+def test_a_guard_whose_program_comes_first_does_not_own_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(forked_python.FOLDER, str(tmp_path))
+    forked_python.prepare(tmp_path)
+    guard = Guard()
+    with guard.marking():
+        program = subprocess.Popen([forked_python.python(), "-c", WAIT], stdout=subprocess.PIPE)
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    assert {each.pid for each in marked(next(iter(guard.mark.values())))} == {program.pid, pid}
+    guard.close(patience_s=0.0)
+    assert not psutil.pid_exists(pid)
+    program.wait(SOON_S)
+    program.stdout.close()
+    assert subprocess.run([forked_python.python(), "-c", "exit(7)"], timeout=SOON_S).returncode == 7
 
 
 def test_programs_draw_different_random_numbers() -> None:
