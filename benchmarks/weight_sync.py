@@ -88,12 +88,9 @@ def measure(path: Path, workers: int, repeats: int) -> dict[str, Any]:
 
 
 class _Target:
-    """What a plan needs of an engine. The target is the key of the plans that are known."""
+    """What a plan needs of an engine."""
 
     name = "inference"
-
-    def __init__(self) -> None:
-        self.group = self
 
 
 def rows(ranks: int) -> list[Layout]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -66,6 +67,8 @@ class Engine:
         self._factory: Any = None
         """makes a worker from its context, in its process"""
         self._executor_size = 1
+        self.sending = threading.Lock()
+        """held while a weight sync reads this engine's weights, for which there is one staging memory"""
 
     # -- building ------------------------------------------------------------------------------------------------
 

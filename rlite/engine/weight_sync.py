@@ -105,7 +105,8 @@ def sync_weights(
         while True:
             members = target.members
             try:
-                sync, chosen, written = _move(source, target, verify_checksums, transport)
+                with source.sending:
+                    sync, chosen, written = _move(source, target, verify_checksums, transport)
                 break
             except WorkerError:
                 if not target.has_lost_some_of(members):
@@ -413,7 +414,7 @@ class _Plan:
     pieces: list[list[Piece]]
 
 
-_plans: WeakKeyDictionary[WorkerGroup, list[_Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Engine, list[_Plan]] = WeakKeyDictionary()
 """the latest plans of each target, which serve its equal replicas and the next sync"""
 MOST_PLANS = 4
 
@@ -426,7 +427,7 @@ def known_plan(target: Engine, sources: Sequence[Layout], targets: Sequence[Layo
         sources: layouts of the workers that send.
         targets: layouts of the workers that receive.
     """
-    plans = _plans.setdefault(target.group, [])
+    plans = _plans.setdefault(target, [])
     for plan in plans:
         if plan.targets == targets and plan.sources == sources:
             return plan.pieces

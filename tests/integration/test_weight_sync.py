@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,21 @@ def test_equal_replicas_and_later_syncs_share_a_plan(
             sync_weights(train, serve, "continue", verify_checksums=True)
             assert_holds(serve, train.state_dict())
     assert made == [2, 1]
+
+
+@pytest.mark.parametrize("transport", ["shared", "broadcast", "gathered"])
+def test_one_source_sends_to_one_target_at_a_time(
+    engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    monkeypatch.setattr(weight_sync_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
+    train = engines.train(models["qwen2"], size=2)
+    targets = [engines.serve(models["qwen2"], 2), engines.serve(models["qwen2"], 1)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(8):
+            train_a_little(train, 1)
+            list(pool.map(lambda target: sync_weights(train, target, "continue", False, transport), targets))
+            for target in targets:
+                assert_holds(target, train.state_dict())
 
 
 def test_replicas_gather_for_targets_on_all_of_their_devices(engines: Engines, models: dict[str, Path]) -> None:
