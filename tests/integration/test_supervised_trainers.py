@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -349,6 +350,23 @@ def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
     assert (tmp_path / "run" / "state" / f"step-{last}").is_dir(), "of the step that was under way"
     assert f"Step {last} is saved. {way} goes on from there." in complaint
     assert (tmp_path / "run" / "latest" / "model.safetensors").exists()
+
+
+def test_a_signal_to_the_process_group_leaves_ray_alone_until_the_step_is_saved(model: str, tmp_path: Path) -> None:
+    """`timeout` and a terminal send a signal to the whole group."""
+    (tmp_path / "rows.json").write_text(json.dumps(demonstrations(4096, seed=0)))
+    options = [f"actor.model_name={model}", f"data.path={tmp_path}/rows.json", "data.batch_size=8", "num_devices=2"]
+    command = [sys.executable, "-m", "rlite.trainer.sft", *options, "launcher=ray", f"trainer.save_dir={tmp_path}/run"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("step 2/"))
+        os.killpg(process.pid, signal.SIGTERM)
+        _, complaint = process.communicate(timeout=200)
+    assert process.returncode == 143, complaint
+    last = logged(tmp_path / "run")[-1]["step"]
+    assert f"Step {last} is saved. The same command goes on from there." in complaint
 
 
 def test_a_run_that_replaces_another_chooses_a_best_model_of_its_own(

@@ -188,7 +188,37 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
     """Start Ray for this program only."""
     _make_token()
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
+    with _apart():
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
+
+
+_is_apart = threading.Event()
+"""set while processes that start leave this process's group"""
+
+
+def _leave_group() -> None:
+    if _is_apart.is_set():
+        os.setpgid(0, 0)
+
+
+# it runs in what `subprocess` starts with a `preexec_fn`, as Ray's processes are
+os.register_at_fork(after_in_child=_leave_group)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Give processes that Ray starts inside the block process groups of their own.
+
+    A signal to this process's group, as `timeout` sends it, then reaches the program alone. It can still save.
+
+    Yields:
+        None.
+    """
+    _is_apart.set()
+    try:
+        yield
+    finally:
+        _is_apart.clear()
 
 
 def _make_token() -> None:
