@@ -6,17 +6,26 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.error import MarkedYAMLError
 
 from rlite.errors import ConfigError
 
 NULLS = ("null", "none", "~")
 _FLAGS = ("config", "import", "help")
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
+_UNREADABLE = (
+    *(yaml.YAMLError, OmegaConfBaseException, OSError),
+    *(ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError),
+)
+"""what yaml and OmegaConf raise for a text or a file that they cannot read"""
+_MAX_SAVED = 2**20
+"""bytes of the largest saved config that is read"""
 
 
 def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -141,6 +150,62 @@ def read_yaml(file: str) -> DictConfig:
     return loaded
 
 
+class _SavedLoader(yaml.SafeLoader):
+    """Loader without aliases, which `to_yaml` never writes: a few of them can stand for more than memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()
+            raise MarkedYAMLError(problem=f"found the alias *{event.anchor}", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_yaml_int(self, node: yaml.Node) -> int:
+        number: int = super().construct_yaml_int(node)
+        str(number)  # raises ValueError for a number too long to be shown, which hexadecimal digits may mean
+        return number
+
+
+_SavedLoader.add_constructor("tag:yaml.org,2002:int", _SavedLoader.construct_yaml_int)
+
+
+def read_saved(file: Path) -> dict[str, Any]:
+    """Return the config that a run has saved in its folder. The file may come from anyone.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: the file is no config of a run, with the reason.
+    """
+    try:
+        if file.exists() and not file.is_file():  # a pipe would be read forever
+            raise ConfigError(f"{file.name}: not a file")
+        with file.open("rb") as stream:
+            content = stream.read(_MAX_SAVED + 1)
+        if len(content) > _MAX_SAVED:
+            raise ConfigError(f"{file.name}: cannot be read: it has more than {_MAX_SAVED} bytes")
+        found = yaml.load(content, _SavedLoader)
+    except (FileNotFoundError, ConfigError):
+        raise
+    except _UNREADABLE as error:
+        raise ConfigError(f"{file.name}: cannot be read: {_reason(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file.name}: not the config of a run")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line why a file or a text cannot be read."""
+    if isinstance(error, RecursionError):
+        return "the values are nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"not valid yaml: {error.problem}, in line {error.problem_mark.line + 1}"
+    name = "" if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: "
+    return f"not valid yaml: {name}{(str(error).splitlines() or [''])[0]}"
+
+
 def read_value(key: str, text: str) -> Any:
     """Return the value of an argument that is written in yaml. `null` and interpolations stay texts.
 
@@ -184,7 +249,13 @@ def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes every text that looks like a number: OmegaConf reads more numbers than yaml does."""
+    """Dumper that quotes every text that looks like a number: OmegaConf reads more numbers than yaml does.
+
+    An object that appears twice is written twice: `read_saved` reads no aliases.
+    """
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -199,7 +270,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def to_yaml(container: Mapping[str, Any]) -> bytes:
-    """Return plain values as yaml that `read_yaml` reads back as equal values."""
+    """Return plain values as yaml that `read_yaml` and `read_saved` read back as equal values."""
     return yaml.dump(container, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()
 
 
