@@ -24,7 +24,7 @@ _UNREADABLE = (
     *(ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError),
 )
 """what yaml and OmegaConf raise for a text or a file that they cannot read"""
-_MAX_SAVED = 2**20
+_MAX_SAVED = 2**18
 """bytes of the largest saved config that is read"""
 
 
