@@ -71,5 +71,5 @@ def _gap(line: str) -> Gap | None:
         found = json.loads(line)
         last = found["last"]
         return Gap(int(found["first"]), None if last is None else int(last), str(found["reason"]))
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None
