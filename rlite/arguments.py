@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml.error import MarkedYAMLError
 
+from rlite import files
 from rlite.errors import ConfigError
 
 NULLS = ("null", "none", "~")
@@ -23,7 +24,7 @@ _UNREADABLE = (
     *(yaml.YAMLError, OmegaConfBaseException, OSError),
     *(ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError),
 )
-"""what yaml and OmegaConf raise for a text or a file that they cannot read"""
+"""errors of yaml and OmegaConf for a text or a file that they cannot read"""
 _MAX_SAVED = 2**18
 """bytes of the largest saved config that is read"""
 
@@ -176,9 +177,7 @@ def read_saved(file: Path) -> dict[str, Any]:
         ConfigError: the file is no config of a run, with the reason.
     """
     try:
-        if file.exists() and not file.is_file():  # a pipe would be read forever
-            raise ConfigError(f"{file.name}: not a file")
-        with file.open("rb") as stream:
+        with files.reading(file) as stream:
             content = stream.read(_MAX_SAVED + 1)
         if len(content) > _MAX_SAVED:
             raise ConfigError(f"{file.name}: cannot be read: it has more than {_MAX_SAVED} bytes")

@@ -34,7 +34,8 @@ class Gap:
 def read_gaps(folder: Path) -> list[Gap]:
     """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
     try:
-        lines = (folder / FOLDER / GAPS).read_text(encoding="utf-8", errors="replace").splitlines()
+        with files.reading(folder / FOLDER / GAPS) as file:
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
     return [gap for line in lines if (gap := _gap(line)) is not None]

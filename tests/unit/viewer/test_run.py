@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_a_config_that_cannot_be_read_is_a_problem(tmp_path: Path, text: str) ->
     assert run.config == {}
     assert run.problems[0].startswith("config.yaml: cannot be read: ")
     assert run.metrics.last_step == 1
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "record").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "trace.json", "record/gaps.jsonl"):
+        os.mkfifo(tmp_path / name)
+    [run] = open_runs([str(tmp_path)])
+    assert run.trace.events() == []
+    assert run.notes == []
+    assert run.problems == [f"{name}: cannot be read: not a regular file" for name in ("config.yaml", "trace.json")]
 
 
 def test_a_config_that_a_resumed_run_writes_again_is_read_again(tmp_path: Path) -> None:
