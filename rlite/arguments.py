@@ -142,10 +142,10 @@ def read_yaml(file: str) -> DictConfig:
     """
     try:
         loaded = OmegaConf.load(file)
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror or error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {file}: not valid yaml: {error}") from error
+    except _UNREADABLE as error:
+        raise ConfigError(f"--config {file}: {_reason(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"--config {file}: expected a mapping of keys to values, found a list")
     return loaded
@@ -222,6 +222,8 @@ def read_value(key: str, text: str) -> Any:
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{key}={text}: not valid yaml: {error}") from error
+    except _UNREADABLE as error:
+        raise ConfigError(f"{key}={shown(text)}: {_reason(error)}") from error
 
 
 def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:

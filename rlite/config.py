@@ -211,6 +211,8 @@ def load(
         where = f"{error.full_key}: " if error.full_key else ""
         reason = (error.msg or str(error)).splitlines()[0]  # the other lines describe OmegaConf's own objects
         raise ConfigError(f"{where}{reason}") from error
+    except RecursionError as error:
+        raise ConfigError("the values of files and arguments are nested too deeply") from error
     problems.given = problems.restrict(values, OmegaConf.to_container(tree), "")
     made = problems.validated()
     made._interpolated.update(problems.interpolated)
@@ -397,9 +399,11 @@ class _Problems(Generic[C]):
         tree = OmegaConf.create({})
         for file in files:
             read = with_aliases(read_yaml(file), aliases)
-            self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
             try:
+                self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
                 tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
+            except RecursionError as error:
+                raise ConfigError(f"--config {file}: the values are nested too deeply") from error
             except TypeError as error:
                 raise ConfigError(f"--config {file}: a key is a mapping here and a list in {files[0]}") from error
         for key, text in overrides:
@@ -426,7 +430,12 @@ class _Problems(Generic[C]):
         return None
 
     def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
-        OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+        try:
+            OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+        except OmegaConfBaseException:
+            raise
+        except ValueError as error:  # a list, whose items have numbers for names
+            raise ConfigError(f"{key}: a list has no such key{self._source(key)}; expected keys of a group") from error
         self.sources.update(dict.fromkeys(_leaves(key, value), source))
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
