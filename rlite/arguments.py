@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -247,6 +247,47 @@ def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
                 leaf = groups.pop()
                 (OmegaConf.select(tree, ".".join(groups)) if groups else tree).pop(leaf)
     return tree
+
+
+def merged(tree: DictConfig, read: DictConfig, file: str, first: str) -> DictConfig:
+    """Return a tree with the values of one more file, which replace earlier values.
+
+    Args:
+        tree: values of earlier files.
+        read: values of the file.
+        file: name of the file.
+        first: name of the first file.
+
+    Raises:
+        ConfigError: the values do not fit the earlier ones, or are nested too deeply.
+    """
+    try:
+        return cast(DictConfig, OmegaConf.merge(tree, read))
+    except TypeError as error:
+        raise ConfigError(f"--config {file}: a key is a mapping here and a list in {first}") from error
+    except RecursionError as error:
+        raise ConfigError(f"--config {file}: {_reason(error)}") from error
+
+
+def enter(tree: DictConfig, key: str, value: Any, source: str) -> None:
+    """Write a value into a tree. A mapping is merged into the mapping that is there.
+
+    Args:
+        tree: values of files.
+        key: the value's key, such as `actor.lr`.
+        value: the value.
+        source: place of the present value, for the message.
+
+    Raises:
+        ConfigError: a group of the key is a list.
+        OmegaConfBaseException: the value cannot stand there.
+    """
+    try:
+        OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+    except OmegaConfBaseException:
+        raise
+    except ValueError as error:  # items of a list have numbers for names
+        raise ConfigError(f"{key}: a list has no such key{source}; expected keys of a group") from error
 
 
 class _Dumper(yaml.SafeDumper):

@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,7 +40,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
-from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, to_yaml, with_aliases
+from rlite.arguments import NULLS, enter, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
@@ -399,13 +398,8 @@ class _Problems(Generic[C]):
         tree = OmegaConf.create({})
         for file in files:
             read = with_aliases(read_yaml(file), aliases)
-            try:
-                self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
-                tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
-            except RecursionError as error:
-                raise ConfigError(f"--config {file}: the values are nested too deeply") from error
-            except TypeError as error:
-                raise ConfigError(f"--config {file}: a key is a mapping here and a list in {files[0]}") from error
+            self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
+            tree = merged(tree, read, file, files[0])
         for key, text in overrides:
             key = aliases.get(key, key)
             if at := self._known(key, _COMMAND_LINE):
@@ -430,12 +424,7 @@ class _Problems(Generic[C]):
         return None
 
     def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
-        try:
-            OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
-        except OmegaConfBaseException:
-            raise
-        except ValueError as error:  # a list, whose items have numbers for names
-            raise ConfigError(f"{key}: a list has no such key{self._source(key)}; expected keys of a group") from error
+        enter(tree, key, value, self._source(key))
         self.sources.update(dict.fromkeys(_leaves(key, value), source))
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
