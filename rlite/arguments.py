@@ -6,17 +6,27 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.error import MarkedYAMLError
 
+from rlite import files
 from rlite.errors import ConfigError
 
 NULLS = ("null", "none", "~")
 _FLAGS = ("config", "import", "help")
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
+_UNREADABLE = (
+    *(yaml.YAMLError, OmegaConfBaseException, OSError),
+    *(ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError),
+)
+"""errors of yaml and OmegaConf for a text or a file that they cannot read"""
+_MAX_SAVED = 2**18
+"""bytes of the largest saved config that is read"""
 
 
 def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -132,13 +142,67 @@ def read_yaml(file: str) -> DictConfig:
     """
     try:
         loaded = OmegaConf.load(file)
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror or error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {file}: not valid yaml: {error}") from error
+    except _UNREADABLE as error:
+        raise ConfigError(f"--config {file}: {_reason(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"--config {file}: expected a mapping of keys to values, found a list")
     return loaded
+
+
+class _SavedLoader(yaml.SafeLoader):
+    """Loader without aliases, which `to_yaml` never writes: a few of them can stand for more than memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()
+            raise MarkedYAMLError(problem=f"found the alias *{event.anchor}", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_yaml_int(self, node: yaml.Node) -> int:
+        number: int = super().construct_yaml_int(node)
+        str(number)  # raises ValueError for a number too long to be shown, which hexadecimal digits may mean
+        return number
+
+
+_SavedLoader.add_constructor("tag:yaml.org,2002:int", _SavedLoader.construct_yaml_int)
+
+
+def read_saved(file: Path) -> dict[str, Any]:
+    """Return the config that a run has saved in its folder. The file may come from anyone.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: the file is no config of a run, with the reason.
+    """
+    try:
+        with files.reading(file) as stream:
+            content = stream.read(_MAX_SAVED + 1)
+        if len(content) > _MAX_SAVED:
+            raise ConfigError(f"{file.name}: cannot be read: it has more than {_MAX_SAVED} bytes")
+        found = yaml.load(content, _SavedLoader)
+    except (FileNotFoundError, ConfigError):
+        raise
+    except _UNREADABLE as error:
+        raise ConfigError(f"{file.name}: cannot be read: {_reason(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file.name}: not the config of a run")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line why a file or a text cannot be read."""
+    if isinstance(error, RecursionError):
+        return "the values are nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"not valid yaml: {error.problem}, in line {error.problem_mark.line + 1}"
+    name = "" if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: "
+    return f"not valid yaml: {name}{(str(error).splitlines() or [''])[0]}"
 
 
 def read_value(key: str, text: str) -> Any:
@@ -158,6 +222,8 @@ def read_value(key: str, text: str) -> Any:
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{key}={text}: not valid yaml: {error}") from error
+    except _UNREADABLE as error:
+        raise ConfigError(f"{key}={shown(text)}: {_reason(error)}") from error
 
 
 def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
@@ -183,8 +249,55 @@ def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
     return tree
 
 
+def merged(tree: DictConfig, read: DictConfig, file: str, first: str) -> DictConfig:
+    """Return a tree with the values of one more file, which replace earlier values.
+
+    Args:
+        tree: values of earlier files.
+        read: values of the file.
+        file: name of the file.
+        first: name of the first file.
+
+    Raises:
+        ConfigError: the values do not fit the earlier ones, or are nested too deeply.
+    """
+    try:
+        return cast(DictConfig, OmegaConf.merge(tree, read))
+    except TypeError as error:
+        raise ConfigError(f"--config {file}: a key is a mapping here and a list in {first}") from error
+    except RecursionError as error:
+        raise ConfigError(f"--config {file}: {_reason(error)}") from error
+
+
+def enter(tree: DictConfig, key: str, value: Any, source: str) -> None:
+    """Write a value into a tree. A mapping is merged into the mapping that is there.
+
+    Args:
+        tree: values of files.
+        key: the value's key, such as `actor.lr`.
+        value: the value.
+        source: place of the present value, for the message.
+
+    Raises:
+        ConfigError: a group of the key is a list.
+        OmegaConfBaseException: the value cannot stand there.
+    """
+    try:
+        OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+    except OmegaConfBaseException:
+        raise
+    except ValueError as error:  # items of a list have numbers for names
+        raise ConfigError(f"{key}: a list has no such key{source}; expected keys of a group") from error
+
+
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes every text that looks like a number: OmegaConf reads more numbers than yaml does."""
+    """Dumper that quotes every text that looks like a number: OmegaConf reads more numbers than yaml does.
+
+    An object that appears twice is written twice: `read_saved` reads no aliases.
+    """
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -199,7 +312,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def to_yaml(container: Mapping[str, Any]) -> bytes:
-    """Return plain values as yaml that `read_yaml` reads back as equal values."""
+    """Return plain values as yaml that `read_yaml` and `read_saved` read back as equal values."""
     return yaml.dump(container, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()
 
 

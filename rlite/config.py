@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,7 +40,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
-from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, to_yaml, with_aliases
+from rlite.arguments import NULLS, enter, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
@@ -211,6 +210,8 @@ def load(
         where = f"{error.full_key}: " if error.full_key else ""
         reason = (error.msg or str(error)).splitlines()[0]  # the other lines describe OmegaConf's own objects
         raise ConfigError(f"{where}{reason}") from error
+    except RecursionError as error:
+        raise ConfigError("the values of files and arguments are nested too deeply") from error
     problems.given = problems.restrict(values, OmegaConf.to_container(tree), "")
     made = problems.validated()
     made._interpolated.update(problems.interpolated)
@@ -398,10 +399,7 @@ class _Problems(Generic[C]):
         for file in files:
             read = with_aliases(read_yaml(file), aliases)
             self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
-            try:
-                tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
-            except TypeError as error:
-                raise ConfigError(f"--config {file}: a key is a mapping here and a list in {files[0]}") from error
+            tree = merged(tree, read, file, files[0])
         for key, text in overrides:
             key = aliases.get(key, key)
             if at := self._known(key, _COMMAND_LINE):
@@ -426,7 +424,7 @@ class _Problems(Generic[C]):
         return None
 
     def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
-        OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+        enter(tree, key, value, self._source(key))
         self.sources.update(dict.fromkeys(_leaves(key, value), source))
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:

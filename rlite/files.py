@@ -1,9 +1,14 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and files of unknown origin."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
+from typing import BinaryIO
 
 
 def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -38,6 +43,23 @@ def stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return state.st_mtime_ns, state.st_size
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read it. Another kind of file is refused at once: opening a pipe waits for its writer.
+
+    Yields:
+        The file's bytes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: the path names no regular file, or cannot be read.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+        if not S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield stream
 
 
 def sync(path: Path) -> None:

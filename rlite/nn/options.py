@@ -8,7 +8,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Lt
 
-from rlite.config import Count, Options, Positive
+from rlite.config import Count, FinitePositive, Options
 from rlite.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -19,7 +19,7 @@ class LoraOptions(Options):
 
     rank: Count = 16
     """columns of each factor"""
-    alpha: Positive = 32.0
+    alpha: FinitePositive = 32.0
     """scale: the product of the factors is multiplied by alpha / rank"""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """share of an adapter's inputs that is set to 0 in training"""

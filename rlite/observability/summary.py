@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
 from rlite.observability.columns import LAG, find, number
+from rlite.observability.sinks.jsonl import step_of
 
 TENTH = 10
 
@@ -35,11 +37,16 @@ class History:
                     values[step - int(lag)] = value
 
     def read(self, path: Path) -> None:
-        """Take the metrics of earlier steps from a file of JSON lines, if there is one."""
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                metrics = json.loads(line)
-                self.add(metrics.pop("step"), {key: float(value) for key, value in metrics.items()})
+        """Take the metrics of earlier steps from a file of JSON lines, if there is one that can be read.
+
+        Lines without a step, and lines with values that are no numbers, are left out.
+        """
+        if path.is_file():
+            for line in path.read_bytes().splitlines(keepends=True):
+                if (step := step_of(line)) is not None:
+                    with suppress(ValueError, TypeError, OverflowError):
+                        metrics = json.loads(line)
+                        self.add(step, {key: float(value) for key, value in metrics.items() if key != "step"})
 
     def rows(self) -> dict[str, str]:
         """Return the change of each metric that has at least two values, in words. Equal texts appear once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlite.config import Positive, Rate, quick_checks
+from rlite.config import FinitePositive, Rate, quick_checks
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig
 from rlite.trainer.supervised_options import DpoActorOptions, DpoConfig, EpochOptions, PreferenceLossOptions
@@ -21,7 +21,7 @@ class OrpoActorOptions(DpoActorOptions):
 
     lr: Rate = 8e-6
     """peak learning rate"""
-    beta: Positive = 0.1
+    beta: FinitePositive = 0.1
     """weight of the odds-ratio loss, lambda in the paper"""
     preference_loss: PreferenceLossOptions = ORPO_LOSS
     """the odds ratio, and the negative log-likelihood of the chosen answer"""
@@ -39,7 +39,7 @@ class OrpoConfig(DpoConfig):
 class SimpoActorOptions(DpoActorOptions):
     """The policy of SimPO (arXiv:2405.14734)."""
 
-    beta: Positive = 2.0
+    beta: FinitePositive = 2.0
     """factor of the mean log-probability, which is the reward"""
     preference_loss: PreferenceLossOptions = SIMPO_LOSS
     """the loss to minimise; the margin of SimPO is options.gamma=1"""
@@ -59,7 +59,7 @@ class CpoActorOptions(DpoActorOptions):
 
     lr: Rate = 1e-6
     """peak learning rate"""
-    beta: Positive = 0.1
+    beta: FinitePositive = 0.1
     """factor of the difference of the log-probabilities"""
     preference_loss: PreferenceLossOptions = CPO_LOSS
     """DPO's loss without a reference, and the negative log-likelihood of the chosen answer"""

@@ -9,7 +9,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 import rlite
-from rlite.config import Count, Options, Positive, Rate
+from rlite.config import Count, FinitePositive, Options, Rate
 from rlite.group_names import single_or_named
 from rlite.trainer.held_out.options import HeldOutOptions, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
@@ -183,7 +183,7 @@ class DpoActorOptions(PreferenceModelOptions):
 
     lr: Rate = 5e-7
     """peak learning rate"""
-    beta: Positive = 0.1
+    beta: FinitePositive = 0.1
     """strength of the regularisation towards the reference"""
     preference_loss: PreferenceLossOptions = Field(default_factory=PreferenceLossOptions)
     """the loss to minimise"""
@@ -211,7 +211,7 @@ class KtoActorOptions(PreferenceModelOptions):
 
     lr: Rate = 1e-6
     """peak learning rate"""
-    beta: Positive = 0.1
+    beta: FinitePositive = 0.1
     """strength of the regularisation towards the reference"""
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto measures rewards from an estimate of the KL to the reference, apo_zero_unpaired from 0: it takes two forward

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlite import files
+
 FILE = "metrics.jsonl"
 MAX_STEP = 2**31 - 1
 """largest step of a record, whose steps are 32-bit integers"""
@@ -43,7 +45,7 @@ class MetricsLog:
             True if there are new lines.
         """
         try:
-            with self.path.open("rb") as file:
+            with files.reading(self.path) as file:
                 state = os.fstat(file.fileno())
                 if state.st_ino != self._inode or state.st_size < self._offset:
                     self.series, self.num_torn, self.first_step, self.last_step = {}, 0, MAX_STEP, 0

@@ -6,9 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import yaml
-
 from rlite import files
+from rlite.arguments import read_saved
 from rlite.errors import ConfigError
 from rlite.observability.record.gaps import read_gaps
 from rlite.observability.record.reader import RecordReader, is_recorded
@@ -173,12 +172,11 @@ def _names(paths: list[Path]) -> list[str]:
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        found = yaml.safe_load(path.read_bytes())
+        return read_saved(path), ""
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        return {}, f"{CONFIG}: cannot be read: {str(error).splitlines()[0]}"
-    return (found, "") if isinstance(found, dict) else ({}, f"{CONFIG}: not the config of a run")
+    except ConfigError as error:
+        return {}, str(error)
 
 
 def _changed_at(path: Path) -> float:

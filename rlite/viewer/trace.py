@@ -68,7 +68,7 @@ class TraceLog:
         """
         before = self._offset
         try:
-            with self.path.open("rb") as file:
+            with files.reading(self.path) as file:
                 state = os.fstat(file.fileno())
                 head = file.read(HEAD)
                 if state.st_ino != self._inode or state.st_size < self._offset or not head.startswith(self._head):

@@ -283,6 +283,23 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         load(Run, ["--config", first, "--config", write(tmp_path, "data: [a]\n", "second.yaml")])
     with pytest.raises(UnknownOptionError, match=r"unknown key 'data\.1'"):
         load(Run, ["--config", write(tmp_path, "data: {path: a, 1: 2}\n")])
+    with pytest.raises(ConfigError, match=r"data\.path: a list has no such key \(.*recipe\.yaml\)"):
+        load(Run, ["--config", write(tmp_path, "data: [a, b]\n"), "data.path=a"])
+    for tag in ("bool", "float", "int", "timestamp"):
+        with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid yaml: "):
+            load(Run, ["--config", write(tmp_path, f"lr: !!{tag} foo\n")])
+        with pytest.raises(ConfigError, match=f"sampling.stop=!!{tag} foo: not valid yaml: "):
+            load(Run, [f"sampling.stop=!!{tag} foo"])
+    deep = "{x: " * 80 + "1" + "}" * 80
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: the values are nested too deeply"):
+        load(Run, ["--config", write(tmp_path, f"data: {deep}\n")])
+    with pytest.raises(ConfigError, match=r"sampling.stop=\{x: .*: the values are nested too deeply"):
+        load(Run, [f"sampling.stop={deep}"])
+    (tmp_path / "bytes.yaml").write_bytes(b"lr: \xff\n")
+    with pytest.raises(ConfigError, match=r"bytes\.yaml: not UTF-8: invalid start byte at byte 4"):
+        load(Run, ["--config", str(tmp_path / "bytes.yaml")])
+    with pytest.raises(ConfigError, match="null byte"):
+        load(Run, ["--config", f"{tmp_path}/\0"])
     with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
         load(Run, ["--config", str(tmp_path / "missing.yaml")])
     with pytest.raises(ConfigError, match="--config: expected a yaml file"):

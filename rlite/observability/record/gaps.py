@@ -34,7 +34,8 @@ class Gap:
 def read_gaps(folder: Path) -> list[Gap]:
     """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
     try:
-        lines = (folder / FOLDER / GAPS).read_text(encoding="utf-8", errors="replace").splitlines()
+        with files.reading(folder / FOLDER / GAPS) as file:
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
     return [gap for line in lines if (gap := _gap(line)) is not None]
@@ -71,5 +72,5 @@ def _gap(line: str) -> Gap | None:
         found = json.loads(line)
         last = found["last"]
         return Gap(int(found["first"]), None if last is None else int(last), str(found["reason"]))
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None

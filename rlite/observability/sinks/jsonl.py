@@ -46,19 +46,20 @@ class JsonlSink:
 
 
 def drop_later_lines(path: Path, step: float) -> None:
-    """Rewrite a JSONL file without the lines of later steps and without torn lines."""
+    """Rewrite a JSONL file without the lines of later steps and without lines that cannot be read."""
     with path.open("rb") as file:
-        kept = [line for line in file if (found := _step_of(line)) is not None and found <= step]
+        kept = [line for line in file if (found := step_of(line)) is not None and found <= step]
     with writing(path):
         files.replace(path, b"".join(kept))  # a kill in here must not lose them
 
 
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a whole line; None for a torn line, which may end inside a character."""
+def step_of(line: bytes) -> int | None:
+    """Return the step of a whole line; None for a torn line, which may end inside a character, or another text."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, LookupError, TypeError):
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
+    return step if type(step) is int else None
 
 
 def _jsonable(value: float) -> float | int | str:

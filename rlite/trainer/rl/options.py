@@ -188,15 +188,15 @@ class KlOptions(Options):
 
     type: Literal["reward", "loss", "advantage"] | None = None
     """place where it is paid: each token's reward, a term of the loss, or each token's advantage; null is nowhere"""
-    coef: Weight = 1e-3
+    coef: Rate = 1e-3
     """weight of the KL term"""
     reward_estimator: KLEstimator = "k1"
     """estimator of the types reward and advantage"""
     loss_estimator: KLEstimator = "k2"
     """estimator of the type loss: k2, k3 or abs"""
-    adaptive_target: Positive | None = None
+    adaptive_target: FinitePositive | None = None
     """mean KL of a token towards which coef is adapted after each step; null keeps coef as it is"""
-    adaptive_horizon: Positive = 10000.0
+    adaptive_horizon: FinitePositive = 10000.0
     """sequences in which coef is adapted: the smaller, the faster"""
 
     def problems(self) -> Iterator[str]:

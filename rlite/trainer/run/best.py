@@ -56,6 +56,8 @@ class BestModel:
             return ""
         facts, wanted = evaluation_facts(self._folder / BEST), self._goal
         if {key: facts.get(key) for key in wanted} == wanted:
+            if "value" not in facts:
+                return f"{BEST}/{FACTS} has no finite value of {self._metric}"
             self.value, self.step = facts["value"], facts["step"]
             return ""
         return f"{BEST}/ has been chosen by {_described(facts)}, and trainer.best_metric is {_described(wanted)} now"
@@ -157,13 +159,20 @@ def is_missing(metric: str, metrics: Mapping[str, float]) -> bool:
 
 
 def evaluation_facts(model: Path) -> dict[str, Any]:
-    """Return what a folder says about the evaluation of its model; {} if it says nothing that can be read."""
+    """Return what a folder says about the evaluation of its model; {} if it says nothing that can be read.
+
+    A `value` in it is a finite number.
+    """
     try:
         facts = json.loads((model / FACTS).read_bytes())
-    except (OSError, ValueError):
+        if not isinstance(facts.get("step"), int):
+            return {}
+        value = facts.get("value")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            facts.pop("value", None)
+    except (OSError, ValueError, AttributeError, OverflowError, RecursionError):
         return {}
-    is_known = isinstance(facts, dict) and isinstance(facts.get("step"), int)
-    return facts if is_known and isinstance(facts.get("value", 0.0), int | float) else {}
+    return facts
 
 
 def write_evaluation_facts(model: Path, facts: Mapping[str, Any]) -> None:

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
-from rlite.arguments import shown
+from rlite.arguments import read_saved, shown
 from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError, FolderInUse
 from rlite.observability.record.files import FOLDER as RECORD
@@ -133,12 +131,11 @@ def _is_of_evaluation(file: Path) -> bool:
 def _read(file: Path) -> Mapping[str, Any] | str:
     """Return the options in the file, or why there are none."""
     try:
-        saved = yaml.safe_load(file.read_bytes())
+        return read_saved(file)
     except FileNotFoundError:
         return f"{CONFIG} is missing"
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        return f"{CONFIG} cannot be read: {type(error).__name__}"
-    return saved if isinstance(saved, Mapping) else f"{CONFIG} is not of a run"
+    except ConfigError as error:
+        return str(error)
 
 
 def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:

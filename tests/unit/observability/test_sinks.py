@@ -147,6 +147,15 @@ def test_lines_that_are_cut_anywhere_cost_themselves_alone(tmp_path: Path) -> No
     assert path.read_bytes() == b"".join(whole[:3])
 
 
+@pytest.mark.parametrize(
+    "line", ['{"step": "3"}', '{"step": [1]}', '{"step": {}}', '{"step": true}', '{"step": 1e999}', "[" * 100_000]
+)
+def test_lines_without_a_step_do_not_end_a_resume(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    JsonlSink(Run(directory=tmp_path, resume_after=2)).close()
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
 def test_a_limit_of_file_sizes_is_named_with_the_file(tmp_path: Path) -> None:
     sink = JsonlSink(Run(directory=tmp_path))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -28,6 +28,8 @@ def test_the_best_loss_is_the_lowest_and_what_is_not_finite_does_not_count() -> 
 def test_metrics_of_an_earlier_attempt_count_and_equal_texts_appear_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "a": step, "b": step, "x": "nan"}) + "\n" for step in (1, 2)))
+    with path.open("a") as file:
+        file.write('{"step": [5], "a": 1}\n{"step": 5, "a": [1]}\n{"step": 5, "a": ' + "9" * 400 + '}\n{"step"')
     history = History(["a", "b", "x"], [])
     history.read(path)
     history.read(tmp_path / "missing")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from rlite.errors import ConfigError
 from rlite.observability.record.gaps import Gap, write_gaps
 from rlite.viewer.run import UNFINISHED, open_runs
+from tests.unreadable import UNREADABLE
 
 
 def test_paths_without_a_run_are_refused_together(tmp_path: Path) -> None:
@@ -63,12 +65,24 @@ def test_a_run_that_cannot_be_followed_says_so_and_raises_nothing(tmp_path: Path
     assert run.problems == ["cannot be followed: AttributeError: 'NoneType' object has no attribute 'setdefault'"]
 
 
-@pytest.mark.parametrize("text", ["a: 2026-13-45", "[" * 10_000])
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_a_config_that_cannot_be_read_is_a_problem(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
     [run] = open_runs([str(tmp_path)])
     assert run.config == {}
     assert run.problems[0].startswith("config.yaml: cannot be read: ")
+    assert run.metrics.last_step == 1
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "record").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "trace.json", "record/gaps.jsonl"):
+        os.mkfifo(tmp_path / name)
+    [run] = open_runs([str(tmp_path)])
+    assert run.trace.events() == []
+    assert run.notes == []
+    assert run.problems == [f"{name}: cannot be read: not a regular file" for name in ("config.yaml", "trace.json")]
 
 
 def test_a_config_that_a_resumed_run_writes_again_is_read_again(tmp_path: Path) -> None:

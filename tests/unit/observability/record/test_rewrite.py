@@ -116,7 +116,8 @@ def test_a_resumed_run_ends_the_gaps_and_drops_later_ones(tmp_path: Path) -> Non
     drop_later(tmp_path, 4)
     assert read_gaps(tmp_path) == [Gap(3, 4, "full")]
     with (tmp_path / "record" / "gaps.jsonl").open("a") as file:
-        file.write('{"first": 4}\n[1]\n{"fir')
+        file.write('{"first": 4}\n[1]\n{"first": 1e999, "last": null, "reason": ""}\n')
+        file.write("[" * 100_000 + '\n{"fir')
     assert read_gaps(tmp_path) == [Gap(3, 4, "full")]
 
 

@@ -79,11 +79,22 @@ def test_a_value_of_another_metric_or_direction_is_not_compared(
 
 def test_a_model_that_does_not_say_why_it_is_the_best_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
-    for content in ("", "[]", '{"step": "x"}'):
+    for content in ("", "[]", '{"step": "x"}', "[" * 100_000, f'{{"step": 1, "value": 1{"0" * 400}}}'):
         (tmp_path / "best/evaluation.json").write_text(content)
         best = BestModel(options(best_metric="accuracy"), tmp_path)
         assert best.restore().startswith("best/ has been chosen by an unknown metric")
         assert best.value is None
+
+
+@pytest.mark.parametrize("value", ["", ', "value": NaN', ', "value": 1e999', ', "value": "0.5"', ', "value": true'])
+def test_a_model_without_a_finite_value_is_replaced(value: str, tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    facts = f'{{"step": 4, "metric": "accuracy", "is_lowest": false{value}}}'
+    (tmp_path / "best/evaluation.json").write_text(facts)
+    best = BestModel(options(best_metric="accuracy"), tmp_path)
+    assert best.restore() == "best/evaluation.json has no finite value of accuracy"
+    see(best, 8, {"accuracy": 0.1})
+    assert (best.value, (tmp_path / "best/model").read_text()) == (0.1, "8")
 
 
 def test_a_save_that_fails_leaves_the_value_to_beat(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rlite.errors import ConfigError
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.run.folder import MAY_DIFFER, begins_anew, checkpoint_to_load, clear
 from rlite.trainer.supervised_options import EpochOptions
+from tests.unreadable import UNREADABLE
 
 OPTIONS: dict[str, Any] = {
     "actor": {"lr": 1e-3, "lora": None},
@@ -81,13 +82,14 @@ def test_another_run_is_refused_with_what_differs_and_the_ways_out(used: Path, k
     assert decide(used, changed(key, value), str(used / "state" / "step-4")) == str(used / "state" / "step-4")
 
 
-@pytest.mark.parametrize("content", [None, b"- a list", b"\xff\xfe\x00", b"a: [", b""])
-def test_results_without_a_config_that_can_be_read_are_not_touched(used: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [None, b"- a list", b"\xff\xfe\x00", b"a: \xff", b"", *UNREADABLE])
+def test_results_without_a_config_that_can_be_read_are_not_touched(used: Path, content: bytes | str | None) -> None:
     if content is None:
         (used / "config.yaml").unlink()
     else:
-        (used / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"results of another run \(config\.yaml (is|cannot be read)"):
+        (used / "config.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
+    known = r"results of another run \(config\.yaml( is|: cannot be read|: not the config).*Choose another folder"
+    with pytest.raises(ConfigError, match=known):
         decide(used, OPTIONS)
 
 
