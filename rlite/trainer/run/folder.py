@@ -57,6 +57,8 @@ def checkpoint_to_load(
 ) -> str | None:
     """Choose the checkpoint to resume from: in a used folder the newest one, if the run is the same.
 
+    A run that ended before its first step leaves no results, so a run with other options may start in its folder.
+
     Args:
         folder: the run's folder; it need not exist.
         load_ckpt_from: a path, "latest", "latest_good", or None.
@@ -82,6 +84,8 @@ def checkpoint_to_load(
             f"trainer.save_dir={folder}: it holds the results of another trainer ({', '.join(foreign)}: no "
             "option of this one). Choose another folder, or replace its results (trainer.overwrite=true)"
         )
+    if not isinstance(saved, str) and not _has_steps(folder):
+        return load_ckpt_from
     more = f"; and {len(different) - MAX_SHOWN} more" if len(different) > MAX_SHOWN else ""
     raise ConfigError(
         f"trainer.save_dir={folder}: it holds the results of another run ({'; '.join(different[:MAX_SHOWN])}{more}). "
@@ -120,6 +124,20 @@ def clear(folder: Path) -> None:
         discard(folder / RESULTS)
     for path in (*folder.glob("*_latest"), *earlier_traces(folder / TRACE)):
         discard(path)
+
+
+def _has_steps(folder: Path) -> bool:
+    """Return whether the folder holds results of a step: checkpoints, a best model, training rollouts or metrics."""
+    results = ("state/step-*", BEST, f"{RECORD}/train-*")
+    if any(True for pattern in results for _ in folder.glob(pattern)):
+        return True
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+        return any(json.loads(line)["step"] > 0 for line in lines)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, TypeError, KeyError):
+        return True  # metrics that cannot be read may be results
 
 
 def _is_of_evaluation(file: Path) -> bool:
