@@ -24,8 +24,10 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
 """names of options in TRL, verl and prime-rl -> the last parts of the keys that they mean here, the best first"""
 
 OTHER_COMMANDS: Mapping[str, str] = {
-    **{"data": "train_data", "train_data": "data"},
-    **{"n_epochs": "total_steps", "total_steps": "n_epochs"},
+    "data": "train_data",
+    "train_data": "data",
+    "n_epochs": "total_steps",
+    "total_steps": "n_epochs",
 }
 """parts of keys of one command -> the parts with the same purpose in another command"""
 

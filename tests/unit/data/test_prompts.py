@@ -115,7 +115,9 @@ def test_a_row_of_a_mixture_is_named_in_its_source() -> None:
 
 def test_a_row_of_a_file_is_named_with_the_file() -> None:
     sources = {name: Rows([{"question": "q"}], paths={"": f"{name}.jsonl"}) for name in "ab"}
-    with pytest.raises(DataError, match=r"^train_data\.path=a\.jsonl, row index 0: .*train_data\.columns\.prompt=question"):
+    with pytest.raises(
+        DataError, match=r"^train_data\.path=a\.jsonl, row index 0: .*train_data\.columns\.prompt=question"
+    ):
         check_prompts(sources["a"], "train_data")
     named = r"^train_data\.mixture\.a\.path=a\.jsonl, row index 0: .*train_data\.mixture\.a\.columns\.prompt=question"
     with pytest.raises(DataError, match=named):

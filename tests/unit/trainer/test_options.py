@@ -99,7 +99,9 @@ def test_sinks_whose_package_is_absent_are_refused_before_an_earlier_run_is_dele
     monkeypatch.setitem(sys.modules, sink, None)
     with pytest.raises(ConfigError, match=rf"metric sink '{sink}' needs the package {sink}: pip install 'rlite\["):
         load(SftConfig, [*SFT, f"trainer.sinks=[jsonl,{sink}]"])
-    with pytest.raises(ConfigError, match=r"^trainer\.sinks: unknown metric sink 'tensorbord'; did you mean 'tensorboard'"):
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.sinks: unknown metric sink 'tensorbord'; did you mean 'tensorboard'"
+    ):
         load(SftConfig, [*SFT, "trainer.sinks=[tensorbord]"])
 
 
