@@ -210,6 +210,16 @@ class RunOptions(Options):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"
 
     @property
+    def limit_key(self) -> str:
+        """The option that says how long the run is."""
+        return "trainer.total_steps"
+
+    @property
+    def folder_key(self) -> str:
+        """The option that names the folder."""
+        return "trainer.save_dir"
+
+    @property
     def all_sinks(self) -> list[str]:
         """Destinations of metrics, `use_wandb` included."""
         return [*self.sinks, "wandb"] if self.use_wandb and "wandb" not in self.sinks else self.sinks

@@ -76,6 +76,8 @@ def test_the_quickstart_goes_on_where_it_was_stopped_and_ends_with_a_model_and_a
     command = ["-m", "rlite.cli", "quickstart", *small]
     run(*command, "steps=2", cwd=tmp_path)
     out = run(*command, "steps=4", cwd=tmp_path, python=forked_python.python())
+    again = run(*command, "steps=4", cwd=tmp_path, python=forked_python.python())
+    assert "raise steps, or choose another folder" in again
     folder = tmp_path / "runs" / "quickstart"
     assert "warm start" not in out.split("rlite ppo")[0]
     assert "held-out accuracy" in out

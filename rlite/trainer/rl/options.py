@@ -231,7 +231,8 @@ class AdvantageOptions(Options):
         """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in OWN_ESTIMATORS
         if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
-            yield f"adv.estimator={self.estimator}: unknown estimator; {did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])}"
+            hint = did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])
+            yield f"adv.estimator={self.estimator}: unknown estimator; {hint}"
             return
         if self.estimator == "remax":
             yield "adv.estimator=remax needs a greedy response to each prompt, which this trainer does not sample"

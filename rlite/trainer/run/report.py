@@ -12,7 +12,6 @@ from rlite.observability.summary import History
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import is_lowest_best
 from rlite.trainer.run.command import at_end
-from rlite.trainer.supervised_options import EpochOptions
 
 FILES = {"model": "latest", "best model": "best", "rollouts": RECORD}
 MAX_EARLY = 2
@@ -85,9 +84,7 @@ class RunReport:
         elif step < total_steps:
             self._console.report(f"resumed from step {step}", {"checkpoint": checkpoint})
         else:
-            counts_epochs = isinstance(self._options, EpochOptions) and self._options.total_steps is None
-            limit = "n_epochs" if counts_epochs else "total_steps"
-            ways = f"raise trainer.{limit}, or choose another trainer.save_dir"
+            ways = f"raise {self._options.limit_key}, or choose another {self._options.folder_key}"
             self._console.report(f"finished already: step {step} of {total_steps}", {"to go on": ways})
 
     def _columns(self) -> list[str]:

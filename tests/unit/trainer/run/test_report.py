@@ -79,9 +79,9 @@ def test_the_metrics_that_decide_are_always_shown_and_the_best_model_has_its_val
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
-        (EpochOptions(save_dir="x", sinks=[]), "n_epochs"),
-        (EpochOptions(save_dir="x", sinks=[], total_steps=2), "total_steps"),
-        (TrainerOptions(save_dir="x", sinks=[]), "total_steps"),
+        (EpochOptions(save_dir="x", sinks=[]), "trainer.n_epochs"),
+        (EpochOptions(save_dir="x", sinks=[], total_steps=2), "trainer.total_steps"),
+        (TrainerOptions(save_dir="x", sinks=[]), "trainer.total_steps"),
     ],
 )
 def test_a_finished_run_names_the_limit_that_it_has(
@@ -90,7 +90,7 @@ def test_a_finished_run_names_the_limit_that_it_has(
     report = RunReport(options, ReportedMetrics())
     report.open(2, 2)
     report.resumed(2, 2, Path("x/state/step-2"), "")
-    assert f"raise trainer.{limit}, or choose another trainer.save_dir" in capsys.readouterr().out
+    assert f"raise {limit}, or choose another trainer.save_dir" in capsys.readouterr().out
 
 
 def test_a_run_is_shown_with_the_accuracy_of_each_set_by_name(tmp_path: Path) -> None:
