@@ -127,15 +127,17 @@ def clear(folder: Path) -> None:
 
 
 def _has_steps(folder: Path) -> bool:
-    """Return whether the folder holds results of a step: checkpoints, a best model, training rollouts or metrics."""
-    results = ("state/step-*", BEST, f"{RECORD}/train-*")
-    if any(True for pattern in results for _ in folder.glob(pattern)):
+    """Return whether the folder holds results of a step: checkpoints, a best model, or metrics.
+
+    Rollouts count for a run that writes no file of metrics. Otherwise they may be those of a first step that failed.
+    """
+    if any(True for pattern in ("state/step-*", BEST) for _ in folder.glob(pattern)):
         return True
     try:
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()
         return any(json.loads(line)["step"] > 0 for line in lines)
     except FileNotFoundError:
-        return False
+        return any(True for _ in folder.glob(f"{RECORD}/train-*"))
     except (OSError, ValueError, TypeError, KeyError):
         return True  # metrics that cannot be read may be results
 

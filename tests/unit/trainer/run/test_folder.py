@@ -86,6 +86,8 @@ def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(tmp_pa
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(OPTIONS))
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_text(metrics)
+        (tmp_path / "record").mkdir()
+        (tmp_path / "record" / "train-00000001.rows.parquet").touch()  # of a first step that failed
     assert decide(tmp_path, changed("actor.lr", 1e-4)) is None
     assert decide(tmp_path, OPTIONS, "/elsewhere/state/step-9") == "/elsewhere/state/step-9"
 
