@@ -7,7 +7,6 @@ The agent asks, looks at the answer, asks again, and returns what the conversati
 """
 
 import sys
-import tempfile
 
 import rlite
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
@@ -35,13 +34,13 @@ async def agent(client, data):
 
 def main(steps: int) -> None:
     rlite.init(num_devices=1)
-    model = str(build_tiny_qwen3(tempfile.mkdtemp(), seed=0))
+    model = str(build_tiny_qwen3("runs/example-agent/model", seed=0))
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     workflow = AgentWorkflow(agent, GenerationHyperparameters(max_new_tokens=12), byte_tokenizer())
     options = PpoConfig(
         actor=ActorOptions(model_name=model, lr=3e-3),
         train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
-        trainer=TrainerOptions(save_dir="runs/agent", total_steps=steps),
+        trainer=TrainerOptions(save_dir="runs/example-agent/run", total_steps=steps),
     )
     print(PpoTrainer(options, workflow, rows).fit())
     rlite.shutdown()

@@ -6,7 +6,6 @@ Its pair, `grpo_from_engines.py`, writes the same loop out.
 """
 
 import sys
-import tempfile
 
 import rlite
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
@@ -24,7 +23,7 @@ def digits(prompt, completions, prompt_ids, completion_ids, **row):
 
 def main(steps: int) -> None:
     rlite.init(num_devices=1)
-    model = str(build_tiny_qwen3(tempfile.mkdtemp(), seed=0))
+    model = str(build_tiny_qwen3("runs/example-grpo/model", seed=0))
     rows = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(10) for b in range(10)]
     workflow = SingleTurnWorkflow(
         RewardFunction(digits), GenerationHyperparameters(max_new_tokens=12), byte_tokenizer()
@@ -32,7 +31,7 @@ def main(steps: int) -> None:
     options = PpoConfig(
         actor=ActorOptions(model_name=model, lr=3e-3),
         train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
-        trainer=TrainerOptions(save_dir="runs/grpo", total_steps=steps),
+        trainer=TrainerOptions(save_dir="runs/example-grpo/run", total_steps=steps),
     )
     print(PpoTrainer(options, workflow, rows).fit())
     rlite.shutdown()

@@ -6,7 +6,6 @@ Its pair, `grpo.py`, is the same run with the ready trainer.
 """
 
 import sys
-import tempfile
 
 import torch
 from accelerate import init_empty_weights
@@ -46,7 +45,7 @@ def num_action_tokens(data):
 
 def main(steps: int) -> None:
     rlite.init(num_devices=1)
-    model = str(build_tiny_qwen3(tempfile.mkdtemp(), seed=0))
+    model = str(build_tiny_qwen3("runs/example-grpo-from-engines/model", seed=0))
     rollout = RliteInferenceEngine(model)
     rollout.build()
     with init_empty_weights():

@@ -8,7 +8,6 @@ what an answer is worth, are reasoning-gym's (pip install 'rlite[quickstart]').
 
 import re
 import sys
-import tempfile
 
 import rlite
 from rlite.data.reasoning import build_problems, question_of
@@ -39,7 +38,7 @@ class TwoAttempts:
 
 def main(steps: int) -> None:
     rlite.init(num_devices=1)
-    model = str(build_tiny_qwen3(tempfile.mkdtemp(), seed=0))
+    model = str(build_tiny_qwen3("runs/example-gym/model", seed=0))
     # each step of an environment has a time-out, in a process that can be killed
     environment = GymEnvironment(TwoAttempts, timeout=20)
     sampling = SamplingOptions(max_new_tokens=4)
@@ -50,7 +49,7 @@ def main(steps: int) -> None:
         actor=ActorOptions(model_name=model, lr=2e-3, entropy_coef=0.02),
         train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
         rollout=RolloutOptions(train_sampling_params=sampling, max_turns=2),
-        trainer=TrainerOptions(save_dir="runs/gym", total_steps=steps),
+        trainer=TrainerOptions(save_dir="runs/example-gym/run", total_steps=steps),
     )
     print(PpoTrainer(options, workflow, rows).fit())
     rlite.shutdown()

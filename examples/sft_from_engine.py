@@ -9,7 +9,6 @@ this.
 
 import random
 import sys
-import tempfile
 
 import torch
 from accelerate import init_empty_weights
@@ -60,11 +59,11 @@ def main(num_steps: int, model: str, chats: list[dict]) -> None:
     inference.build(colocate_with=train)
     train.p2p_weight_sync(inference)
     print("answer:", inference.chat([QUESTION], {"temperature": 0.0, "max_new_tokens": 16}).text)
-    train.save("runs/sft_from_engine")
+    train.save("runs/example-sft/trained")
     rlite.shutdown()
 
 
 if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    folder = sys.argv[2] if len(sys.argv) > 2 else str(build_tiny_qwen3(tempfile.mkdtemp(), seed=0))
+    folder = sys.argv[2] if len(sys.argv) > 2 else str(build_tiny_qwen3("runs/example-sft/model", seed=0))
     main(steps, folder, read_rows(sys.argv[3]) if len(sys.argv) > 3 else CHATS)

@@ -79,4 +79,5 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(build_tiny_qwen3(tempfile.mkdtemp(), seed=0)))
+    with tempfile.TemporaryDirectory() as folder:
+        main(sys.argv[1] if len(sys.argv) > 1 else str(build_tiny_qwen3(folder, seed=0)))

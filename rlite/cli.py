@@ -48,6 +48,7 @@ from typing import NamedTuple
 import rlite
 from rlite import config
 from rlite.errors import ConfigError, did_you_mean
+from rlite.help import help_topic
 from rlite.trainer.presets import TRAINERS
 from rlite.trainer.run.command import run, start
 
@@ -76,8 +77,8 @@ COMMANDS = {
     "plan": Command("rlite.trainer.commands.plan", "rlite.trainer.commands.options:PlanConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
     "status": Command("rlite.control.command", "rlite.control.command:JobQuery", "status"),
-    "logs": Command("rlite.control.command", "rlite.control.command:JobQuery", "logs"),
-    "stop": Command("rlite.control.command", "rlite.control.command:JobQuery", "stop"),
+    "logs": Command("rlite.control.command", "rlite.control.command:NamedJobQuery", "logs"),
+    "stop": Command("rlite.control.command", "rlite.control.command:NamedJobQuery", "stop"),
 }
 
 
@@ -103,14 +104,17 @@ def main() -> None:
 
 
 def print_schema(arguments: Sequence[str]) -> None:
-    """Print the JSON schema of the yaml files that a command reads.
+    """Print the JSON schema of the yaml files that a command reads, or with `--help` the names of the commands.
 
     Raises:
         ConfigError: the arguments are not the name of one command.
     """
+    if help_topic(arguments) is not None:
+        print(f"usage: rlite schema COMMAND\n\nJSON schema of a command's yaml files. Commands: {', '.join(COMMANDS)}")
+        return
     if len(arguments) != 1 or arguments[0] not in COMMANDS:
         hint = did_you_mean(" ".join(arguments), COMMANDS)
-        raise ConfigError(f"schema {' '.join(arguments)}: expected one command; {hint}")
+        raise ConfigError(f"{' '.join(['schema', *arguments])}: expected one command; {hint}")
     print(json.dumps(config.schema(COMMANDS[arguments[0]].find_options()), indent=2))
 
 

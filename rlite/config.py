@@ -88,6 +88,8 @@ class Options(BaseModel):
 
     preset_of: ClassVar[str] = ""
     """the command of the base class, whose options these are with other defaults"""
+    help_arguments: ClassVar[str] = ""
+    """arguments of the usage line without `key=`: names without a key, and flags"""
     help_example: ClassVar[str] = ""
     """arguments of a typical call, which `--help` shows"""
     help_first: ClassVar[tuple[str, ...]] = ()
@@ -269,12 +271,12 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
     without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
     required = [path for path in without_default if f"{path}.".startswith(of_required)]
-    own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
+    own_code = "[--import FILE.py]..." if IMPORTS in cls.model_fields else ""
     manual = Manual(
         keys={path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
         titles={group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}},
         first=list(dict.fromkeys([*required, *cls.help_first])),
-        options=f"[--config FILE.yaml]... {own_code}[key=value]...",
+        options=" ".join(filter(None, [cls.help_arguments, "[--config FILE.yaml]...", own_code, "[key=value]..."])),
         example=cls.help_example,
         preset=_preset(cls),
     )

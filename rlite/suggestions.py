@@ -23,6 +23,14 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
 }
 """names of options in TRL, verl and prime-rl -> the last parts of the keys that they mean here, the best first"""
 
+OTHER_COMMANDS: Mapping[str, str] = {
+    "data": "train_data",
+    "train_data": "data",
+    "n_epochs": "total_steps",
+    "total_steps": "n_epochs",
+}
+"""parts of keys of one command -> the parts with the same purpose in another command"""
+
 
 def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> str:
     """Return a hint for the end of a message: the keys that are probably meant, or all keys of the group.
@@ -32,6 +40,9 @@ def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> 
         known: the keys that exist.
         usual: keys that are preferred among several that contain the words of the unknown key.
     """
+    same = ".".join(OTHER_COMMANDS.get(part, part) for part in key.split("."))
+    if same != key and same in known:
+        return _any_of([same])
     group, _, leaf = key.rpartition(".")
     for name in ELSEWHERE.get(leaf, ()):
         if meant := _same_leaf(name, known):

@@ -25,6 +25,7 @@ LAST_EVENTS = 5
 class LaunchConfig(JobSpec):
     """A job spec, with what `submit` takes."""
 
+    help_arguments: ClassVar[str] = "JOB.yaml"
     help_example: ClassVar[str] = "job.yaml name=my-run"
 
     name: str = "rlite-job"
@@ -40,12 +41,19 @@ class LaunchConfig(JobSpec):
 class JobQuery(Options):
     """A job on a running cluster."""
 
+    help_arguments: ClassVar[str] = "[NAME]"
     help_example: ClassVar[str] = "NAME"
 
     name: str | None = None
     """name of the job; status without it shows all jobs"""
     address: str | None = None
     """address of the Ray cluster"""
+
+
+class NamedJobQuery(JobQuery):
+    """One job on a running cluster."""
+
+    help_arguments: ClassVar[str] = "NAME"
 
 
 def launch(arguments: Sequence[str]) -> None:

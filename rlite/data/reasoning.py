@@ -6,14 +6,17 @@ A row is plain data: it can be written to JSONL, sent to another process, and sc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 try:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, if pip has not compiled it
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 except ImportError:
     reasoning_gym = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from rlite.data.formats.normalise import normalise
@@ -29,6 +29,8 @@ class Rows(Sequence[Mapping[str, Any]]):
     """the sources of the rows, end to end; None if there is one"""
     stream: StreamedTable[Rows] | None = None
     """the table of which these rows are the first window; None if they are the whole table"""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """path of each source by its name, "" for a single table; rows of a program have none"""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -90,7 +92,7 @@ def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
     made, form = normalise(
         rows, kind, source.where, columns=source.columns, system_prompt=source.system_prompt, key=source.key
     )
-    return Rows(made, form)
+    return Rows(made, form, paths={"": source.path} if source.rows is None else {})
 
 
 def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
@@ -123,20 +125,23 @@ def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -
     sizes = {name: len(part) for name, part in parts.items()}
     mixture = Mixture(sizes, weights or sizes)
     form = f"a mixture of {mixture}: {'; '.join(f'{name} {part.form}' for name, part in parts.items())}"
-    return Rows([row for part in parts.values() for row in part], form, mixture)
+    paths = {name: part.paths[""] for name, part in parts.items() if part.paths}
+    return Rows([row for part in parts.values() for row in part], form, mixture, paths=paths)
 
 
 def place_of(rows: Sequence[Any], number: int, where: str) -> str:
-    """Return the name of a row in messages, such as "train_data.mixture.math, row index 3".
+    """Return the name of a row in messages, such as "train_data.mixture.math.path=m.jsonl, row index 3".
 
     Args:
         rows: the table.
         number: the row's index in the table.
         where: the table's name in messages.
     """
-    if isinstance(rows, Rows) and rows.mixture is not None:
-        source, number = rows.mixture.source_of(number)
-        where = f"{where}.mixture.{source}"
+    if isinstance(rows, Rows):
+        source, number = ("", number) if rows.mixture is None else rows.mixture.source_of(number)
+        where = f"{where}.mixture.{source}" if source else where
+        if source in rows.paths and ".path=" not in where:
+            where = f"{where}.path={rows.paths[source]}"
     return f"{where}, row index {number}"
 
 

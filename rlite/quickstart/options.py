@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rlite.config import Count, Seed
-from rlite.trainer.options import AnnouncedOptions
+from rlite.trainer.options import AnnouncedOptions, TrainerOptions
+
+
+class QuickstartRunOptions(TrainerOptions):
+    """The run of the quickstart, whose options have names of their own."""
+
+    @property
+    def limit_key(self) -> str:
+        """The option that says how long the run is."""
+        return "steps"
+
+    @property
+    def folder_key(self) -> str:
+        """The option that names the folder."""
+        return "folder"
 
 
 class QuickstartConfig(AnnouncedOptions):

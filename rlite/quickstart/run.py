@@ -26,7 +26,7 @@ from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.plots import plot_learning_curve
-from rlite.quickstart.options import QuickstartConfig
+from rlite.quickstart.options import QuickstartConfig, QuickstartRunOptions
 from rlite.quickstart.teacher import impatient_demonstrations
 from rlite.quickstart.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
@@ -34,7 +34,6 @@ from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import (
     ActorOptions,
@@ -145,7 +144,7 @@ def reinforce(
             max_model_len=MAX_LENGTH,
             dynamic_filtering=False,
         ),
-        trainer=TrainerOptions(
+        trainer=QuickstartRunOptions(
             save_dir=str(folder),
             total_steps=options.steps,
             save_freq=20,

@@ -43,6 +43,11 @@ class EpochOptions(RunOptions):
     test_freq: Count = 100
     """steps between two evaluations on test_data, if there is some"""
 
+    @property
+    def limit_key(self) -> str:
+        """The option that says how long the run is."""
+        return "trainer.n_epochs" if self.total_steps is None else "trainer.total_steps"
+
 
 class AnsweringOptions(RecordOptions, EpochOptions):
     """A run of a number of epochs, whose evaluations may have answers."""

@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> None:
 def _export(runs: Sequence[ViewedRun], options: ViewConfig, path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"export={path}: expected a file such as run.html, found a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"export={path}: there is no folder {path.parent}; make it, or choose another file")
     told = export(runs, path, options.export_steps, options.export_mb)
     print(
         f"{path}: {told['bytes'] / 1e6:.1f} MB, {told['rollouts']:,} rollouts, {told['texts']:,} of them with texts "

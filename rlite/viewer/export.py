@@ -54,7 +54,6 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
         about["problems"] += left_out.get(number, [])
     content = single_page(gzip.compress(json.dumps(answers.found, allow_nan=False).encode(), mtime=0)).encode()
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, content)
     rollouts = sum(run.record.table(source).num_rows for run in runs for source in run.record.sources)
     return {

@@ -12,6 +12,7 @@ from rlite.config import Count, Options
 class ViewConfig(Options):
     """Options of `rlite view RUN [RUN2 ...]`."""
 
+    help_arguments: ClassVar[str] = "RUN [RUN2 ...] [--export FILE.html]"
     help_example: ClassVar[str] = "runs/quickstart"
 
     runs: list[str] = []

@@ -30,10 +30,17 @@ def test_a_grpo_example_prints_its_reward(name, steps, tmp_path):
     assert "reward" in out
 
 
+def test_an_example_runs_again_with_more_steps_and_goes_on(tmp_path):
+    command, python = str(ROOT / "examples" / "grpo.py"), forked_python.python()
+    run(command, "1", cwd=tmp_path, python=python)
+    assert "resumed from step 1" in run(command, "2", cwd=tmp_path, python=python)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["example-grpo"]
+
+
 def test_the_example_of_sft_learns_the_answer_of_its_chats(tmp_path):
     out = run(str(ROOT / "examples" / "sft_from_engine.py"), "12", cwd=tmp_path, python=forked_python.python())
     assert out.splitlines()[-1] == "answer: Blue."
-    assert (tmp_path / "runs" / "sft_from_engine" / "tokenizer_config.json").is_file()
+    assert (tmp_path / "runs" / "example-sft" / "trained" / "tokenizer_config.json").is_file()
 
 
 def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
@@ -69,6 +76,8 @@ def test_the_quickstart_goes_on_where_it_was_stopped_and_ends_with_a_model_and_a
     command = ["-m", "rlite.cli", "quickstart", *small]
     run(*command, "steps=2", cwd=tmp_path)
     out = run(*command, "steps=4", cwd=tmp_path, python=forked_python.python())
+    again = run(*command, "steps=4", cwd=tmp_path, python=forked_python.python())
+    assert "raise steps, or choose another folder" in again
     folder = tmp_path / "runs" / "quickstart"
     assert "warm start" not in out.split("rlite ppo")[0]
     assert "held-out accuracy" in out

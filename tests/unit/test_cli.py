@@ -78,6 +78,33 @@ def test_help_may_be_read_by_head():
 
 
 @pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        *[("view", "RUN [RUN2 ...] [--export FILE.html]"), ("generate", 'MODEL "PROMPT"'), ("merge", "ADAPTER OUT")],
+        *[("eval", "MODEL [MODEL2] [--data ROWS]"), ("launch", "JOB.yaml"), ("status", "[NAME]"), ("logs", "NAME")],
+    ],
+)
+def test_the_usage_shows_arguments_without_a_key(monkeypatch, capsys, command, arguments):
+    run(monkeypatch, command, "--help")
+    assert capsys.readouterr().out.startswith(f"usage: rlite {command} {arguments} ")
+
+
+def test_help_on_the_schema_lists_the_commands(monkeypatch, capsys):
+    run(monkeypatch, "schema", "--help")
+    told = capsys.readouterr().out
+    assert told.startswith("usage: rlite schema COMMAND\n")
+    assert all(command in told for command in COMMANDS)
+
+
+def test_help_and_schema_offer_the_same_estimators_of_a_kl_loss(monkeypatch, capsys):
+    run(monkeypatch, "ppo", "--help", "kl.loss_estimator")
+    assert "(one of abs, k2, k3)" in capsys.readouterr().out
+    run(monkeypatch, "schema", "ppo")
+    found = re.search(r'"loss_estimator": \{.*?"enum": \[(.*?)\]', capsys.readouterr().out, re.DOTALL)
+    assert found[1].split() == ['"abs",', '"k2",', '"k3"']
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["pop"], "unknown command 'pop'; did you mean 'ppo'?"),
@@ -86,7 +113,7 @@ def test_help_may_be_read_by_head():
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge, orpo, plan",
+            "schema: expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],

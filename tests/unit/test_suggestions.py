@@ -28,6 +28,20 @@ def test_names_of_other_libraries_lead_to_the_usual_key(command: str, key: str, 
         load(COMMANDS[command].find_options(), [f"{key}=1"])
 
 
+@pytest.mark.parametrize(
+    ("command", "key", "nearest"),
+    [
+        *[("ppo", "data.path", "train_data.path"), ("grpo", "data.path", "train_data.path")],
+        *[("sft", "train_data.path", "data.path"), ("dpo", "train_data.path", "data.path")],
+        *[("kto", "train_data.columns", "data.columns"), ("eval", "train_data.path", "data.path")],
+        *[("ppo", "trainer.n_epochs", "trainer.total_steps"), ("grpo", "trainer.n_epochs", "trainer.total_steps")],
+    ],
+)
+def test_a_key_of_another_command_leads_to_the_key_with_its_purpose(command: str, key: str, nearest: str) -> None:
+    with pytest.raises(UnknownOptionError, match=rf"unknown key '{key}'; did you mean '{nearest}'\?"):
+        load(COMMANDS[command].find_options(), [f"{key}=1"])
+
+
 def test_foreign_option_names_map_to_ours() -> None:
     told = "".join(describe(COMMANDS[command].find_options()) for command in ("ppo", "sft"))
     ours = {key.rpartition(".")[2] for key in re.findall(r"^([\w.]+)=", told, re.MULTILINE)}

@@ -17,6 +17,7 @@ from rlite.trainer.sampling_options import SamplingOptions
 class GenerateConfig(SamplingOptions):
     """Options of `rlite generate MODEL "PROMPT"`."""
 
+    help_arguments: ClassVar[str] = 'MODEL "PROMPT"'
     help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
     help_first: ClassVar[tuple[str, ...]] = ("prompt", "prompt_file", "chat", "system_prompt", "n")
 
@@ -59,6 +60,7 @@ class GenerateConfig(SamplingOptions):
 class MergeConfig(Options):
     """Options of `rlite merge ADAPTER OUT`."""
 
+    help_arguments: ClassVar[str] = "ADAPTER OUT"
     help_example: ClassVar[str] = "runs/sft/latest/adapter merged"
 
     adapter: str

@@ -60,6 +60,7 @@ class EvalDataOptions(SingleTableOptions):
 class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
     """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
 
+    help_arguments: ClassVar[str] = "MODEL [MODEL2] [--data ROWS] [--reward FILE.py:NAME] [--KEY VALUE]..."
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
     help_first: ClassVar[tuple[str, ...]] = ("other", "data.path", "reward", "env_path", "tasks", "samples", "out")
 

@@ -23,12 +23,11 @@ from rlite.trainer.model.options import (
     ModelOptions,
     OptimizerName,
     ParameterGroupOptions,
-    check_kl_loss,
     schedule_problems,
 )
 from rlite.trainer.options import LaunchOptions, ServingOptions, TableOptions, TrainerOptions
 from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
-from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
+from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, Schedule
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -47,9 +46,11 @@ class PolicyLossOptions(Options):
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
     def slow_problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
-        rlite.algorithms.POLICY_LOSSES.check(self.name, self.options)
-        yield from ()
+        """Yield a message for an unknown loss; raise ConfigError or UnknownOptionError for options that it refuses."""
+        if self.name in (known := rlite.algorithms.POLICY_LOSSES):
+            known.check(self.name, self.options)
+        else:
+            yield f"name={self.name}: {known.unknown(self.name)}"
 
 
 class ActorOptions(ModelOptions):
@@ -145,6 +146,8 @@ class ReferenceOptions(FrozenModelOptions):
 class CriticOptions(ReferenceOptions):
     """The model of values, which adv.estimator=gae needs; options that are not set are the actor's."""
 
+    model_name: str | None = None
+    """folder or hub name of the checkpoint that the critic begins with; default: the actor's, with a new head"""
     gradient_checkpointing: bool | None = None
     """recompute activations in the backward pass"""
     offload_optimizer: bool | None = None
@@ -192,17 +195,12 @@ class KlOptions(Options):
     """weight of the KL term"""
     reward_estimator: KLEstimator = "k1"
     """estimator of the types reward and advantage"""
-    loss_estimator: KLEstimator = "k2"
-    """estimator of the type loss: k2, k3 or abs"""
+    loss_estimator: KLLossEstimator = "k2"
+    """estimator of the type loss; k1 is none, because its gradient is 0 in expectation"""
     adaptive_target: FinitePositive | None = None
     """mean KL of a token towards which coef is adapted after each step; null keeps coef as it is"""
     adaptive_horizon: FinitePositive = 10000.0
     """sequences in which coef is adapted: the smaller, the faster"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError for an estimator that is no loss."""
-        check_kl_loss(self.loss_estimator)
-        yield from ()
 
 
 class AdvantageOptions(Options):
@@ -233,7 +231,8 @@ class AdvantageOptions(Options):
         """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in OWN_ESTIMATORS
         if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
-            yield f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])}"
+            hint = did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])
+            yield f"adv.estimator={self.estimator}: unknown estimator; {hint}"
             return
         if self.estimator == "remax":
             yield "adv.estimator=remax needs a greedy response to each prompt, which this trainer does not sample"

@@ -55,6 +55,8 @@ def checkpoint_to_load(
 ) -> str | None:
     """Choose the checkpoint to resume from: in a used folder the newest one, if the run is the same.
 
+    A run that ended before its first step leaves no results, so a run with other options may start in its folder.
+
     Args:
         folder: the run's folder; it need not exist.
         load_ckpt_from: a path, "latest", "latest_good", or None.
@@ -80,6 +82,8 @@ def checkpoint_to_load(
             f"trainer.save_dir={folder}: it holds the results of another trainer ({', '.join(foreign)}: no "
             "option of this one). Choose another folder, or replace its results (trainer.overwrite=true)"
         )
+    if not isinstance(saved, str) and not _has_steps(folder):
+        return load_ckpt_from
     more = f"; and {len(different) - MAX_SHOWN} more" if len(different) > MAX_SHOWN else ""
     raise ConfigError(
         f"trainer.save_dir={folder}: it holds the results of another run ({'; '.join(different[:MAX_SHOWN])}{more}). "
@@ -118,6 +122,22 @@ def clear(folder: Path) -> None:
         discard(folder / RESULTS)
     for path in (*folder.glob("*_latest"), *earlier_traces(folder / TRACE)):
         discard(path)
+
+
+def _has_steps(folder: Path) -> bool:
+    """Return whether the folder holds results of a step: checkpoints, a best model, or metrics.
+
+    Rollouts count for a run that writes no file of metrics. Otherwise they may be those of a first step that failed.
+    """
+    if any(True for pattern in ("state/step-*", BEST) for _ in folder.glob(pattern)):
+        return True
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+        return any(json.loads(line)["step"] > 0 for line in lines)
+    except FileNotFoundError:
+        return any(True for _ in folder.glob(f"{RECORD}/train-*"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return True  # metrics that cannot be read may be results
 
 
 def _is_of_evaluation(file: Path) -> bool:

@@ -84,7 +84,7 @@ class RunReport:
         elif step < total_steps:
             self._console.report(f"resumed from step {step}", {"checkpoint": checkpoint})
         else:
-            ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
+            ways = f"raise {self._options.limit_key}, or choose another {self._options.folder_key}"
             self._console.report(f"finished already: step {step} of {total_steps}", {"to go on": ways})
 
     def _columns(self) -> list[str]:

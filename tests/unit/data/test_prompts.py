@@ -24,10 +24,11 @@ def test_a_prompt_is_messages_or_a_text_or_tokens() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "a"}, r"expected exactly one of messages, prompt, input_ids, found \[\]"),
-        ({"prompt": "a", "messages": MESSAGES}, r"found \['messages', 'prompt'\]"),
+        ({"answer": "a"}, r"found none; the row has answer\. .*: train_data\.columns\.prompt=COLUMN$"),
+        ({"answer": "a", "question": "b"}, r"found none; .*: train_data\.columns\.prompt=question$"),
+        ({"prompt": "a", "messages": MESSAGES}, r"found messages and prompt; train_data\.columns\.prompt=null leaves"),
         ({"prompt": ""}, "'prompt' is empty"),
-        ({"prompt": 4}, "'prompt' is int"),
+        ({"prompt": 4}, "'prompt' is int 4; expected a text or a list of messages"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\]: 'role' is None"),
         (["a"], "expected an object, found list"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "b"}]}, "ends with the assistant"),
@@ -110,3 +111,14 @@ def test_a_row_of_a_mixture_is_named_in_its_source() -> None:
     rows = mixed_rows({"a": Rows([{"prompt": "p"}] * 3), "b": Rows([{"prompt": "p"}, {"prompt": ""}])}, None)
     with pytest.raises(DataError, match=r"^train_data\.mixture\.b, row index 1: 'prompt' is empty"):
         check_prompts(rows, "train_data")
+
+
+def test_a_row_of_a_file_is_named_with_the_file() -> None:
+    sources = {name: Rows([{"question": "q"}], paths={"": f"{name}.jsonl"}) for name in "ab"}
+    with pytest.raises(
+        DataError, match=r"^train_data\.path=a\.jsonl, row index 0: .*train_data\.columns\.prompt=question"
+    ):
+        check_prompts(sources["a"], "train_data")
+    named = r"^train_data\.mixture\.a\.path=a\.jsonl, row index 0: .*train_data\.mixture\.a\.columns\.prompt=question"
+    with pytest.raises(DataError, match=named):
+        check_prompts(mixed_rows(sources, None), "train_data")

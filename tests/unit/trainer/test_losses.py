@@ -139,9 +139,9 @@ def test_a_policy_loss_that_cannot_work_is_refused_before_training():
     assert PolicyLoss().policy_loss is ppo_clip
     with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: its gradient .* is 0 in expectation"):
         PolicyLoss(kl_coef=0.1, kl_estimator="k1")
-    with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: .* Use k2"):
+    with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: expected one of abs, k2, k3"):
         load(PpoConfig, ["actor.model_name=m", "kl.loss_estimator=k1"])
-    with pytest.raises(ConfigError, match=r"policy_loss: unknown policy loss 'gpso'; did you mean 'gspo'"):
+    with pytest.raises(ConfigError, match=r"^policy_loss\.name=gpso: unknown policy loss 'gpso'; did you mean 'gspo'"):
         load(ActorOptions, ["model_name=m", "policy_loss.name=gpso"])
     with pytest.raises(ConfigError, match=r"policy_loss: policy loss gspo has no option 'clip'; did you mean 'clip_"):
         load(ActorOptions, ["model_name=m", "policy_loss={name: gspo, options: {clip: 0.1}}"])

@@ -118,6 +118,7 @@ def test_chosen_steps_that_do_not_fit_name_the_size_that_they_need(tmp_path: Pat
         (["{run}", "port=70000"], "expected a number between 0 and 65535"),
         (["{run}", "--export", "{run}"], "expected a file such as run.html, found a folder"),
         (["{run}", "--export"], "--export: expected a value after it"),
+        (["{run}", "--export", "{run}/nosuch/k.html"], "nosuch/k.html: there is no folder {run}/nosuch; make it, or"),
         (["{run}", "exprot=a"], "did you mean 'export'"),
         (["{run}", "--prot", "1"], "did you mean '--port'"),
         (["{run}", "--port", "70000"], "expected a number between 0 and 65535"),
@@ -128,7 +129,7 @@ def test_wrong_arguments_end_with_one_message(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         view(monkeypatch, *(argument.format(run=recorded) for argument in arguments))
-    assert message in str(ended.value)
+    assert message.format(run=recorded) in str(ended.value)
 
 
 def test_runs_without_a_record_are_exported_beside_runs_that_have_one(recorded: Path, tmp_path: Path) -> None:

@@ -82,6 +82,32 @@ def test_another_run_is_refused_with_what_differs_and_the_ways_out(used: Path, k
     assert decide(used, changed(key, value), str(used / "state" / "step-4")) == str(used / "state" / "step-4")
 
 
+@pytest.mark.parametrize("metrics", [None, "", '{"step": 0, "accuracy": 0.5}\n'])
+def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(tmp_path: Path, metrics: str | None) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(OPTIONS))
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        (tmp_path / "record").mkdir()
+        (tmp_path / "record" / "train-00000001.rows.parquet").touch()  # of a first step that failed
+    assert decide(tmp_path, changed("actor.lr", 1e-4)) is None
+    assert decide(tmp_path, OPTIONS, "/elsewhere/state/step-9") == "/elsewhere/state/step-9"
+
+
+@pytest.mark.parametrize(
+    ("result", "content"),
+    [
+        *[("metrics.jsonl", '{"step": 0}\n{"step": 1}\n'), ("metrics.jsonl", "not JSON"), ("best/model", "")],
+        *[("state/step-1/model", ""), ("record/train-00000001.rows.parquet", "")],
+    ],
+)
+def test_any_result_of_a_step_keeps_another_run_out(tmp_path: Path, result: str, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(OPTIONS))
+    (tmp_path / result).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / result).write_text(content)
+    with pytest.raises(ConfigError, match="another run"):
+        decide(tmp_path, changed("actor.lr", 1e-4))
+
+
 @pytest.mark.parametrize("content", [None, b"- a list", b"\xff\xfe\x00", b"a: \xff", b"", *UNREADABLE])
 def test_results_without_a_config_that_can_be_read_are_not_touched(used: Path, content: bytes | str | None) -> None:
     if content is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlite.api import TrainedRun
+from rlite.trainer.options import RunOptions, TrainerOptions
 from rlite.trainer.run.report import ReportedMetrics, RunReport
 from rlite.trainer.supervised_options import EpochOptions
 
@@ -73,6 +74,23 @@ def test_the_metrics_that_decide_are_always_shown_and_the_best_model_has_its_val
     assert lines[3] == "  b/x         0.2500 at step 1 -> 0.5000 at step 2, best 0.2500 at step 1"
     assert lines[4].startswith("  a/pass@2    0.2500 at step 1 -> 0.5000 at step 2")
     assert lines[-1] == f"  best model  {tmp_path}/best, b/x 0.2500 at step 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        (EpochOptions(save_dir="x", sinks=[]), "trainer.n_epochs"),
+        (EpochOptions(save_dir="x", sinks=[], total_steps=2), "trainer.total_steps"),
+        (TrainerOptions(save_dir="x", sinks=[]), "trainer.total_steps"),
+    ],
+)
+def test_a_finished_run_names_the_limit_that_it_has(
+    capsys: pytest.CaptureFixture[str], options: RunOptions, limit: str
+) -> None:
+    report = RunReport(options, ReportedMetrics())
+    report.open(2, 2)
+    report.resumed(2, 2, Path("x/state/step-2"), "")
+    assert f"raise {limit}, or choose another trainer.save_dir" in capsys.readouterr().out
 
 
 def test_a_run_is_shown_with_the_accuracy_of_each_set_by_name(tmp_path: Path) -> None:
