@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from rlite.errors import ConfigError
 from rlite.viewer.run import open_runs
 from rlite.viewer.server import LOOK_EVERY_S, MAX_STREAMS, serve
+from rlite.viewer.trace import TraceLog
 from tests.recorded_run import Shape, write_run, write_step, write_trace
 from tests.view_server import serving
 
@@ -140,18 +142,26 @@ def test_growing_trace_is_announced_separately_and_rarely(
     connection.close()
 
 
-def test_a_trace_that_takes_long_to_read_keeps_no_other_page_waiting(tmp_path: Path) -> None:
+def test_a_trace_that_takes_long_to_read_keeps_no_other_page_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = write_run(tmp_path / "run", Shape(steps=1, groups=1, samples=1)) / "trace.json"
-    trace.unlink()
-    os.mkfifo(trace)
+    begun, may_end, refresh = threading.Event(), threading.Event(), TraceLog.refresh
+
+    def slow_refresh(log: TraceLog) -> Any:
+        begun.set()
+        assert may_end.wait(60)
+        return refresh(log)
+
+    monkeypatch.setattr(TraceLog, "refresh", slow_refresh)
     with serving([str(trace.parent)]) as url:
         page = connect(url)
         page.request("GET", "/api/timeline?run=0", headers=token(url))
         try:
+            assert begun.wait(60)
             assert get(url, "/api/overview?run=0", token(url))[0] == 200
         finally:
-            with trace.open("wb"):  # the trace can be opened, and ends when this block does
-                trace.unlink()
+            may_end.set()
         assert page.getresponse().status == 200
         page.close()
 

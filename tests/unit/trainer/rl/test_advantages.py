@@ -138,7 +138,7 @@ def test_estimators_by_name_count_the_tokens_of_the_whole_trajectory():
     found = credit(batch(), estimator="opo")["advantages"]
     baseline = (2 * 1.0 + 3 * 0.25) / 5
     torch.testing.assert_close(found[:3].amax(1) + found[:3].amin(1), torch.tensor([1.0, 0.25, 0.25]) - baseline)
-    with pytest.raises(ConfigError, match=r"adv\.estimator=roo: did you mean 'rloo'"):
+    with pytest.raises(ConfigError, match=r"adv\.estimator=roo: unknown estimator; did you mean 'rloo'"):
         AdvantageOptions(estimator="roo")
     with pytest.raises(ConfigError, match=r"adv\.norm_var of reinforce and gae"):
         AdvantageOptions(estimator="rloo", norm_var=True)
