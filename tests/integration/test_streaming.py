@@ -149,7 +149,7 @@ def test_a_bad_prompt_ends_the_run_and_no_prompt_is_left_out_once_it_is_repaired
     whole = second.read_text()
     second.write_text(whole.replace('"question": "12?"', '"question": 12'))
     given += [f"trainer.save_dir={tmp_path / 'run'}", "trainer.total_steps=3"]
-    with pytest.raises(StreamedDataError, match=r"train-1\.jsonl, line 3: 'prompt' is int; expected"):
+    with pytest.raises(StreamedDataError, match=r"train-1\.jsonl, line 3: 'prompt' is int 12; expected"):
         ppo.main(given)  # the second file is read when another prompt is needed in place of 03?
     assert "bad data: stop after step 1, which is saved" in capsys.readouterr().out
     second.write_text(whole)
