@@ -29,15 +29,16 @@ class TestedExecutor:
     """protocol of its workers"""
     package: str = "rlite"
     """package without which its engines are not built"""
-    max_model_len: int = 256
-    num_long: int = 150
-    """tokens of a request that runs until it is interrupted"""
+    max_model_len: int = 2048
+    """a request of so many tokens does not end before it is interrupted, also on a busy machine"""
+    num_long: int = 200
+    """tokens of a request that is interrupted, goes on and ends"""
 
 
 EXECUTORS = {
     "torch": TestedExecutor(worker=PumpedWorker),
-    # vLLM generates without being called
-    "vllm": TestedExecutor(worker=FetchedWorker, package="vllm", max_model_len=1024, num_long=600),
+    # about one millisecond per token, whether it is called or not
+    "vllm": TestedExecutor(worker=FetchedWorker, package="vllm", max_model_len=16384, num_long=2000),
     "sglang": TestedExecutor(worker=ServerWorker, package="sglang"),  # test_sglang.py needs no package
     "pushing": TestedExecutor(worker=PushedWorker),
 }

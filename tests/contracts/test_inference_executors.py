@@ -31,9 +31,9 @@ PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model_dir(
-        tmp_path_factory.mktemp("models") / "qwen3", "qwen3", hidden=64, head_dim=32
-    )  # vLLM's smallest
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    head_dim = 32  # vLLM's smallest
+    return build_model_dir(folder, "qwen3", hidden=64, head_dim=head_dim, max_position_embeddings=16384)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,10 @@ def max_model_len(engine: RliteInferenceEngine) -> int:
 
 def long_request(engine: RliteInferenceEngine, **gconfig: Any) -> LLMRequest:
     return request_of(num_long(engine), **gconfig)
+
+
+def endless_request(engine: RliteInferenceEngine, **gconfig: Any) -> LLMRequest:
+    return request_of(max_model_len(engine) - 3, **gconfig)
 
 
 class Running:
@@ -251,7 +255,7 @@ def test_pause_rests_at_a_token_boundary_and_resume_goes_on(engine: RliteInferen
 
 
 def test_abort_all_ends_requests_with_what_they_have(engine: RliteInferenceEngine) -> None:
-    running = [Running(engine, long_request(engine, seed=seed)) for seed in range(4)]
+    running = [Running(engine, endless_request(engine, seed=seed)) for seed in range(4)]
     engine.pause()
     engine.abort_all()
     assert engine.num_in_flight == 0, "paused or not"
@@ -292,7 +296,7 @@ def test_synced_weights_are_served_and_what_runs_goes_on_or_is_aborted(
     versions = running.wait().output_versions
     assert (len(versions), versions) == (num_long(engine), sorted(versions))
     assert set(versions) == {before, before + 1}
-    running = Running(engine, long_request(engine))
+    running = Running(engine, endless_request(engine))
     train.p2p_weight_sync(engine, on_inflight="abort")
     assert running.wait().stop_reason == "abort"
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -309,7 +313,7 @@ def test_synced_weights_are_served_and_what_runs_goes_on_or_is_aborted(
 
 
 def test_weights_that_did_not_arrive_whole_are_never_served(engine: RliteInferenceEngine, path: Path) -> None:
-    running = Running(engine, long_request(engine))
+    running = Running(engine, endless_request(engine))
     with pytest.raises(RuntimeError, match="half-way"), engine.receiving_weights("continue"):
         raise RuntimeError("half-way")
     assert isinstance(running.wait(), WeightSyncError)
@@ -415,14 +419,14 @@ def test_release_ends_what_is_in_flight_and_the_engine_can_be_built_again(
     engine: RliteInferenceEngine, path: Path
 ) -> None:
     other = RliteInferenceEngine(path, executor=engine.executor_name)
-    other.build(colocate_with=engine, max_model_len=max_model_len(engine))
-    running = Running(other, long_request(engine))
+    other.build(colocate_with=engine, max_model_len=max_model_len(engine), max_num_seqs=4)
+    running = Running(other, endless_request(engine))
     other.pause()
     other.release()
     assert isinstance(running.wait(), RliteError)
     with pytest.raises(RliteError, match="build"):
         other.generate(PROMPTS, GREEDY)
-    other.build(colocate_with=engine, max_model_len=max_model_len(engine))
+    other.build(colocate_with=engine, max_model_len=max_model_len(engine), max_num_seqs=4)
     assert len(other.generate(PROMPTS, GREEDY)) == 3
     other.release()
 
