@@ -26,7 +26,7 @@ def path(models):
 def engine(path):
     rlite.init(num_devices=1, num_threads=1)
     engine = RliteInferenceEngine(path)
-    engine.build(max_model_len=256, max_num_seqs=8)
+    engine.build(max_model_len=1024, max_num_seqs=8)
     yield engine
     rlite.shutdown()
 
@@ -137,8 +137,8 @@ def test_a_stream_that_is_left_early_and_a_callback_that_raises_end_their_own_re
 
 
 def test_requests_that_were_given_up_are_not_in_the_way_of_a_move(engine, path):
-    with pytest.raises(DataError, match="max_model_len=256"):
-        engine.generate([[65] * 300, *[[65, 66]] * 7], {"max_tokens": 200, "ignore_eos": True})
+    with pytest.raises(DataError, match="max_model_len=1024"):
+        engine.generate([[65] * 1100, *[[65, 66]] * 7], {"max_tokens": 200, "ignore_eos": True})
     engine.cpu()
     engine.abort_all()
     engine.cuda()
@@ -161,11 +161,13 @@ def test_pause_rests_at_a_token_boundary_and_resume_goes_on(engine):
 
 def test_abort_all_ends_requests_with_what_they_have(engine):
     responses = []
-    waiter = threading.Thread(target=lambda: responses.append(asyncio.run(engine.agenerate(long_request()))))
+    waiter = threading.Thread(
+        target=lambda: responses.append(asyncio.run(engine.agenerate(long_request(max_new_tokens=1000))))
+    )
     started = threading.Event()
 
     async def first_token():
-        async for _ in engine.stream(long_request(seed=2)):
+        async for _ in engine.stream(long_request(seed=2, max_new_tokens=1000)):
             started.set()
 
     other = threading.Thread(target=lambda: asyncio.run(first_token()))
@@ -183,12 +185,12 @@ def test_abort_all_ends_requests_with_what_they_have(engine):
 
 def test_a_prompt_that_is_too_long_is_an_error_of_that_request_alone(engine):
     async def both():
-        long = LLMRequest(input_ids=[65] * 300, gconfig=GenerationHyperparameters(max_new_tokens=4))
+        long = LLMRequest(input_ids=[65] * 1100, gconfig=GenerationHyperparameters(max_new_tokens=4))
         return await asyncio.gather(engine.agenerate(long), engine.agenerate(long_request()), return_exceptions=True)
 
     refused, served = asyncio.run(both())
     assert isinstance(refused, DataError)
-    assert "max_model_len=256" in str(refused)
+    assert "max_model_len=1024" in str(refused)
     assert served.output_len == 200
 
 

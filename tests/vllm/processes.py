@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import psutil
@@ -15,9 +16,10 @@ def servers(mark: str, value: str) -> list[int]:
     found = []
     for process in processes_with(mark, value):
         try:
-            if "rlite.engine.vllm.server" in process.cmdline():
+            # a server leads its session; what it has just forked has the same command line
+            if "rlite.engine.vllm.server" in process.cmdline() and os.getsid(process.pid) == process.pid:
                 found.append(process.pid)
-        except psutil.Error:
+        except (psutil.Error, ProcessLookupError):
             continue
     return sorted(found)
 

@@ -42,7 +42,7 @@ def mark() -> Iterator[str]:
 
 
 def requests() -> list[LLMRequest]:
-    gconfig = GenerationHyperparameters(max_new_tokens=400, ignore_eos=True)
+    gconfig = GenerationHyperparameters(max_new_tokens=1500, ignore_eos=True)
     return [LLMRequest(input_ids=[7 * i + 1, 3], gconfig=gconfig.new(seed=i)) for i in range(NUM)]
 
 
@@ -68,7 +68,7 @@ def killer(pid: int) -> tuple[Callable[[TokenChunk], None], threading.Event]:
 
 def test_requests_of_a_killed_replica_finish_on_another_and_the_last_death_is_named(mark: str, path: Path) -> None:
     engine = RliteInferenceEngine(path, executor="vllm", max_replacements=0)
-    engine.build(data_parallel_size=2, max_model_len=512, max_num_seqs=8)
+    engine.build(data_parallel_size=2, max_model_len=2048, max_num_seqs=8)
     first, second = servers(mark=MARK, value=mark)
     undisturbed = answers(engine, lambda chunk: None)
 
@@ -98,7 +98,7 @@ def test_requests_of_a_killed_replica_finish_on_another_and_the_last_death_is_na
 
 def test_a_killed_replica_is_replaced_and_the_next_sync_brings_it_the_weights(mark: str, path: Path) -> None:
     engine = RliteInferenceEngine(path, executor="vllm", max_replacements=2)
-    engine.build(data_parallel_size=2, max_model_len=512, max_num_seqs=8)
+    engine.build(data_parallel_size=2, max_model_len=2048, max_num_seqs=8)
     train = RliteTrainEngine(on_meta(POLICIES["qwen2"], path))
     train.build(data_parallel_size=1)
     first, second = servers(mark=MARK, value=mark)
