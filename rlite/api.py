@@ -15,7 +15,6 @@ The trainers and their options are those of the commands: `rlite.train("sft", **
 from __future__ import annotations
 
 import difflib
-import json
 import numbers
 import os
 import re
@@ -33,6 +32,7 @@ from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mea
 from rlite.evaluation.results import EvaluationResult
 from rlite.group_names import UNNAMED
 from rlite.observability.columns import number
+from rlite.observability.sinks.jsonl import read_metrics
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
@@ -173,7 +173,7 @@ class TrainedRun:
 
     def __repr__(self) -> str:
         """Return the folder, the last step, and those of its metrics that describe a run."""
-        last = self.history[-1] if (self.folder / "metrics.jsonl").is_file() else {}
+        last = self._last if (self.folder / "metrics.jsonl").is_file() else {}
         metrics = {**self.own_metrics, **last}
         names = [name for key in SHOWN for name in metrics if name.rpartition("/")[2] == key]
         step = [f"step {last['step']}"] if last else []
@@ -183,7 +183,11 @@ class TrainedRun:
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last step, also of a run that had ended before this call."""
-        return self.own_metrics or self.history[-1]
+        return self.own_metrics or self._last
+
+    @property
+    def _last(self) -> Mapping[str, float]:
+        return (self.history or [{}])[-1]
 
     @property
     def model(self) -> Path:
@@ -198,9 +202,12 @@ class TrainedRun:
             ConfigError: the run wrote no metrics.jsonl.
         """
         path = self.folder / "metrics.jsonl"
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file; history needs jsonl among trainer.sinks")
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            return read_metrics(path)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: no such file; history needs jsonl among trainer.sinks") from error
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from error
 
     def generate(
         self,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from rlite.errors import ConfigError, DataError
+from rlite.observability.sinks.jsonl import read_metrics
 
 try:
     from matplotlib.axes import Axes
@@ -44,12 +44,12 @@ def plot_learning_curve(
     Raises:
         DataError: the file has none of the metrics.
     """
-    rows = [json.loads(line) for line in Path(metrics_jsonl).read_text(encoding="utf-8").splitlines()]
+    rows = read_metrics(Path(metrics_jsonl))
     known = sorted({key for row in rows for key in row} - {"step"})
     figure = Figure(figsize=(6.4, 0.8 + 2.8 * len(metrics)), dpi=160, layout="constrained")
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for panel, metric, color in zip(panels, metrics, _COLORS * len(metrics), strict=False):
-        points = [(row["step"], float(row[metric])) for row in rows if metric in row]
+        points = [(int(row["step"]), row[metric]) for row in rows if metric in row]
         if not points:
             raise DataError(f"{metrics_jsonl} has no metric {metric!r}; it has: {', '.join(known) or 'nothing'}")
         _draw(panel, points, metric, color, window, is_sparse=len(points) <= len(rows) / 2)

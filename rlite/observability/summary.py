@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rlite.observability.columns import LAG, find, number
-from rlite.observability.sinks.jsonl import step_of
+from rlite.observability.sinks.jsonl import read_metrics
 
 TENTH = 10
 
@@ -37,16 +36,10 @@ class History:
                     values[step - int(lag)] = value
 
     def read(self, path: Path) -> None:
-        """Take the metrics of earlier steps from a file of JSON lines, if there is one that can be read.
-
-        Lines without a step, and lines with values that are no numbers, are left out.
-        """
-        if path.is_file():
-            for line in path.read_bytes().splitlines(keepends=True):
-                if (step := step_of(line)) is not None:
-                    with suppress(ValueError, TypeError, OverflowError):
-                        metrics = json.loads(line)
-                        self.add(step, {key: float(value) for key, value in metrics.items() if key != "step"})
+        """Take the metrics of earlier steps from a file of JSON lines, if there is one that can be read."""
+        with suppress(OSError):
+            for row in read_metrics(path):
+                self.add(int(row["step"]), row)
 
     def rows(self) -> dict[str, str]:
         """Return the change of each metric that has at least two values, in words. Equal texts appear once."""

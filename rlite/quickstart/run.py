@@ -26,6 +26,7 @@ from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.plots import plot_learning_curve
+from rlite.observability.sinks.jsonl import read_metrics
 from rlite.quickstart.options import QuickstartConfig, QuickstartRunOptions
 from rlite.quickstart.teacher import impatient_demonstrations
 from rlite.quickstart.tiny import build_tiny_qwen3
@@ -165,7 +166,7 @@ def reinforce(
         held_out,
         SingleTurnWorkflow(reward, sampling.evaluation_sampling.gconfig(), tokenizer),
     ).fit()
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = read_metrics(folder / "metrics.jsonl")
     accuracies = [row["accuracy"] for row in logged if "accuracy" in row]
     return {"accuracy_before": accuracies[0], "accuracy_after": accuracies[-1], "steps": logged[-1]["step"]}
 

@@ -143,7 +143,11 @@ def test_run_shows_its_folder_and_metrics(tmp_path: Path) -> None:
     assert repr(run) == f"TrainedRun({tmp_path}, reward 0.5000, actor/loss 1.0e-05)"
     lines = [{"step": 1, "test_loss": 2.0}, {"step": 2, "loss": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert repr(api.TrainedRun(tmp_path, {})) == f"TrainedRun({tmp_path}, step 2, loss 0.2500)"
+    of_folder = api.TrainedRun(tmp_path, {})
+    assert repr(of_folder) == f"TrainedRun({tmp_path}, step 2, loss 0.2500)"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # a run that goes on, or was killed
+    assert (of_folder.metrics, of_folder.history) == (lines[-1], lines)
     assert repr(api.TrainedRun(tmp_path / "new", {})) == f"TrainedRun({tmp_path / 'new'})"
 
 

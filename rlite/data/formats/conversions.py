@@ -105,7 +105,7 @@ def implicit_pair(row: Row, where: str) -> Row:
     if not is_same:
         raise DataError(
             f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
-            "columns.prompt=null leaves the column out"
+            "the option columns.prompt=null of this data leaves the column out"
         )
     return pair({**row, "chosen": [chosen[size]], "rejected": [rejected[size]]}, where, shared)
 

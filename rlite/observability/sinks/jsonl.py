@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rlite import files
 from rlite.errors import ConfigError, writing
@@ -47,10 +49,25 @@ class JsonlSink:
 
 def drop_later_lines(path: Path, step: float) -> None:
     """Rewrite a JSONL file without the lines of later steps and without lines that cannot be read."""
-    with path.open("rb") as file:
-        kept = [line for line in file if (found := step_of(line)) is not None and found <= step]
     with writing(path):
+        with files.reading(path) as file:
+            kept = [line for line in file if (found := step_of(line)) is not None and found <= step]
         files.replace(path, b"".join(kept))  # a kill in here must not lose them
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the lines of a metrics.jsonl. Each has its `step`; lines that cannot be read are left out.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    rows = []
+    with files.reading(path) as file:
+        for line in file:
+            if step_of(line) is not None:
+                with suppress(ValueError, TypeError, OverflowError):
+                    rows.append({name: _number(value) for name, value in json.loads(line).items()})
+    return rows
 
 
 def step_of(line: bytes) -> int | None:
@@ -60,6 +77,12 @@ def step_of(line: bytes) -> int | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return step if type(step) is int else None
+
+
+def _number(value: Any) -> float:
+    """Return a value of a line; the strings "nan", "inf" and "-inf" as numbers."""
+    number = float(value)
+    return value if type(value) is int else number
 
 
 def _jsonable(value: float) -> float | int | str:

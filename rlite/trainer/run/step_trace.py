@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
+from rlite.errors import StorageError
 from rlite.observability import trace
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.folder import TRACE
 
+logger = logging.getLogger(__name__)
+
 
 class StepTrace:
-    """Starts and stops the trace of a run.
+    """Starts and stops the trace of a run. A trace that cannot be written costs a warning.
 
     Args:
         options: `trace` and `trace_steps`.
@@ -34,8 +38,15 @@ class StepTrace:
         if step >= self._last:
             trace.stop()
         elif step + 1 >= self._first and not trace.is_on():
-            trace.start(self._path)
+            self._start()
         trace.flush()
+
+    def _start(self) -> None:
+        try:
+            trace.start(self._path)
+        except StorageError as error:  # no trace is worth a run
+            logger.warning("this run is not traced: %s", error)
+            self._is_wanted = False
 
     def close(self) -> None:
         """End the trace, if the options ask for one."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from rlite.errors import ConfigError, StorageError, UnknownOptionError
 from rlite.observability.sinks.base import MetricSinks, Run, open_sinks
-from rlite.observability.sinks.jsonl import JsonlSink, drop_later_lines
+from rlite.observability.sinks.jsonl import JsonlSink, drop_later_lines, read_metrics
 
 
 def read(path: Path) -> list[dict]:
@@ -154,6 +155,24 @@ def test_lines_without_a_step_do_not_end_a_resume(line: str, tmp_path: Path) -> 
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     JsonlSink(Run(directory=tmp_path, resume_after=2)).close()
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_metrics_are_read_without_what_is_no_line_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "loss": "nan", "n": 3}\n[1]\n\n{"step": 2, "loss": "x"}\n{"step": 3, "loss": 0.5}\n{"st'
+    )
+    first, last = read_metrics(path)
+    assert math.isnan(first.pop("loss"))
+    assert (first, last) == ({"step": 1, "n": 3}, {"step": 3, "loss": 0.5})
+
+
+def test_a_pipe_in_place_of_the_metrics_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(StorageError, match="not a regular file"):
+        JsonlSink(Run(directory=tmp_path))
+    with pytest.raises(OSError, match="not a regular file"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_a_limit_of_file_sizes_is_named_with_the_file(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_a_step_that_is_never_written_ends_the_record(tmp_path: Path, monkeypatc
     writer.write("train", 1, lambda: tables(1) if go.wait(60) else {})
     writer.write("train", 2, lambda: tables(2))
     writer.flush()
+    monkeypatch.undo()
     go.set()
     writer.close()
     [gap] = read_gaps(tmp_path)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlite.observability import trace
+from rlite.trainer.options import RunOptions
+from rlite.trainer.run.step_trace import StepTrace
+
+
+@pytest.mark.parametrize("steps", [[], [2, 3]])
+def test_a_trace_that_cannot_be_written_costs_a_warning(
+    steps: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").write_text("a file in place of the folder")
+    of_run = StepTrace(RunOptions(save_dir=str(tmp_path / "run"), trace=True, trace_steps=steps), tmp_path / "run")
+    for step in range(4):
+        of_run.follow(step, is_over=False)
+        assert not trace.is_on()
+    of_run.close()
+    (warning,) = caplog.records
+    assert "this run is not traced" in warning.getMessage()
