@@ -143,11 +143,11 @@ def read_yaml(file: str) -> DictConfig:
     try:
         loaded = OmegaConf.load(file)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not valid yaml: {error}") from error
+        raise ConfigError(f"{file}: not valid yaml: {error}") from error
     except _UNREADABLE as error:
-        raise ConfigError(f"--config {file}: {_reason(error)}") from error
+        raise ConfigError(f"{file}: {_reason(error)}") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"--config {file}: expected a mapping of keys to values, found a list")
+        raise ConfigError(f"{file}: expected a mapping of keys to values, found a list")
     return loaded
 
 
@@ -264,9 +264,9 @@ def merged(tree: DictConfig, read: DictConfig, file: str, first: str) -> DictCon
     try:
         return cast(DictConfig, OmegaConf.merge(tree, read))
     except TypeError as error:
-        raise ConfigError(f"--config {file}: a key is a mapping here and a list in {first}") from error
+        raise ConfigError(f"{file}: a key is a mapping here and a list in {first}") from error
     except RecursionError as error:
-        raise ConfigError(f"--config {file}: {_reason(error)}") from error
+        raise ConfigError(f"{file}: {_reason(error)}") from error
 
 
 def enter(tree: DictConfig, key: str, value: Any, source: str) -> None:

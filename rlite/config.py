@@ -526,6 +526,9 @@ def _prefixed(line: str, at: _Location, value: Any) -> str:
     group = _group_of(at.hint)
     if not at.key or re.match(rf"{re.escape(at.key)}[.=:]", line):
         return line
+    own = re.escape(at.key.rpartition(".")[2])
+    if re.match(rf"{own}[.=:]", line):
+        return re.sub(rf"(?<![\w.=/]){own}(?=[.=:])", at.key, line)
     if group is None:
         return f"{at.key}={_show(value)}: {line}"
     is_of_option = re.split(r"[=:.]", line)[0] in group.model_fields

@@ -59,6 +59,10 @@ def test_a_saved_config_reads_back_and_a_single_set_keeps_its_keys(settings: lis
     [
         (["test_data=x"], "test_data=x: expected test_data.path=x"),
         (
+            ["test_data.a.path=x", "test_data.a.reward=reward.py:f"],
+            "^test_data.a.reward=reward.py:f: expected test_data.a.reward.path=reward.py:f",
+        ),
+        (
             ["test_data.a.path=x", "test_data.path=y"],
             "test_data.path is of a group without a name, and test_data.a",
         ),
