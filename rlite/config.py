@@ -531,8 +531,7 @@ def _prefixed(line: str, at: _Location, value: Any) -> str:
         return re.sub(rf"(?<![\w.=/]){own}(?=[.=:])", at.key, line)
     if group is None:
         return f"{at.key}={_show(value)}: {line}"
-    is_of_option = re.split(r"[=:.]", line)[0] in group.model_fields
-    return f"{at.key}.{line}" if is_of_option else f"{at.key}: {line}"
+    return f"{at.key}.{line}" if re.split(r"[=:.]", line)[0] in group.model_fields else f"{at.key}: {line}"
 
 
 def _expected(found: Any, at: _Location) -> str:
