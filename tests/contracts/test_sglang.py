@@ -72,7 +72,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def engine(path: Path, session: None, installed: None) -> Iterator[RliteInferenceEngine]:
     engine = RliteInferenceEngine(path, executor="sglang")
-    engine.build(max_model_len=256, max_num_seqs=4, seed=3)
+    engine.build(max_model_len=promises.max_model_len(engine), max_num_seqs=4, seed=3)
     yield engine
     engine.release()
 
@@ -203,9 +203,9 @@ def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
     number: signal.Signals,
 ) -> None:
     other = RliteInferenceEngine(path, executor="sglang")
-    other.build(max_model_len=256, colocate_with=engine)
+    other.build(max_model_len=1024, colocate_with=engine)
     (server,) = [process for process in psutil.process_iter() if is_server_of(other, process)]
-    running = Running(other, request_of())
+    running = Running(other, request_of(1000))
     began = time.monotonic()
     server.send_signal(number)
     error = running.wait()
@@ -221,7 +221,7 @@ def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
 @pytest.mark.slow
 def test_scoring_ends_with_a_server_that_hangs(engine: RliteInferenceEngine, path: Path) -> None:
     other = RliteInferenceEngine(path, executor="sglang")
-    other.build(max_model_len=256, colocate_with=engine)
+    other.build(max_model_len=1024, colocate_with=engine)
     (server,) = [process for process in psutil.process_iter() if is_server_of(other, process)]
     server.send_signal(signal.SIGSTOP)
     with pytest.raises(WorkerError, match=r"the SGLang server at http://127\.0\.0\.1:\d+ is lost"):
