@@ -237,7 +237,8 @@ class Sync:
 
     def __init__(self, source: Engine, target: Engine, may_share: bool) -> None:
         self.source, self.target = source, target
-        self._ranks = [rank for copy in target.members for rank in copy.ranks]
+        self._members = target.members  # one that is lost from now on is missed by the calls on its ranks
+        self._ranks = [rank for copy in self._members for rank in copy.ranks]
         """ranks of the target"""
         layouts = self._describe(may_share)
         sources = layouts[: len(source.group)]
@@ -269,7 +270,7 @@ class Sync:
 
     def _plan(self, offered: Sequence[Layout]) -> dict[int, list[Piece]]:
         plans: dict[int, list[Piece]] = {}
-        for copy in self.target.members:
+        for copy in self._members:
             layouts = [self.targets[rank] for rank in copy.ranks]
             plans |= zip(copy.ranks, known_plan(self.target, offered, layouts), strict=True)
         return plans
