@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.session import current_session
-from rlite.engine.base import Engine, Weights
+from rlite.engine.base import Engine
 from rlite.engine.transport import (
     Broadcast,
     Bucket,
@@ -38,7 +38,7 @@ from rlite.engine.transport import (
     unshare,
 )
 from rlite.engine.workers import Executor, on_each_process
-from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError, WorkerError
+from rlite.errors import ConfigError, RliteError, WeightSyncError, WorkerError
 from rlite.observability import trace
 from rlite.parallel.processes import open_store
 from rlite.parallel.shards import Box, nonfinite_names
@@ -95,11 +95,6 @@ def sync_weights(
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
         raise ConfigError(f"{source.name} cannot be synced with itself")
-    if not target.is_built or target.weights not in (Weights.DEVICE, Weights.EMPTY):
-        raise ResidencyError(
-            f"the target {target.name or target.kind} has no memory for weights: "
-            'call build(), or cuda("weights"), first'
-        )
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
         while True:
