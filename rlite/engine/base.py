@@ -69,6 +69,8 @@ class Engine:
         self._executor_size = 1
         self.sending = threading.Lock()
         """held while a weight sync reads this engine's weights, for which there is one staging memory"""
+        self._receiving = threading.Lock()
+        """held while a weight sync writes this engine's weights"""
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -324,17 +326,35 @@ class Engine:
 
     @contextmanager
     def receiving_weights(self, on_inflight: str) -> Iterator[None]:
-        """Wrap a write of weights from outside. The engine is unusable until all weights have arrived.
+        """Wrap a weight sync into this engine. A second one waits for the first.
 
         Args:
             on_inflight: "continue" or "abort" generation in flight.
+
+        Raises:
+            ResidencyError: the engine has no memory for weights.
         """
+        with self._receiving:
+            self._need_memory()
+            with self._new_weights():
+                yield
+
+    @contextmanager
+    def _new_weights(self) -> Iterator[None]:
+        """Wrap a write of weights from outside. The engine is unusable until all weights have arrived."""
         self.weights = Weights.EMPTY
         yield
         version = self._version + 1
         self._each(lambda resident: resident.weights_changed(version))
         self.weights = Weights.DEVICE
         self._version = version
+
+    def _need_memory(self) -> None:
+        if not self.is_built or self.weights not in (Weights.DEVICE, Weights.EMPTY):
+            raise ResidencyError(
+                f"the target {self.name or self.kind} has no memory for weights: "
+                'call build(), or cuda("weights"), first'
+            )
 
     def has_lost_some_of(self, members: Sequence[Executor]) -> bool:
         """Return whether some of these executors are no longer members, so that a call on the others may succeed."""

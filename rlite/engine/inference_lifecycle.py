@@ -127,10 +127,13 @@ class InferenceLifecycle(Engine):
 
         Raises:
             ConfigError: the executor cannot receive weights.
+            ResidencyError: the engine has no memory for weights.
         """
         self._need(self.capabilities.has_weight_sync, "p2p_weight_sync", "release() and build() it with a checkpoint")
-        with self._writing_weights(on_inflight):
-            yield
+        with self._membership:
+            self._need_memory()  # another thread may have moved it before
+            with self._writing_weights(on_inflight):
+                yield
 
     # -- hooks of `Engine` ---------------------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class InferenceLifecycle(Engine):
             self._cancel_all()
         self._is_receiving = True
         try:
-            with super().receiving_weights(on_inflight):
+            with self._new_weights():
                 self._is_as_loaded = False
                 yield
         except Exception as error:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.session import current_session
-from rlite.engine.base import Engine, Weights
+from rlite.engine.base import Engine
 from rlite.engine.transport import (
     Broadcast,
     Bucket,
@@ -38,7 +38,7 @@ from rlite.engine.transport import (
     unshare,
 )
 from rlite.engine.workers import Executor, on_each_process
-from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError, WorkerError
+from rlite.errors import ConfigError, RliteError, WeightSyncError, WorkerError
 from rlite.observability import trace
 from rlite.parallel.processes import open_store
 from rlite.parallel.shards import Box, nonfinite_names
@@ -95,11 +95,6 @@ def sync_weights(
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
         raise ConfigError(f"{source.name} cannot be synced with itself")
-    if not target.is_built or target.weights not in (Weights.DEVICE, Weights.EMPTY):
-        raise ResidencyError(
-            f"the target {target.name or target.kind} has no memory for weights: "
-            'call build(), or cuda("weights"), first'
-        )
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
         while True:
@@ -237,7 +232,8 @@ class Sync:
 
     def __init__(self, source: Engine, target: Engine, may_share: bool) -> None:
         self.source, self.target = source, target
-        self._ranks = [rank for copy in target.members for rank in copy.ranks]
+        self._members = target.members  # one that is lost from now on is missed by the calls on its ranks
+        self._ranks = [rank for copy in self._members for rank in copy.ranks]
         """ranks of the target"""
         layouts = self._describe(may_share)
         sources = layouts[: len(source.group)]
@@ -269,7 +265,7 @@ class Sync:
 
     def _plan(self, offered: Sequence[Layout]) -> dict[int, list[Piece]]:
         plans: dict[int, list[Piece]] = {}
-        for copy in self.target.members:
+        for copy in self._members:
             layouts = [self.targets[rank] for rank in copy.ranks]
             plans |= zip(copy.ranks, known_plan(self.target, offered, layouts), strict=True)
         return plans

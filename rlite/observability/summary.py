@@ -32,7 +32,7 @@ class History:
         for key, values in self._values.items():
             if (name := find(key, metrics, self._evaluated)) is not None:
                 lag = metrics.get(f"{name.rpartition('/')[0]}/{LAG}".lstrip("/"), 0) if key in self._evaluated else 0
-                if math.isfinite(value := float(metrics[name])):
+                if math.isfinite(value := float(metrics[name])) and math.isfinite(lag):
                     values[step - int(lag)] = value
 
     def read(self, path: Path) -> None:

@@ -14,6 +14,8 @@ import ray
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.session import current_session
+from rlite.engine.transport import Layout
+from rlite.engine.weight_sync import Sync
 from rlite.errors import WorkerDied
 from rlite.types import LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
@@ -116,6 +118,24 @@ def test_an_idle_replica_s_death_is_noticed_and_calls_on_all_replicas_go_on(
     train.p2p_weight_sync(serve, verify_checksums=True)
     assert len(serve.memory_bytes()) == 2
     assert {response.output_versions[0] for response in answers(serve, asked, silent)} == {3}
+
+
+def test_a_replica_that_is_lost_once_its_weights_are_described_is_left_out(
+    serve: RliteInferenceEngine, train: RliteTrainEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = Sync._describe
+
+    def describe_and_lose(sync: Sync, may_share: bool) -> list[Layout]:
+        layouts = describe(sync, may_share)
+        if not serve.lost_replicas:
+            kill(process_of(serve, 1))
+            wait_until_lost(serve, 1)
+        return layouts
+
+    monkeypatch.setattr(Sync, "_describe", describe_and_lose)
+    assert train.p2p_weight_sync(serve, verify_checksums=True).version == 1
+    serve.wait_for_replacements()
+    assert serve.replaced_replicas[0].version == 1
 
 
 def wait_until_lost(engine: RliteInferenceEngine, num: int) -> None:

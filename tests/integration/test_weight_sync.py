@@ -18,7 +18,7 @@ from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
 from rlite.engine import transport as transport_module
 from rlite.engine import weight_sync as weight_sync_module
-from rlite.engine.base import Engine
+from rlite.engine.base import Engine, Weights
 from rlite.engine.weight_sync import Transport, make_plan, sync_weights
 from rlite.engine.workers import Worker
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
@@ -252,6 +252,24 @@ def test_one_source_sends_to_one_target_at_a_time(
                 assert_holds(target, train.state_dict())
 
 
+def test_one_target_receives_from_one_source_at_a_time(
+    engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
+    sources = [engines.train(models["qwen2"], size=2) for _ in range(2)]
+    sources[1].scale_weights(1.5)
+    target = engines.train(models["qwen2"], size=2)
+    expected = [source.state_dict() for source in sources]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(8):
+            reports = list(
+                pool.map(lambda source: sync_weights(source, target, "continue", False, "gathered"), sources)
+            )
+            last = max(range(2), key=lambda source: reports[source].version)
+            assert_holds(target, expected[last])
+    assert target.get_version() == 16
+
+
 def test_replicas_gather_for_targets_on_all_of_their_devices(engines: Engines, models: dict[str, Path]) -> None:
     train = engines.train(models["qwen2"], data_parallel_size=2)
     serve = engines.serve(models["qwen2"], data_parallel_size=2)
@@ -380,6 +398,29 @@ def test_memory_is_given_back_and_filled_by_a_sync(engines: Engines, models: dic
     fresh = engines.serve(models["qwen2"])
     expected = [output.outputs[0].token_ids for output in fresh.generate(PROMPTS, GREEDY)]
     assert [output.outputs[0].token_ids for output in serve.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_a_sync_that_waited_while_the_target_was_released_is_refused(
+    engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, serve = engines.train(models["qwen2"]), engines.serve(models["qwen2"])
+    is_waiting, has_moved = threading.Event(), threading.Event()
+    enter = serve.receiving_weights
+
+    def wait_for_move(on_inflight: str) -> Any:
+        is_waiting.set()
+        assert has_moved.wait(60)
+        return enter(on_inflight)
+
+    monkeypatch.setattr(serve, "receiving_weights", wait_for_move)
+    with ThreadPoolExecutor(1) as pool:
+        report = pool.submit(train.p2p_weight_sync, serve)
+        assert is_waiting.wait(60)
+        serve.meta()
+        has_moved.set()
+        with pytest.raises(ResidencyError, match="no memory for weights"):
+            report.result(60)
+    assert serve.weights is Weights.RELEASED
 
 
 def test_a_source_that_was_released_and_loaded_again_is_not_read_where_it_was(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from rlite.observability.summary import History
@@ -46,6 +47,8 @@ def test_an_evaluation_beside_training_is_of_the_step_of_its_weights() -> None:
         "a/accuracy": "0.2500 at step 3 -> 1.0000 at step 12",
         "accuracy": "0.2500 at step 4 -> 1.0000 at step 13",
     }
+    history.add(15, {"accuracy": 0.5, "lag_steps": math.nan})  # a damaged line
+    assert history.rows()["accuracy"].endswith("at step 13")
 
 
 def test_a_best_value_that_the_last_evaluation_has_too_is_not_repeated() -> None:
