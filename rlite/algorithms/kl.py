@@ -36,8 +36,7 @@ def kl_penalty(
         logprobs: log-probabilities under the policy, `[T]` or `[B, L]`.
         ref_logprobs: log-probabilities under the reference.
         estimator: "k1", "abs" (|k1|), "k2" or "k3". As a loss k1 needs `straight_through`: its own gradient, the
-            gradient
-            of log pi, is 0 in expectation.
+            gradient of log pi, is 0 in expectation.
         straight_through: give the estimate the gradient of k2.
         weights: importance weights of the policy over the policy that sampled. They multiply the straight-through
             gradient but not the value, so tokens of an older policy give the gradient of this policy's KL.

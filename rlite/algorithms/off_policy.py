@@ -251,8 +251,7 @@ def interpolated_proximal(
         logprobs: log-probabilities under the policy that is trained, `[T]` or `[B, L]`.
         behaviour_logprobs: log-probabilities under the policy that sampled.
         versions: policy version of each token. A token without a version (below 0), or not older than
-            `current_version`,
-            keeps the behaviour policy's log-probability.
+            `current_version`, keeps the behaviour policy's log-probability.
         current_version: version of the policy that is trained.
         space: "log" interpolates log-probabilities, "linear" probabilities.
     """

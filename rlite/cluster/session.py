@@ -222,7 +222,7 @@ def init(
         device: "cuda" or "cpu"; default: CUDA if there is one.
         num_devices: devices to use; default: all GPUs, or min(cores, 8) CPU slots.
         launcher: "torchrun" (default under torchrun), "inprocess" (default for one device) or "ray".
-        address: of a running Ray cluster; default: RAY_ADDRESS, a cluster that `ray start` left here, or a new one.
+        address: address of a Ray cluster; default: RAY_ADDRESS, a cluster that `ray start` left here, or a new one.
         num_threads: torch threads per worker; default: the node's cores divided by its devices.
         call_timeout: seconds that a call may take before CallTimeout names the late workers.
         start_timeout: seconds that starting workers may take.

@@ -113,7 +113,7 @@ class RLJob:
             job_name: name of the job, unique among the running jobs of the cluster.
             blocking: wait for the result. If the wait is interrupted, the job ends.
             job_max_restart: restarts of the job, after which a failure ends it.
-            address: of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left on this machine.
+            address: address of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left here.
 
         Returns:
             The result, or a handle if not `blocking`.
@@ -203,7 +203,7 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
 
     Args:
         spec: the job; None: there must be a running cluster.
-        address: of a running cluster.
+        address: address of a running cluster.
 
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.

@@ -42,7 +42,7 @@ class Rendezvous:
         Args:
             role: the role.
             group: its processes.
-            rank: of the new workload.
+            rank: rank of the new workload.
 
         Raises:
             StaleRendezvous: the rendezvous is not valid.

@@ -8,7 +8,7 @@ starts. An engine's life:
                                                           cuda("weights") allocates, a sync or load() fills
     release() ends the workers and frees the devices, from any state.
 
-`workers.py` declares the worker methods for residency and weight sync. `replica.py` declares the backend of
+`workers.py` declares the worker methods for residency and weight sync. `inference_executor.py` declares the backend of
 inference engines, and `train_executor.py` the backend of train engines.
 """
 

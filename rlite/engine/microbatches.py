@@ -97,7 +97,7 @@ def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tenso
         what: name of the values, for messages.
         shares: shares of the batch.
         results: for each share, the values of the tokens of its own rows [T, ...].
-        attention_mask: of the whole batch, [N, L].
+        attention_mask: mask of the whole batch, [N, L].
 
     Raises:
         ConfigError: a share has another number of values than tokens.
@@ -216,7 +216,7 @@ def own_tokens(rows: list[int], values: Tensor) -> Tensor:
 
     Args:
         rows: row numbers of the microbatch; an empty microbatch has none.
-        values: of the pack's tokens.
+        values: values of the pack's tokens.
     """
     return values if rows else values[:0]
 

@@ -129,7 +129,7 @@ def check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> Non
 
     Args:
         header: first line of the journal.
-        settings: of the evaluation that would continue it.
+        settings: settings of the evaluation that would continue it.
         path: the journal.
 
     Raises:

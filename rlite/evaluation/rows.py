@@ -80,7 +80,7 @@ def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
     Args:
         folder: holds `record/`.
         name: name of the evaluation.
-        rows: of all its samples.
+        rows: rows of all samples of the evaluation.
 
     Raises:
         DataError: a value has another type than its column. The former record is left.

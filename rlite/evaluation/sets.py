@@ -80,7 +80,7 @@ def evaluate(
     """Return an evaluation that is made now. The engine must not get other weights meanwhile.
 
     Args:
-        collector: of the engine that serves the policy.
+        collector: collector of the engine that serves the policy.
         chosen: the set.
         is_interrupted: becomes true when the evaluation is to end early.
 
@@ -99,7 +99,7 @@ def evaluate_each(
     """Return the evaluations of several sets that end before an interruption.
 
     Args:
-        collector: of the engine that serves the policy.
+        collector: collector of the engine that serves the policy.
         sets: the sets.
         is_interrupted: becomes true when the evaluations are to end early.
     """

@@ -291,7 +291,7 @@ def set_aside(path: Path) -> None:
     A process that follows the trace still has its file: the next trace is a new one.
 
     Args:
-        path: of the trace; nothing happens if it is no file, such as a device.
+        path: path of the trace; nothing happens if it is no file, such as a device.
 
     Raises:
         OSError: a file cannot be renamed.

@@ -33,8 +33,8 @@ class InvalidEvaluations:
         """Return logged metrics without those of invalid evaluations.
 
         Args:
-            metrics: of these evaluations, and maybe of others.
-            evaluations: of generated answers.
+            metrics: metrics of these evaluations, and maybe of others.
+            evaluations: evaluations of generated answers.
             first_losses: an example of each cause of lost groups.
         """
         invalid = [each.set.name for each in evaluations if not self.is_valid(each, first_losses)]
@@ -44,7 +44,7 @@ class InvalidEvaluations:
         """Return whether few enough episodes of an evaluation failed, and report the first invalid one of each set.
 
         Args:
-            evaluation: of a set.
+            evaluation: evaluation of a set.
             first_losses: an example of each cause of lost groups.
         """
         name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), evaluation.set.num_episodes

@@ -144,8 +144,7 @@ def reinforce_pp_advantages(
         mask: action tokens.
         gamma: discount per action token; without effect with `group_ids`.
         group_ids: choose the variant with a baseline, `[N]`. Each action token then has its sequence's total reward
-            less
-            the group's mean, whitened in the same way.
+            less the group's mean, whitened in the same way.
         singleton: advantage of a group of one before whitening: "zero", or its reward, "raw".
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """

@@ -103,9 +103,8 @@ def register_policy_loss(
     Args:
         name: the value of `actor.policy_loss.name`.
         select: for a loss that treats a few tokens of the whole batch differently: `(inputs, **options) -> Bool`. It is
-            called
-            with the whole batch and the loss's options. Each part of the batch then has its share of the result as
-            `LossInputs.selected`.
+            called with the whole batch and the loss's options. Each part of the batch then has its share of the result
+            as `LossInputs.selected`.
 
     Returns:
         A decorator, which returns the function unchanged.

@@ -43,7 +43,7 @@ def clipped_surrogate(
 
     Args:
         log_ratio: log rho with its gradient, `[T]` or `[B, L]`.
-        advantages: of the same shape, without a gradient.
+        advantages: advantage of each token or sequence, of the same shape, without a gradient.
         clip_low: distance of the clip range below 1.
         clip_high: distance of the clip range above 1.
         dual_clip: c, which bounds the loss by -c A for A < 0. None is off.

@@ -86,8 +86,7 @@ def preference_loss(
             `{"sigmoid": 0.8, "bco": 0.2}` as in mixed preference optimisation (arXiv:2411.10442).
         beta: strength of the regularisation towards the reference.
         divergence: divergence from the reference. The implicit reward is its derivative: log u for the reverse KL
-            (DPO's),
-            1 - 1/u for the forward KL, log 2u / (1 + u) for Jensen-Shannon (f-DPO, arXiv:2309.16240).
+            (DPO's), 1 - 1/u for the forward KL, log 2u / (1 + u) for Jensen-Shannon (f-DPO, arXiv:2309.16240).
         chosen_lengths: tokens of the chosen response, `[P]`. With `rejected_lengths`, log ratios are divided by them.
         rejected_lengths: tokens of the rejected response, `[P]`.
         options: keyword arguments of the loss; of every loss if it is a sum.

@@ -99,7 +99,7 @@ class RayConnection:
         Args:
             device: kind of the devices.
             num_devices: CPU slots of a Ray that is started.
-            address: of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left on this machine.
+            address: address of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left here.
             may_start: start Ray if no cluster runs.
 
         Raises:

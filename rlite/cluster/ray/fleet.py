@@ -128,7 +128,7 @@ class Fleet:
 
         Args:
             name: its name within the job.
-            actor_class: of `hosting`, or `HostActor`.
+            actor_class: class of `hosting`, or `HostActor`.
             place: reservation and device; None: any node.
             gpu_share: share of a GPU.
             env: environment variables.

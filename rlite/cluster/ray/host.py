@@ -139,7 +139,7 @@ def hosting(interface: Interface, options: Mapping[str, Any]) -> Any:
     """Return an actor class of hosts whose actors also have the methods of an interface, for plain Ray calls.
 
     Args:
-        interface: of the class of the host's one worker.
+        interface: interface of the class of the host's one worker.
         options: `concurrency_groups` and `runtime_env` of the actor.
 
     Raises:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rlite.engine.embedded.cache import Bags, SlotCache, Targets
+from rlite.engine.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.engine.embedded.native import decode_attention
 from rlite.engine.embedded.scheduler import Chunk
 from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
@@ -328,8 +328,8 @@ class DecodePlan(AttentionPlan):
         self.targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
-            self._bags = [
-                self.cache.bags(first + start, first + stop, -(-length // BLOCK))
+            self._gather_indices = [
+                self.cache.gather_index(first + start, first + stop, -(-length // BLOCK))
                 for start, stop, length in self._groups
             ]
 
@@ -341,8 +341,8 @@ class DecodePlan(AttentionPlan):
         bias = self._biases[window]
         if self.cache.is_blocked:
             parts = [
-                self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], bags)
-                for (start, stop, _), bags in zip(self._groups, self._bags, strict=True)
+                self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], index)
+                for (start, stop, _), index in zip(self._groups, self._gather_indices, strict=True)
             ]
         else:
             parts = [
@@ -352,20 +352,20 @@ class DecodePlan(AttentionPlan):
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(query.shape)
 
-    def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, bags: Bags) -> Tensor:
+    def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
         num, heads, dim = query.shape
-        weights = query[:, :, None].expand(num, heads, bags.num_blocks, dim).flatten()
-        scores = _weighted_sum(self.cache.key_rows[layer], bags.key_rows, bags.key_starts, weights)
-        scores = scores.view(num, heads, bags.num_blocks * BLOCK)
+        weights = query[:, :, None].expand(num, heads, index.num_blocks, dim).flatten()
+        scores = _weighted_sum(self.cache.key_rows[layer], index.key_rows, index.key_starts, weights)
+        scores = scores.view(num, heads, index.num_blocks * BLOCK)
         scores += bias[..., : scores.shape[-1]]
         probs = torch.softmax(scores, dim=-1).flatten()
-        values, starts = self.cache.value_rows[layer], bags.value_starts
-        if not self._is_invariant or bags.num_blocks * BLOCK <= SUM:
-            return _weighted_sum(values, bags.value_rows, starts, probs)
+        values, starts = self.cache.value_rows[layer], index.value_starts
+        if not self._is_invariant or index.num_blocks * BLOCK <= SUM:
+            return _weighted_sum(values, index.value_rows, starts, probs)
         starts = starts[:, None] + torch.arange(
-            0, bags.num_blocks * BLOCK, SUM, dtype=starts.dtype, device=starts.device
+            0, index.num_blocks * BLOCK, SUM, dtype=starts.dtype, device=starts.device
         )
-        parts = _weighted_sum(values, bags.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
+        parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
         return reduce(torch.add, parts.unbind(1))
 
     def _product(self, layer: int, query: Tensor, bias: Tensor, start: int, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlite.engine.embedded.kept_caches import Move
 from rlite.nn.batch_invariant import BLOCK
 
-BAG_BYTES = 64 << 20
+GATHER_INDEX_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; the oldest are evicted first"""
 
 
@@ -30,7 +30,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Bags:
+class GatherIndex:
     """Arguments of `embedding_bag` to decode some slots over their first `num_blocks` blocks."""
 
     num_blocks: int
@@ -90,10 +90,10 @@ class SlotCache:
         row: tuple[int, ...] = (self.head_dim, BLOCK) if self.is_blocked else (self.head_dim,)
         self._flat_keys = [keys.view(-1, *row) for keys in self.keys]
         self.value_rows = [values.view(-1, self.head_dim) for values in self.values]
-        """the rows that `Bags.value_rows` indexes, per layer"""
+        """the rows that `GatherIndex.value_rows` indexes, per layer"""
         self.key_rows = [keys.view(-1, BLOCK) for keys in self.keys] if self.is_blocked else []
-        """the rows that `Bags.key_rows` indexes, per layer"""
-        self._bags: dict[tuple[int, int, int], Bags] = {}
+        """the rows that `GatherIndex.key_rows` indexes, per layer"""
+        self._gather_indices: dict[tuple[int, int, int], GatherIndex] = {}
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +135,7 @@ class SlotCache:
             keys = keys[:, : -(-length // BLOCK)].transpose(2, 3).flatten(1, 2)
         return keys[None, :, :length], self.values[layer, slot, None, :, :length]
 
-    def bags(self, start: int, stop: int, blocks: int) -> Bags:
+    def gather_index(self, start: int, stop: int, blocks: int) -> GatherIndex:
         """Return the row indices of slots [start, stop) over their first `blocks` blocks; recent results are cached.
 
         Args:
@@ -143,7 +143,7 @@ class SlotCache:
             stop: end of the slots, exclusive.
             blocks: number of blocks per slot.
         """
-        if (found := self._bags.get((start, stop, blocks))) is not None:
+        if (found := self._gather_indices.get((start, stop, blocks))) is not None:
             return found
         device, dim = self.values.device, self.head_dim
         num, heads = stop - start, self.num_heads
@@ -154,16 +154,19 @@ class SlotCache:
         value_rows = first * self.max_len + torch.arange(blocks * BLOCK, device=device)
         block = first * (self.max_len // BLOCK) + torch.arange(blocks, device=device)
         key_rows = block[..., None] * dim + torch.arange(dim, device=device)
-        found = Bags(
+        found = GatherIndex(
             blocks,
             key_rows.flatten().to(dtype),
             torch.arange(0, num * heads * blocks * dim, dim, dtype=dtype, device=device),
             value_rows.flatten().to(dtype),
             torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
-        while self._bags and sum(bags.nbytes for bags in self._bags.values()) + found.nbytes > BAG_BYTES:
-            self._bags.pop(next(iter(self._bags)))
-        self._bags[start, stop, blocks] = found
+        while (
+            self._gather_indices
+            and sum(index.nbytes for index in self._gather_indices.values()) + found.nbytes > GATHER_INDEX_BYTES
+        ):
+            self._gather_indices.pop(next(iter(self._gather_indices)))
+        self._gather_indices[start, stop, blocks] = found
         return found
 
     def clear(self, slot: int) -> None:

@@ -96,9 +96,7 @@ class EngineProcess:
         reader.start()
         try:
             self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (dict(settings),), {})
-        except WorkerDied as error:
-            raise ConfigError(self._start_failure(str(error))) from None
-        except Exception as error:
+        except Exception as error:  # of any kind: vLLM's own, or the end of its process
             raise ConfigError(self._start_failure(str(error))) from None
         finally:
             if not hasattr(self, "facts"):

@@ -113,9 +113,9 @@ def write_table(folder: Path, source: str, step: int, kind: Kind, table: pa.Tabl
     Args:
         folder: the run's folder.
         source: `train`, or `eval.NAME`.
-        step: of the run.
+        step: step of the run.
         kind: which table.
-        table: of the schema `ROWS` or `TOKENS`.
+        table: table of the schema `ROWS` or `TOKENS`.
 
     Returns:
         The file.

@@ -69,7 +69,7 @@ class RecordWriter:
 
         Args:
             source: `train`, or `eval.NAME`.
-            step: of the run.
+            step: step of the run.
             make: returns the tables; called in the background.
         """
         self._submit(step, lambda: self._write(source, step, make()))

@@ -73,8 +73,7 @@ class Environment:
 
         Returns:
             The next pickled `extra_info`, and a turn whose observation is the first state. The observation is None if
-                the
-                first state is the row's prompt.
+                the first state is the row's prompt.
 
         Raises:
             EnvironmentFailure: the call failed. The class depends on the outcome.

@@ -74,7 +74,7 @@ class FileRecorder:
         """Record the end of groups in a step of training.
 
         Args:
-            step: of the run.
+            step: step of the run.
             groups: none has the status None.
             batch: the batch that was trained on.
         """
@@ -87,7 +87,7 @@ class FileRecorder:
         """Record an evaluation.
 
         Args:
-            name: of the data set.
+            name: name of the data set.
             step: finished steps of the run.
             episodes: what `RolloutCollector.evaluate` returned.
         """

@@ -168,7 +168,7 @@ def make_tables(
     An episode without a trajectory has the tokens of its last attempt.
 
     Args:
-        step: of the run.
+        step: step of the run.
         groups: the ended groups; none has the status None.
         texts: decodes the sequences.
         shown: places in `groups` of the groups whose texts and tokens are recorded.

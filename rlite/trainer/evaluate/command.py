@@ -63,7 +63,7 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
     """Evaluate in the program's session, or in one of its own.
 
     Args:
-        options: of the command.
+        options: options of the command.
         given: rows and rewards of a program, in place of those that the options name.
 
     Returns:
@@ -113,7 +113,7 @@ def check_source(options: EvalConfig, models: Sequence[str]) -> None:
     """Check that there is a source of scores for models without results.
 
     Args:
-        options: of the command.
+        options: options of the command.
         models: paths of the models.
 
     Raises:
@@ -191,7 +191,7 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
 
     Args:
         models: with all their samples.
-        options: of the command.
+        options: options of the command.
 
     Raises:
         DataError: `k` is larger than the number of samples.
@@ -226,7 +226,7 @@ def write_results(folder: Path, models: Sequence[Answered], result: EvaluationRe
     """Write the record, and then results.json, which appears when everything is written.
 
     Args:
-        folder: of the evaluation.
+        folder: folder of the evaluation.
         models: with all their samples.
         result: their metrics.
 

@@ -167,8 +167,8 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
     """Return the places without a line, after a check of settings and lines.
 
     Args:
-        settings: of the journal.
-        lines: of the journal.
+        settings: settings of the journal.
+        lines: lines of the journal.
         path: the journal.
 
     Returns:

@@ -77,7 +77,7 @@ def check_no_run(folder: Path) -> None:
     """Check that a folder does not belong to a training run or a model.
 
     Args:
-        folder: of the evaluation; it need not exist.
+        folder: folder of the evaluation; it need not exist.
 
     Raises:
         ConfigError: the folder belongs to a run or a model.
@@ -147,7 +147,7 @@ def check_alone(folder: Path, names: Collection[str]) -> None:
     """Check that a folder holds no samples or results of other models than these.
 
     Args:
-        folder: of the evaluation; it need not exist.
+        folder: folder of the evaluation; it need not exist.
         names: names of the models that are evaluated.
 
     Raises:
@@ -164,7 +164,7 @@ def remove_others(folder: Path, names: Collection[str]) -> None:
     """Remove samples and records of other models than these, and results.json if it contains them.
 
     Args:
-        folder: of the evaluation.
+        folder: folder of the evaluation.
         names: names of the models that are evaluated.
 
     Raises:
@@ -180,7 +180,7 @@ def remove_model(folder: Path, name: str) -> None:
     """Remove what is made of a model's samples: results.json, the record, and answers to tasks under way.
 
     Args:
-        folder: of the evaluation.
+        folder: folder of the evaluation.
         name: name of the model.
 
     Raises:
@@ -196,7 +196,7 @@ def _others(folder: Path, names: Collection[str], is_lenient: bool = False) -> l
     """Return the names of other models whose samples or results a folder holds.
 
     Args:
-        folder: of the evaluation.
+        folder: folder of the evaluation.
         names: names of the models that are evaluated.
         is_lenient: treat an unreadable results.json as one without names.
 

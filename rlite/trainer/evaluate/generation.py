@@ -34,7 +34,7 @@ class Generation:
     Args:
         candidate: the model, and the samples that it has.
         questions: the items, and how they are asked.
-        options: of the command.
+        options: options of the command.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer.
@@ -117,9 +117,9 @@ def build_engine(
 
     Args:
         model: folder or hub name of the checkpoint.
-        options: of the command.
+        options: options of the command.
         max_model_len: longest sequence, in tokens; None is the engine's default.
-        seed: of requests without a seed of their own; default: that of the options.
+        seed: seed of requests without a seed of their own; default: the seed of the options.
 
     Raises:
         ConfigError: the replicas do not divide the devices.

@@ -60,7 +60,7 @@ def candidate(
         name: name of the model in the record.
         settings: further settings that decide the samples.
         folder: holds the journals.
-        options: of the command.
+        options: options of the command.
         journals: closes the journal at its end.
 
     Raises:
@@ -81,7 +81,7 @@ def begin(candidates: Sequence[Candidate], folder: Path) -> None:
 
     Args:
         candidates: models that answer now.
-        folder: of the evaluation.
+        folder: folder of the evaluation.
 
     Raises:
         StorageError: a file cannot be written.

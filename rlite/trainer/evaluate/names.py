@@ -22,7 +22,7 @@ def names_of(model: str, other: str | None) -> list[str]:
 
     Args:
         model: folder or hub name of the first model.
-        other: of the second model; None without one.
+        other: name of the second model; None without one.
     """
     if other is None:
         return [_name(model)]

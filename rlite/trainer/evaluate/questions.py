@@ -51,7 +51,7 @@ def read_questions(options: EvalConfig, given: ProgramObjects) -> Questions:
     """Return the items that the options name, and the maker of their workflow.
 
     Args:
-        options: of the command.
+        options: options of the command.
         given: rows and rewards of a program, in place of those of the paths.
 
     Raises:
@@ -90,7 +90,7 @@ def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase
 
     Args:
         folder: folder or hub name of the checkpoint.
-        options: of the command.
+        options: options of the command.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer that can be read, or no chat template for the options.
@@ -111,7 +111,7 @@ def context_limit(folder: str, options: EvalConfig) -> int:
 
     Args:
         folder: folder or hub name of the checkpoint.
-        options: of the command.
+        options: options of the command.
     """
     own = model_limit(folder)
     if own and options.max_model_len is not None and options.max_model_len > own:
@@ -125,7 +125,7 @@ def unknown_context(folder: str, options: EvalConfig, limit: int) -> int:
 
     Args:
         folder: folder or hub name of the checkpoint.
-        options: of the command.
+        options: options of the command.
         limit: longest sequence that is allowed.
     """
     if options.max_model_len is not None or limit <= MAX_MODEL_LEN:

@@ -27,7 +27,7 @@ def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
 
     Args:
         candidate: the model, whose journal grows.
-        folder: of the evaluation.
+        folder: folder of the evaluation.
 
     Yields:
         None.

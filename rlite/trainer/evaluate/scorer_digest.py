@@ -24,7 +24,7 @@ def code_of(options: EvalConfig, given: ProgramObjects) -> dict[str, str]:
     """Return a digest of the code behind each source of scores, by the file or the name of the source.
 
     Args:
-        options: of the command.
+        options: options of the command.
         given: rewards of a program, in place of those that the paths name.
 
     Raises:

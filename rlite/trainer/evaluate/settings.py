@@ -27,7 +27,7 @@ def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mappi
     """Return the settings that decide the samples, except for the model's, as values of JSON.
 
     Args:
-        options: of the command.
+        options: options of the command.
         given: rewards of a program, in place of those that the paths name.
         rows: the prompts, as they are asked.
     """

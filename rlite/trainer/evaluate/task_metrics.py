@@ -142,7 +142,7 @@ def lowest_tasks(lines: Lines) -> set[str]:
     """Return the tasks whose score is better the lower it is.
 
     Args:
-        lines: of a journal.
+        lines: lines of a journal.
     """
     return {task for line in lines for task in line.get("lower_is_better", ())}
 

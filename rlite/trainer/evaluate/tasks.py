@@ -34,7 +34,7 @@ def find_tasks(options: EvalConfig) -> Any:
     """Return the harness's task manager, which knows all tasks of the options.
 
     Args:
-        options: of the command.
+        options: options of the command.
 
     Raises:
         ConfigError: the package is missing, or a task is unknown.
@@ -60,8 +60,8 @@ class TaskAnswers:
     Args:
         candidate: the model, and the tasks that it has done.
         manager: the harness's task manager.
-        options: of the command.
-        folder: of the evaluation.
+        options: options of the command.
+        folder: folder of the evaluation.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer.

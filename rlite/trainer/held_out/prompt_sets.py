@@ -73,7 +73,7 @@ def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> C
     """Return the rewards that a set to evaluate on has of its own.
 
     Args:
-        options: of the set.
+        options: options of the set.
         key: the set's group of options.
         given: reward functions of a program, in place of those of the paths.
     """

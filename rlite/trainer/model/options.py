@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
+from rlite.data.microbatch_plan import PackingMethod
 from rlite.engine.fsdp2.options import BalanceBy
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
@@ -76,7 +77,7 @@ class ModelOptions(LayoutOptions):
 
     balance_by: BalanceBy = "tokens"
     """quantity that devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
-    packing_method: Literal["first_fit_decreasing", "karmarkar_karp"] = "first_fit_decreasing"
+    packing_method: PackingMethod = "first_fit_decreasing"
     """method that packs a device's rows into microbatches: the fewest, each as full as possible, or as many of even
     size, which lowers the peak of memory"""
     use_liger_kernel: bool = False

@@ -27,7 +27,7 @@ def make_sets(
 
     Args:
         options: the run's config; a set without options in `test_data` has the defaults.
-        workflow: of training. Its copy with the sampling for evaluation evaluates sets without a workflow.
+        workflow: workflow of training. Its copy with the sampling for evaluation evaluates sets without a workflow.
         rows: rows of a single set, which may be none, or of several by name.
         workflows: workflow of all sets, or of some by name.
 

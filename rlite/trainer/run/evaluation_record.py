@@ -45,7 +45,7 @@ class EvaluationRecord:
         """Record an evaluation.
 
         Args:
-            name: of the set; a single set without a name is recorded as `test`.
+            name: name of the set; a single set without a name is recorded as `test`.
             step: finished steps before the evaluation.
             episodes: what `RolloutCollector.evaluate` returned.
         """

@@ -51,7 +51,7 @@ def has_waiting_ranks(options: LaunchOptions) -> bool:
     """Return whether ranks of torchrun serve the next session of this process, and wait until it begins.
 
     Args:
-        options: of the command.
+        options: options of the command.
     """
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and options.launcher in (None, "torchrun")
     return is_torchrun and int(os.environ.get("WORLD_SIZE", "1")) > 1

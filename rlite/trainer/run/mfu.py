@@ -103,7 +103,7 @@ def usage_metrics(
     """Return metrics of memory and throughput for one training phase.
 
     Args:
-        usage: of the trained engine's devices.
+        usage: usage of the trained engine's devices.
         module: the engine's module.
         lengths: tokens of each sequence, each once.
         seconds: time of the phase.
