@@ -21,7 +21,7 @@ from rlite.engine.weight_sync import sync_weights
 from rlite.errors import ConfigError, PlacementError, RliteError, WorkerError
 from tests import forked_python
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, on_meta
-from tests.integration.worlds import MARK, environment, free_port, processes_with, world
+from tests.integration.worlds import MARK, environment, free_port, processes_with, ray_session, world
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
@@ -196,3 +196,13 @@ def test_engines_need_a_session_and_survive_its_end(models: dict[str, Path]) -> 
         assert engine.counter(by=1) == 1
     finally:
         rlite.shutdown()
+
+
+def test_the_program_keeps_its_handler_of_sigterm() -> None:
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with ray_session(1):
+            assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -166,7 +168,7 @@ def _join(address: str | None) -> bool:
     address = address or os.environ.get("RAY_ADDRESS") or _cluster_here()
     if address:
         try:
-            ray.init(address=address, logging_level=logging.ERROR)
+            _init_ray(address=address)
         except (ConnectionError, RayError) as error:
             raise ConfigError(f"no Ray cluster answers at address={address!r}: {error}") from error
     return bool(address)
@@ -189,7 +191,17 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
     _make_token()
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
     with _apart():
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
+        _init_ray(address="local", num_cpus=cpus, include_dashboard=False)
+
+
+def _init_ray(**options: Any) -> None:
+    """Call `ray.init`, which replaces the handler of SIGTERM, and keep the program's handler if there is one."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(logging_level=logging.ERROR, **options)
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 _is_apart = threading.Event()
