@@ -37,8 +37,16 @@ HEAD = """# Models
 
 Both engines run unmodified Hugging Face models with rlite's own attention, and pack several sequences into one forward.
 For some models, this gives wrong results. They mix tokens by other means than attention, or compute masks or positions
-themselves. `build` therefore runs a small copy of the model in both ways. It does so in the driver, before any process
-starts, in a fraction of a second. If the log-probabilities differ, `build` raises ConfigError.
+themselves. `build` therefore checks a small copy of the model in the driver, before any process starts, in a fraction of
+a second. The copy has every kind of layer that the config gives. Modules of one kind have equal types, sizes and
+attributes. If the config does not list the kinds layer by layer, the copy has all layers. `build` raises ConfigError if
+
+- a token reaches other tokens by other means than attention, such as a convolution or a recurrent state. Attention is
+  switched off, and the embeddings of one token are NaN: the NaN must stay at this token.
+- the config names a kind of layer that rlite does not know.
+- the logits of a pack differ from those of transformers. They are compared in float64.
+- the log-probabilities of served tokens differ from those of transformers.
+- on GPUs, the heads have a width that torch's flash attention does not take.
 
 The table below is the output of `python -m benchmarks.architectures --write docs/architectures.md`,
 made with transformers {version}: one row for the default config of every class in transformers' causal language

@@ -296,6 +296,11 @@ def current_session() -> Session:
     return _session
 
 
+def has_gpus() -> bool:
+    """Return whether this program has a session, and its devices are GPUs."""
+    return _session is not None and _session.device == "cuda"
+
+
 def default_options(executor: str) -> Mapping[str, Any]:
     """Return the defaults that the session has for an executor's options; none without a session."""
     return {} if _session is None else _session.engine_options.get(executor, {})

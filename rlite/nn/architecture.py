@@ -15,21 +15,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from rlite.errors import ConfigError, RliteError, StorageError
-from rlite.nn.attention import PACKED, PackedLayout, attention
+from rlite.nn.attention import PACKED, PackedLayout, attention, no_mask
 from rlite.nn.meta import real_tensors
 from rlite.nn.miniature import LENGTH_DEPENDENT_ROPE, SPECIAL_IDS, WINDOW, miniature, saved
 from rlite.parallel.shards import CheckpointReader
+from rlite.parallel.tensor_plan import attention_shape
 
 LENGTHS = (WINDOW + 2, 2 * WINDOW + 3, 1)
 """tokens of the sequences that are compared: two are longer than a window, and a single token has no past"""
 TOLERANCE = 1e-4
-"""largest difference of two logits, in standard deviations of all logits; rounding gives 1e-6, a wrong mask 1"""
+"""largest difference of two logits in float32, in standard deviations of all logits; rounding gives 1e-6"""
+EXACT_TOLERANCE = 1e-9
+"""the same in float64, where rounding gives 1e-15"""
+MAX_FLASH_WIDTH = 256
+"""widest head of torch's flash attention"""
 EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
 """parts of parameter names that only mixtures of experts have"""
+OWN_TOKEN = "rlite_own_token"
+"""attention in which a token sees itself alone"""
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 REMEDY = "Use another model; docs/architectures.md lists the classes that work"
 
@@ -67,6 +75,37 @@ def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, nam
         raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
 
 
+def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Refuse a model whose heads are too wide for the attention kernels of GPUs, in float16 and bfloat16.
+
+    Raises:
+        ConfigError: the model is refused; the message gives the widths.
+    """
+    for query, value in attention_widths(cls, config):
+        if query != value or query > MAX_FLASH_WIDTH or query % 8:
+            raise ConfigError(
+                f"{cls.__name__} ({config.model_type!r}) has heads of width {query} and values of width {value}. On "
+                f"GPUs, rlite's attention takes equal widths up to {MAX_FLASH_WIDTH}, in multiples of 8. {REMEDY}"
+            )
+
+
+def attention_widths(cls: type[PreTrainedModel], config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """Return the widths of queries and values that the attention of a model is given, each pair once.
+
+    The model runs on tensors without storage. If it reads their values, the widths are those that the config states.
+    """
+    found: dict[tuple[int, int], None] = {}
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            model = cls._from_config(config).eval()
+            with attention(config, OWN_TOKEN):
+                model.base_model(input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=False, widths=found)
+    except Exception:  # of any kind: the class's own code
+        head_dim = attention_shape(config)[3]
+        found[head_dim, head_dim] = None
+    return list(found)
+
+
 @once_per_config
 @real_tensors()
 @torch.no_grad()
@@ -80,17 +119,29 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         model = miniature(cls, config)
         if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
             return reason
-        expected = alone(model)
+        expected, tolerance = _expected(model)
     except Exception as error:  # of any kind: the class's own code
         return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
     try:
-        if difference(expected, packed(model)) <= TOLERANCE:
+        if mixes_tokens(model):
+            return _why(model, expected) or "mixes tokens by other means than attention"
+        if unknown := _unknown_layers(model.config):
+            return f"has layers of kind {unknown}, which rlite does not know"
+        if difference(expected, packed(model)) <= tolerance:
             return _renamed(model)
         return _why(model, expected) or "computes masks or positions itself"
     except StorageError:  # says nothing of the class
         raise
     except Exception as error:
         return _why(model, expected) or f"does not run with sequences in packs: {summary(error)}"
+
+
+def _expected(model: PreTrainedModel) -> tuple[Tensor, float]:
+    """Return transformers' outputs and the tolerance: in float64, or in float32 if the class cannot compute in it."""
+    try:
+        return alone(model.double()), EXACT_TOLERANCE
+    except Exception:  # of any kind: the class's own code
+        return alone(model.float()), TOLERANCE
 
 
 def _experts(names: Iterable[str]) -> str | None:
@@ -117,9 +168,8 @@ def _state(cls: type[PreTrainedModel]) -> str | None:
 
 def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
     """Return the property of the class that explains a difference, if it is a known one."""
-    kinds = set(vars(model.config.get_text_config()).get("layer_types") or ())
-    if others := sorted(kinds - KNOWN_LAYERS):
-        return f"has layers of kind {', '.join(others)}, which mix tokens by other means than attention"
+    if unknown := _unknown_layers(model.config):
+        return f"has layers of kind {unknown}, which mix tokens by other means than attention"
     if (reason := _state(type(model))) is not None:
         return reason
     shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
@@ -128,6 +178,12 @@ def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
     if not model._supports_attention_backend:
         return "computes attention in code of its own, or does not hand arguments through to transformers' interface"
     return None
+
+
+def _unknown_layers(config: PreTrainedConfig) -> str:
+    """Return the kinds of layers that rlite does not know, as the config names them."""
+    kinds = set(vars(config.get_text_config()).get("layer_types") or ())
+    return ", ".join(sorted(kinds - KNOWN_LAYERS))
 
 
 def summary(error: Exception) -> str:
@@ -169,6 +225,46 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     return model(**inputs, use_cache=False).logits[0]
 
 
+def mixes_tokens(model: PreTrainedModel) -> bool:
+    """Return true if a token reaches others by other means than attention: a convolution, a recurrent state.
+
+    Attention returns the value of each token for itself, and the embeddings of one token are NaN. Whatever is computed
+    from a NaN is NaN, so that no tolerance is involved.
+    """
+    ids = sequences()[1]
+    poisoned = len(ids) // 2
+
+    def poison(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        places = torch.arange(len(ids)) == poisoned
+        return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
+
+    hooks = [
+        part.register_forward_hook(poison, prepend=True) for part in model.modules() if isinstance(part, nn.Embedding)
+    ]
+    try:
+        with attention(model.config, OWN_TOKEN):
+            reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return reached.nonzero().flatten().tolist() != [poisoned]
+
+
+def _attend_to_own_token(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    widths: dict[tuple[int, int], None] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return each token's value as its attention [1, T, H, D], and note the widths of queries and values."""
+    if widths is not None:
+        widths[query.shape[-1], value.shape[-1]] = None
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+
+
 def alone(model: PreTrainedModel) -> Tensor:
     """Return the outputs of transformers' own forward, one call for each sequence, one after the other."""
     return torch.cat([outputs_of(model, {"input_ids": ids[None]}) for ids in sequences()])
@@ -181,3 +277,7 @@ def packed(model: PreTrainedModel) -> Tensor:
     inputs = {"input_ids": torch.cat(sequences())[None], "position_ids": positions[None]}
     with attention(model.config, PACKED):
         return outputs_of(model, {**inputs, "packed_layout": PackedLayout(cu_seqlens, max(LENGTHS))})
+
+
+AttentionInterface.register(OWN_TOKEN, _attend_to_own_token)
+AttentionMaskInterface.register(OWN_TOKEN, no_mask)

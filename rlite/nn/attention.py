@@ -243,9 +243,9 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | Non
     return out
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return None: a pack needs no mask, because the layout states which tokens belong together."""
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Return None: rlite's attention takes no mask. In a pack, the layout states which tokens belong together."""
 
 
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, _no_mask)
+AttentionMaskInterface.register(PACKED, no_mask)

@@ -78,6 +78,12 @@ class BaseTrainModule(nn.Module):
         `build` calls it before any process starts.
         """
 
+    def check_gpu_kernels(self) -> None:
+        """Raise ConfigError if the model cannot be computed on GPUs in float16 and bfloat16.
+
+        Called before any process starts.
+        """
+
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if `parallelize` could not split the module over `size` ranks.
 

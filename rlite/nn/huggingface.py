@@ -21,7 +21,7 @@ from rlite.algorithms.logprobs import next_token
 from rlite.algorithms.on_logprobs import TokenLogprobs
 from rlite.algorithms.replay import KeptIds
 from rlite.errors import ConfigError
-from rlite.nn.architecture import check_architecture, rope_limit
+from rlite.nn.architecture import check_architecture, check_gpu_kernels, rope_limit
 from rlite.nn.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
@@ -160,10 +160,19 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def check_architecture(self) -> None:
         """Raise ConfigError if packs would be computed differently from transformers; see `rlite.nn.architecture`."""
+        if (cls := self._transformers_class()) is not None:
+            check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
+
+    def check_gpu_kernels(self) -> None:
+        """Raise ConfigError if the heads are too wide for the attention kernels of GPUs."""
+        if (cls := self._transformers_class()) is not None:
+            check_gpu_kernels(cls, self.config)
+
+    def _transformers_class(self) -> type[PreTrainedModel] | None:
+        """Return the class of transformers that the module extends; None if it extends none."""
         bases = [base for base in type(self).__mro__ if issubclass(base, PreTrainedModel)]
         cls = next(base for base in bases if not issubclass(base, BaseTrainModule))
-        if cls is not PreTrainedModel:
-            check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
+        return None if cls is PreTrainedModel else cls
 
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""

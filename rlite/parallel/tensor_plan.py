@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
     return columns, rows
 
 
-def _check_blocks(model: PreTrainedModel, columns: Iterable[str], rows: Iterable[str]) -> None:
+def _check_blocks(model: PreTrainedModel, columns: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
     """Check that every attention, and every other block in the plan, starts with columns and ends with one row.
 
     Raises:
@@ -96,6 +96,28 @@ def _check_blocks(model: PreTrainedModel, columns: Iterable[str], rows: Iterable
             f"the tensor parallel plan of {model.config.model_type!r} ({entries}) does not split {others[0]!r} between "
             "its columns and one row; use one device for each copy"
         )
+    _check_per_head(model, {**columns, **rows})
+
+
+def _check_per_head(model: PreTrainedModel, split: Mapping[str, Any]) -> None:
+    """Check that no tensor between the columns and the row of a block has a part for each head or each column.
+
+    Raises:
+        ConfigError: there is such a tensor, which would be whole beside split columns.
+    """
+    _, heads, key_heads, head_dim = attention_shape(model.config)
+    widths: dict[str, set[int]] = defaultdict(lambda: {heads, key_heads})
+    for name, module in split.items():
+        linear = getattr(module, "base_layer", module)
+        widths[name.rpartition(".")[0]] |= {linear.out_features, linear.in_features}
+    for name, parameter in model.named_parameters():
+        block = next((block for block in widths if name.startswith(f"{block}.")), None)
+        is_split = any(name.startswith(f"{part}.") for part in split)
+        if block is not None and not is_split and parameter.numel() in widths[block] - {head_dim}:
+            raise ConfigError(
+                f"the tensor parallel plan of {model.config.model_type!r} leaves {name} {list(parameter.shape)} whole, "
+                "which has a part for each head or column; use one device for each copy"
+            )
 
 
 def vocabulary_rows(weight: Tensor, ids: Tensor, start: int) -> Tensor:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlite.cluster.session import has_gpus
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, StorageError
-from rlite.nn.architecture import REMEDY, TOLERANCE, check_architecture, once_per_config, sequences, summary
+from rlite.nn.architecture import (
+    REMEDY,
+    TOLERANCE,
+    alone,
+    check_architecture,
+    check_gpu_kernels,
+    once_per_config,
+    sequences,
+    summary,
+)
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.nn.miniature import miniature, saved
 from rlite.parallel.tensor_inference import check_tensor_parallel
@@ -36,6 +46,8 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         raise ConfigError(
             f"{path}: {type(model).__name__} ({config.model_type!r}) {reason}. {REMEDY}, or use another executor"
         )
+    if has_gpus():
+        check_gpu_kernels(type(model), model.config)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 
@@ -75,15 +87,17 @@ def largest_error(model: PreTrainedModel, folder: str) -> float:
     # prompts are cut into several prefills, one of which begins amid a prompt
     options = EmbeddedOptions(max_model_len=length, max_num_seqs=len(prompts), max_prefill_tokens=length // 2)
     worker = EmbeddedWorker(folder, options, torch.device("cpu"))
-    gconfig = GenerationHyperparameters(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+    # a temperature at which every token is likely: in a peaked distribution, wrong logits give the same log-probability
+    temperature = float(alone(model).std())
+    gconfig = GenerationHyperparameters(max_new_tokens=NUM_NEW, temperature=temperature, ignore_eos=True)
     requests = [SequenceRequest(request_id=i, input_ids=ids, gconfig=gconfig, seed=i) for i, ids in enumerate(prompts)]
     errors = []
     for chunk in worker.advance(requests, [], NUM_NEW):
         if chunk.error is not None:
             raise ConfigError(chunk.error)
         prompt = prompts[chunk.request_id]
-        logits = model(input_ids=torch.tensor([[*prompt, *chunk.token_ids]]), use_cache=False).logits[0]
+        logits = model(input_ids=torch.tensor([[*prompt, *chunk.token_ids]]), use_cache=False).logits[0] / temperature
         expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
         made = expected.gather(1, torch.tensor(chunk.token_ids)[:, None])[:, 0]
-        errors.append((made - torch.tensor(chunk.logprobs)).abs() / logits.std())
+        errors.append((made - torch.tensor(chunk.logprobs)).abs())
     return float(torch.cat(errors).max().nan_to_num(nan=float("inf")))

@@ -8,11 +8,12 @@ name, so transformers builds no masks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,9 +113,23 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 class PrefillPlan(AttentionPlan):
-    """Chunks of many prompts packed in one row. Each chunk attends to its own slot alone."""
+    """Chunks of many prompts packed in one row. Each chunk attends to its own slot alone.
 
-    def __init__(self, cache: SlotCache, chunks: Sequence[Chunk], device: torch.device) -> None:
+    Args:
+        cache: the cache of the slots.
+        chunks: the chunks, in the order of the row.
+        device: device of the model.
+        attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
+            chunk. Default: `varlen` if the device and the dtype have it.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        attend_all: Callable[..., Tensor] | None = None,
+    ) -> None:
         self.cache = cache
         self.chunks = chunks
         lengths = [c.stop - c.start for c in chunks]
@@ -123,20 +138,27 @@ class PrefillPlan(AttentionPlan):
         self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
         self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
         self.targets = cache.targets(slots, self.positions)
-        is_varlen = (
-            device.type == "cuda"
-            and cache.values.dtype in (torch.float16, torch.bfloat16)
-            and all(c.start == 0 for c in chunks)
-        )
-        self._bounds: Bounds | None = None
-        """bounds of the chunks if one call of variable-length attention computes all of them, else None"""
-        if is_varlen:
-            ends = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
-            self._bounds = Bounds(ends, ends, max(lengths), max(lengths))
+        if attend_all is None and device.type == "cuda" and cache.values.dtype in (torch.float16, torch.bfloat16):
+            attend_all = varlen
+        self._attend_all = attend_all
+        if attend_all is not None:
+            stops = [c.stop for c in chunks]
+            cu_queries, cu_keys = (
+                torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
+                for sizes in (lengths, stops)
+            )
+            self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
+            self._past: tuple[Tensor, Tensor] | None = None
+            """slots and positions of the keys that the chunks see, if some are of an earlier forward"""
+            if any(c.start for c in chunks):
+                past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
+                self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
     def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        if self._bounds is not None:
-            return varlen(query, key, value, self._bounds, scale, window)
+        if self._attend_all is not None:
+            if self._past is not None:
+                key, value = self.cache.at(layer, *self._past)
+            return self._attend_all(query, key, value, self._bounds, scale, window)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         outputs = []
         begin = 0

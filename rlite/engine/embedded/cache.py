@@ -135,6 +135,20 @@ class SlotCache:
             keys = keys[:, : -(-length // BLOCK)].transpose(2, 3).flatten(1, 2)
         return keys[None, :, :length], self.values[layer, slot, None, :, :length]
 
+    def at(self, layer: int, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of tokens, `[tokens, kv_heads, head_dim]` each.
+
+        Args:
+            layer: index of the layer.
+            slots: `[tokens]`, slots of the tokens.
+            positions: `[tokens]`, positions of the tokens.
+        """
+        if self.is_blocked:
+            keys = self.keys[layer][slots, :, positions // BLOCK, :, positions % BLOCK]
+        else:
+            keys = self.keys[layer][slots, :, positions]
+        return keys, self.values[layer][slots, :, positions]
+
     def gather_index(self, start: int, stop: int, blocks: int) -> GatherIndex:
         """Return the row indices of slots [start, stop) over their first `blocks` blocks; recent results are cached.
 

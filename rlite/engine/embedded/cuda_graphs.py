@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,17 +121,83 @@ def logits_of_fixed_step(
     return model.logits(tokens, positions, DecodePlan(cache, [width] * len(tokens), positions[None]))
 
 
-class DecodeGraphs:
-    """The captured steps of one model and their input buffers, on one device without tensor parallelism."""
+Replay = Callable[[], object]
 
-    def __init__(self, model: ShardedModel, num_slots: int) -> None:
+
+class Recorder(Protocol):
+    """Recorder of steps."""
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Return a function that runs the step again, and the tensor that holds the result."""
+        ...
+
+    def clear(self) -> None:
+        """Free the memory of recordings, which do not run again."""
+        ...
+
+
+class GraphRecorder:
+    """Recorder of CUDA graphs on one device.
+
+    All recordings use one stream and one memory pool, because they never run at the same time. Each stream costs a
+    workspace of cuBLAS, which is never freed.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        """memory for intermediate results"""
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record a step.
+
+        Args:
+            step: runs on the current stream. Its inputs are real: a warm-up writes the keys and values that the replay
+                after it writes again.
+
+        Returns:
+            A function that replays the step, and the tensor that holds the result.
+        """
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # other threads of the process may allocate meanwhile
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                result = step()
+        return graph.replay, result
+
+    def clear(self) -> None:
+        """Free the memory of intermediate results and workspaces. The recordings must not run again."""
+        self._pool = self._stream = None
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+class DecodeGraphs:
+    """The captured steps of one model and their input buffers, on one device without tensor parallelism.
+
+    Args:
+        model: the model.
+        num_slots: slots of the cache.
+        recorder: recorder of steps.
+    """
+
+    def __init__(self, model: ShardedModel, num_slots: int, recorder: Recorder) -> None:
         self._model = model
         self._num_slots = num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
-        self.captures: Captures[tuple[torch.cuda.CUDAGraph, Tensor]] = Captures()
-        self._pool: Any = None
-        """memory for intermediate results; captures share it because they never run at the same time"""
+        self.captures: Captures[tuple[Replay, Tensor]] = Captures()
+        self._recorder = recorder
 
     def addresses(self, cache: SlotCache) -> Addresses:
         """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
@@ -153,33 +219,17 @@ class DecodeGraphs:
         shape = Shape.of(num_rows, longest, self._num_slots, cache.max_len)
         self._tokens[:num_rows].copy_(tokens)
         self._positions[:num_rows].copy_(positions)
-        self._positions[num_rows : shape.rows].zero_()
-        graph, logits = self.captures.get(addresses, shape, lambda shape: self._capture(cache, shape))
-        graph.replay()
+        # rows of slots that may hold kept caches, none of which reaches the last position
+        self._positions[num_rows : shape.rows].fill_(cache.max_len - 1)
+        replay, logits = self.captures.get(addresses, shape, lambda shape: self._capture(cache, shape))
+        replay()
         return logits[:num_rows]
 
     def clear(self) -> None:
         """Free the memory of all captures. Steps are captured again when needed."""
         self.captures.clear()
-        self._pool = None
+        self._recorder.clear()
 
-    def _capture(self, cache: SlotCache, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, cache: SlotCache, shape: Shape) -> tuple[Replay, Tensor]:
         tokens, positions = self._tokens[: shape.rows], self._positions[: shape.rows]
-
-        def step() -> Tensor:
-            return logits_of_fixed_step(self._model, cache, tokens, positions, shape.width)
-
-        with torch.cuda.device(self._model.device):
-            # the inputs are real: a warm-up writes the keys and values that the replay after it writes again
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(WARM_UPS):
-                    step()
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool):
-                logits = step()
-        return graph, logits
+        return self._recorder(lambda: logits_of_fixed_step(self._model, cache, tokens, positions, shape.width))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlite.engine.embedded.cache import SlotCache
-from rlite.engine.embedded.cuda_graphs import DecodeGraphs, is_capturable
+from rlite.engine.embedded.cuda_graphs import DecodeGraphs, GraphRecorder, is_capturable
 from rlite.engine.embedded.deterministic import check_rows
 from rlite.engine.embedded.forward_passes import ForwardPasses
 from rlite.engine.embedded.memory_plan import MemoryPlan
@@ -70,7 +70,7 @@ class EmbeddedWorker:
         self._graphs: DecodeGraphs | None = None
         is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
         if is_recorded and group is None and is_capturable(config):
-            self._graphs = DecodeGraphs(weights, self._num_slots)
+            self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(self.device))
         agree = partial(agreed, group, self.device)
         self._rules = RequestRules(path, options, self.vocab_size, self.max_model_len, weights.end_ids(), agree)
         self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlite.cluster.session import current_session
+from rlite.cluster.session import current_session, has_gpus
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.engine.fsdp2.worker import Fsdp2Worker
 from rlite.engine.train_executor import TrainBackend
@@ -32,6 +32,8 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         ConfigError: the message gives the reason.
     """
     module.check_architecture()
+    if has_gpus() and options.compute_dtype != "float32":
+        module.check_gpu_kernels()
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.deterministic:

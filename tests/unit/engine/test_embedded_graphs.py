@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Qwen3Config
 
 from rlite.engine.embedded.attention import DecodePlan
-from rlite.engine.embedded.cuda_graphs import Captures, Shape, bucket, is_capturable, logits_of_fixed_step
+from rlite.engine.embedded.cuda_graphs import (
+    Captures,
+    DecodeGraphs,
+    Replay,
+    Shape,
+    bucket,
+    is_capturable,
+    logits_of_fixed_step,
+)
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, SequenceRequest
@@ -100,3 +110,43 @@ def test_a_rotary_embedding_that_looks_at_the_longest_position_is_not_captured()
     assert is_capturable(Qwen3Config())
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert not is_capturable(Qwen3Config(rope_parameters=scaled))
+
+
+class EagerRecorder:
+    """Runs a step again and writes its result where the first one is, as a CUDA graph does."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        self.num_recorded += 1
+        result = step().clone()
+        return lambda: result.copy_(step()), result
+
+    def clear(self) -> None:
+        self.num_recorded = 0
+
+
+def test_kept_caches_survive_the_padded_rows_of_captured_steps(tmp_path: Path) -> None:
+    """One of four conversations ends, the others go on in steps of four rows, and then it takes another turn."""
+    path = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
+    options = EmbeddedOptions(max_model_len=300, max_num_seqs=4, dtype="float64")
+    prompts = [[number + 3] * (40 - number) for number in range(4)]
+
+    def second_turn(recorder: EagerRecorder | None) -> list[float]:
+        worker = EmbeddedWorker(path, options, torch.device("cpu"))
+        if recorder is not None:
+            worker._passes.graphs = DecodeGraphs(worker._weights, 4, recorder)
+
+        def ask(number: int, ids: list[int], num: int) -> SequenceRequest:
+            gconfig = GenerationHyperparameters(max_new_tokens=num, ignore_eos=True)
+            return SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=number)
+
+        worker.advance([ask(number, ids, 20 if number < 3 else 2) for number, ids in enumerate(prompts)], [], 30)
+        (chunk,) = worker.advance([ask(4, [*prompts[3], 11, 12], 9)], [], 30)
+        assert worker._scheduler.num_reused
+        return chunk.logprobs
+
+    recorder = EagerRecorder()
+    assert second_turn(recorder) == pytest.approx(second_turn(None), abs=1e-9)
+    assert recorder.num_recorded

@@ -14,52 +14,87 @@ from rlite.engine.embedded.cache import CacheShape, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
 from rlite.nn import attention
 
-LENGTHS = (3, 9, 1)
+CPU = torch.device("cpu")
+HEADS = (4, 2, 2)
 
 
-def varlen_of_torch_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
+class VarlenOfTorch211:
     """On the CPU, with the parameters of torch 2.11: keys have as many heads as queries."""
-    assert query.shape[1] == key.shape[1]
-    assert (max_q, max_k) == (max(LENGTHS), max(LENGTHS))
-    parts = []
-    for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
-        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
-        sees = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
-        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale).transpose(0, 1))
-    return torch.cat(parts)
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        assert query.shape[1] == key.shape[1]
+        assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+        assert len(query) == cu_seq_q[-1]
+        assert len(key) == len(value) == cu_seq_k[-1]
+        self.num_calls += 1
+        parts = []
+        ends_of_queries, ends_of_keys = cu_seq_q[1:-1].tolist(), cu_seq_k[1:-1].tolist()
+        rows = (
+            x.tensor_split(ends) for x, ends in ((query, ends_of_queries), (key, ends_of_keys), (value, ends_of_keys))
+        )
+        for q, k, v in zip(*rows, strict=True):
+            back = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+            sees = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale).transpose(0, 1))
+        return torch.cat(parts)
+
+
+@pytest.fixture
+def varlen_of_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> VarlenOfTorch211:
+    function = VarlenOfTorch211()
+    monkeypatch.setattr(attention, "varlen_attn", function)
+    monkeypatch.setattr(attention, "TAKES_GROUPED_KEYS", False)
+    return function
+
+
+def rows(num: int) -> list[Tensor]:
+    """Queries, keys and values of this many tokens."""
+    generator = torch.Generator().manual_seed(num)
+    return [torch.randn(num, heads, 8, generator=generator, dtype=torch.float64) for heads in HEADS]
+
+
+def filled_cache(dtype: torch.dtype = torch.float64) -> SlotCache:
+    """A cache of four slots whose 30 positions all hold something."""
+    cache = SlotCache(CacheShape(1, 4, 4, 2, 30, 8), dtype, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for storage in (cache.keys, cache.values):
+        storage.copy_(torch.randn(storage.shape, generator=generator))
+    return cache
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_prefill_on_cuda_needs_no_parameter_that_torch_2_11_lacks(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("starts", [(0, 0, 0), (20, 0, 7), (12, 12, 12)], ids=["whole", "mixed", "siblings"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "blocked"])
+def test_one_call_attends_to_the_chunks_of_all_prompts_whether_or_not_they_continue_earlier_ones(
+    window: int | None, starts: tuple[int, ...], dtype: torch.dtype, varlen_of_torch_2_11: VarlenOfTorch211
 ) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(attention, "varlen_attn", varlen_of_torch_2_11)
-    monkeypatch.setattr(attention, "TAKES_GROUPED_KEYS", False)
-    chunks = [Chunk(slot=i, start=0, stop=n, tokens=[7] * n) for i, n in enumerate(LENGTHS)]
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, 2, 2))
-
-    def plan() -> PrefillPlan:
-        return PrefillPlan(SlotCache(CacheShape(1, len(LENGTHS), 4, 2, 16, 8), torch.float32, cpu), chunks, cpu)
-
-    on_cuda = plan()
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
-    on_cuda._bounds = attention.Bounds(ends, ends, max(LENGTHS), max(LENGTHS))
+    lengths = (3, 9, 1)
+    chunks = [
+        Chunk(slot=3 - index, start=start, stop=start + num, tokens=[7] * num)
+        for index, (start, num) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    query, key, value = (x.to(dtype) for x in rows(sum(lengths)))
+    on_cuda = PrefillPlan(filled_cache(dtype), chunks, CPU, attention.varlen)
     found = on_cuda.attend(0, query, key, value, 0.3, window)
-    torch.testing.assert_close(found, plan().attend(0, query, key, value, 0.3, window))
+    assert varlen_of_torch_2_11.num_calls == 1
+    expected = PrefillPlan(filled_cache(dtype), chunks, CPU).attend(0, query, key, value, 0.3, window)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_call_of_variable_length_attention_is_in_one_place() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
@@ -18,9 +18,10 @@ from rlite.data.packs import pack
 from rlite.engine.embedded.architecture_check import refusal as embedded_refusal
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.nn.architecture import refusal, rope_limit
+from rlite.nn.architecture import attention_widths, check_gpu_kernels, refusal, rope_limit
 from rlite.nn.huggingface import causal_lm_class
 from rlite.nn.meta import meta_parameters
+from rlite.nn.miniature import miniature
 
 SIZES = {
     "vocab_size": 97,
@@ -147,6 +148,121 @@ def test_models_that_packs_would_compute_wrongly_are_refused_with_the_reason(kin
     found = refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     assert found is not None
     assert re.search(reason, found)
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1}
+LATE: dict[str, tuple[dict[str, Any], str]] = {
+    "bamba": ({**MAMBA, "num_key_value_heads": 2, "attn_layer_indices": [0, 1, 4]}, "recurrent state"),
+    "lfm2": ({"num_key_value_heads": 2, "layer_types": ["full_attention"] * 5 + ["conv"]}, "layers of kind conv"),
+    "falcon_h1": ({"num_key_value_heads": 2, **MAMBA, "mamba_d_ssm": 96}, "recurrent state"),
+    "qwen3_next": (
+        {"num_key_value_heads": 2, "head_dim": 12, "layer_types": ["full_attention"] * 5 + ["linear_attention"]},
+        "mixture of experts|linear_attention",
+    ),
+    "jamba": ({"num_key_value_heads": 2, "attn_layer_period": 6, "attn_layer_offset": 0, **EXPERTS}, "experts|state"),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_a_layer_of_another_kind_is_found_wherever_it_stands(kind: str) -> None:
+    fields, reason = LATE[kind]
+    config = config_of(kind, **fields, num_hidden_layers=6)
+    found = refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert found is not None
+    assert re.search(reason, found)
+
+
+def test_the_small_model_has_one_layer_of_each_kind_however_many_kinds_there_are() -> None:
+    """More than four kinds: each row of the config's lists is a kind of its own."""
+    windows = ["full_attention", "sliding_attention"]
+    fields = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0}
+    config = config_of(
+        "gemma3n_text",
+        **fields,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=9,
+        layer_types=(windows * 5)[:9],
+        intermediate_size=[64, 64, 72, 72, 80, 80, 88, 88, 88],
+        activation_sparsity_pattern=[0.0] * 9,
+    )
+    kinds = set(zip(config.layer_types, config.intermediate_size, strict=True))
+    small = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config).config
+    assert set(zip(small.layer_types, small.intermediate_size, strict=True)) == kinds
+    assert len(kinds) > 4
+
+
+def test_layers_that_no_list_of_the_config_names_are_all_built() -> None:
+    """A factor that depends on the layer's number shows in the modules alone."""
+    config = config_of("diffllama", num_key_value_heads=2, num_hidden_layers=7)
+    model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert len({layer.self_attn.lambda_init for layer in model.model.layers}) == 7
+    deep = config_of("qwen3", num_key_value_heads=2, head_dim=16, num_hidden_layers=600, layer_types=None)
+    assert "at most 512 layers, and this one has 600" in str(refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(deep)], deep))
+
+
+def test_a_kind_of_layer_that_rlite_does_not_know_is_refused_even_if_small_models_agree() -> None:
+    config = config_of("gpt2")
+    config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    found = refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert found == "has layers of kind chunked_attention, which rlite does not know"
+
+
+class Shifting(Qwen3ForCausalLM):
+    """Each token also sees a share of the token before it, which is far below any tolerance."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(lambda module, args, out: out + 1e-12 * out.roll(1, dims=1))
+
+
+def test_tokens_that_mix_below_every_tolerance_are_found_without_one() -> None:
+    config = config_of("qwen3", num_key_value_heads=2, head_dim=16)
+    assert refusal(Shifting, config) == "mixes tokens by other means than attention"
+    assert refusal(Qwen3ForCausalLM, config) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "widths"),
+    [
+        ("qwen3", {"num_key_value_heads": 2, "head_dim": 320}, "width 320 and values of width 320"),
+        ("gemma", {"num_key_value_heads": 1, "head_dim": 20}, "width 20"),
+        (
+            "minicpm3",
+            {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+            "width 24 and values of width 16",
+        ),
+    ],
+)
+def test_heads_that_gpu_kernels_do_not_take_are_refused_with_their_widths(
+    kind: str, fields: dict[str, Any], widths: str
+) -> None:
+    config = config_of(kind, **fields)
+    with pytest.raises(ConfigError, match=widths):
+        check_gpu_kernels(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def test_widths_are_found_in_every_layer_not_in_the_config() -> None:
+    config = AutoConfig.for_model("gemma4_text")
+    assert attention_widths(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) == [(256, 256), (512, 512)]
+
+
+def test_heads_that_gpu_kernels_take_pass() -> None:
+    for kind in ("llama", "qwen3", "gemma"):
+        config = config_of(kind, num_key_value_heads=2, head_dim=16)
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        assert attention_widths(cls, config) == [(16, 16)]
+        check_gpu_kernels(cls, config)
+
+
+def test_norms_with_a_row_for_each_head_are_refused_for_tensor_parallel_at_build(tmp_path: Path) -> None:
+    rlite.shutdown()
+    folder = save_checkpoint("cohere", tmp_path, num_key_value_heads=2, use_qk_norm=True)
+    engine = RliteTrainEngine(on_meta(folder))
+    with pytest.raises(ConfigError, match=r"'cohere' leaves model.layers.0.self_attn.q_norm.weight \[4, 12\] whole"):
+        engine.build(tensor_parallel_size=2, tp_size=2)
+    with pytest.raises(ConfigError, match="q_norm"):
+        RliteInferenceEngine(folder).build(tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("kind", ["gptj", "rwkv", "qwen3_moe"])
