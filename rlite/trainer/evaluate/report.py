@@ -104,7 +104,7 @@ def difference(result: EvaluationResult) -> str | None:
     interval = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
     level = f"{100 * found.confidence:g}%"
     return (
-        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval of {found.num_items} paired "
-        f"items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} items, worse at "
+        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval of {found.num_items} "
+        f"paired items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} items, worse at "
         f"{found.worse}"
     )
