@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rlite.algorithms.reduce import finite_gradient
 from rlite.algorithms.shapes import Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.types import KLEstimator
@@ -50,7 +51,7 @@ def kl_penalty(
     """
     if estimator not in get_args(KLEstimator):
         raise ConfigError(f"KL estimator {estimator!r}: expected one of {', '.join(get_args(KLEstimator))}")
-    log_ratio = logprobs - ref_logprobs
+    log_ratio = finite_gradient(logprobs - ref_logprobs, weights)
     value = _k3(log_ratio, max_log_ratio, max_value) if estimator == "k3" else _ESTIMATE[estimator](log_ratio)
     if not straight_through:
         return value
@@ -66,6 +67,7 @@ def binary_divergence(logprobs: Tokens, other_logprobs: Tokens, divergence: Bina
         other_logprobs: log q of the sampled token.
         divergence: "tv" is the total variation |p - q|; "kl" is p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
+    logprobs, other_logprobs = finite_gradient(logprobs, other_logprobs), finite_gradient(other_logprobs, logprobs)
     p = logprobs.exp()
     if divergence == "tv":
         return (p - other_logprobs.exp()).abs()

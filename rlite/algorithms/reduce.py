@@ -129,7 +129,7 @@ def masked_variance(x: Tokens, mask: Mask, *, unbiased: bool = True) -> Scalar:
         mask: elements that count, of the same shape.
         unbiased: divide by n - 1 instead of n. A single value has variance 0.
     """
-    squares = _masked((x - masked_mean(x, mask)).square(), mask).sum()
+    squares = _masked((_masked(x, mask) - masked_mean(x, mask)).square(), mask).sum()
     return squares / (mask.bool().count_nonzero() - int(unbiased)).clamp(min=1)
 
 
@@ -215,6 +215,22 @@ def check_layout(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -> 
     if x.dim() != (2 if cu_seqlens is None else 1):
         layout = "padded [B, L] without cu_seqlens" if cu_seqlens is None else "packed [T] with cu_seqlens"
         raise ConfigError(f"expected {layout}, found a tensor of shape {list(x.shape)}")
+
+
+def finite_gradient(x: Tensor, *others: Tensor | None) -> Tensor:
+    """Return `x`, which has a gradient only where it and all others are finite.
+
+    A mask applied later cannot stop a NaN: the gradient of the loss there is 0 * NaN.
+
+    Args:
+        x: values of any shape.
+        *others: values of the same shape with which `x` is combined; None is left out.
+    """
+    is_finite = x.isfinite()
+    for other in others:
+        if other is not None:
+            is_finite = is_finite & other.isfinite()
+    return torch.where(is_finite, x, x.detach())
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlite.algorithms.reduce import TokenLoss
+from rlite.algorithms.reduce import TokenLoss, finite_gradient
 from rlite.algorithms.shapes import Tokens
 
 
@@ -27,6 +27,7 @@ def value_loss(
         The loss, and the metric `clip_fraction`.
     """
     returns = returns.detach()
+    values = finite_gradient(values, returns, old_values)
     unclipped = clipped = (values - returns).square()
     if clip is not None and old_values is not None:
         old_values = old_values.detach()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlite.errors import DataError
-from rlite.evaluation.metrics import counted_scores
+from rlite.evaluation.metrics import counted_scores, score_limits
 from rlite.evaluation.samples import Sample
 
 RESAMPLES = 10_000
-"""draws of the bootstrap, and of sign flips that are not enumerated"""
+"""draws of sign flips that are not enumerated"""
+NEAREST = math.ulp(0.0)
+"""end of an interval that begins beside 0"""
 ENUMERATED = 20
 """items with a difference up to which all sign flips are enumerated"""
 CHUNK = 1_000_000
@@ -37,7 +40,8 @@ class Comparison:
     confidence: float
     """level of the interval"""
     p_value: float
-    """two-sided p-value of the hypothesis that both models are equally good"""
+    """two-sided p-value of the hypothesis that both models are equally good; the interval holds 0 if it is not below
+    1 - confidence"""
     num_items: int
     better: int
     """items at which the second model has the better mean score"""
@@ -72,18 +76,33 @@ def compare(
     """
     differences = paired_differences(first, second, lower_is_better)
     gains = -differences if lower_is_better else differences
-    interval = None if len(differences) == 1 else bootstrap_interval(differences, confidence, seed)
+    p_value = sign_flip_p_value(differences, seed)
+    low, high = None, None
+    if len(differences) > 1:
+        scores = [0.0, *(sample.score for sample in (*first, *second) if sample.score is not None)]
+        low, high = difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
+        low, high = _agreeing(low, high, differences.mean(), p_value < 1 - confidence)
     return Comparison(
         difference=float(differences.mean()),
-        low=None if interval is None else interval[0],
-        high=None if interval is None else interval[1],
+        low=low,
+        high=high,
         confidence=confidence,
-        p_value=sign_flip_p_value(differences, seed),
+        p_value=p_value,
         num_items=len(differences),
         better=int((gains > 0).sum()),
         worse=int((gains < 0).sum()),
         lower_is_better=lower_is_better,
     )
+
+
+def _agreeing(low: float, high: float, difference: float, is_significant: bool) -> tuple[float, float]:
+    """Return the interval with 0 inside if the test does not reject equal models, else with 0 outside.
+
+    The exact test decides, because the interval is approximate.
+    """
+    if not is_significant:
+        return min(low, 0.0), max(high, 0.0)
+    return (max(low, NEAREST), high) if difference > 0 else (low, min(high, -NEAREST))
 
 
 def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False) -> Differences:
@@ -116,21 +135,44 @@ def mean_scores(samples: Sequence[Sample], wrong: float) -> dict[str, float]:
     return {item: math.fsum(own) / len(own) for item, own in scores.items()}
 
 
-def bootstrap_interval(differences: Differences, confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Return the percentile interval of the mean, if the items are drawn again with replacement.
+def difference_interval(
+    differences: Differences, confidence: float = 0.95, largest: float = 1.0
+) -> tuple[float, float]:
+    """Return a confidence interval of the mean difference that is also right if few items differ, or none.
 
-    Section 13.3 of Efron and Tibshirani, "An Introduction to the Bootstrap", 1993.
+    Gains and losses each have a score interval (Wilson 1927), and the limits are combined as in method 10 of Newcombe,
+    "Improved confidence intervals for the difference between binomial proportions based on paired data", Statistics in
+    Medicine 17, 1998. For scores of 0 and 1 it is that method; for other scores, the largest difference takes the place
+    of 1. For many items it is mean +- z s / sqrt(n).
 
     Args:
         differences: one for each item [n].
         confidence: level of the interval, between 0 and 1.
-        seed: seed of the draws.
+        largest: largest possible difference of an item.
     """
-    random, n = np.random.default_rng(seed), len(differences)
-    means = [differences[random.integers(n, size=(rows, n))].mean(1) for rows in _chunks(n)]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return float(low), float(high)
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    size, num_differing = float(np.abs(differences).max()), np.count_nonzero(differences)
+    # the largest of m differences is that much smaller than the largest possible one, if all are equally likely
+    size = min(largest, size * (num_differing + 1) / num_differing) if num_differing else largest
+    (gain, gain_low, gain_high, gain_variance), (loss, loss_low, loss_high, loss_variance) = (
+        _part(np.maximum(part, 0), size, z) for part in (differences, -differences)
+    )
+    # no item has both a gain and a loss: their covariance is -gain * loss
+    spread = math.sqrt(gain_variance * loss_variance)
+    correlation = -gain * loss / spread if spread else 0.0
+
+    def distance(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one**2 + other**2 - 2 * correlation * one * other))
+
+    low = gain - loss - distance(gain - gain_low, loss_high - loss)
+    return low, gain - loss + distance(gain_high - gain, loss - loss_low)
+
+
+def _part(part: Differences, size: float, z: float) -> tuple[float, float, float, float]:
+    """Return mean, lower and upper limit, and variance of the gains, or of the losses, of all items."""
+    mean, variance = float(part.mean()), float(part.var())
+    low, high = score_limits(mean, variance, len(part), z, size)
+    return mean, min(max(low, 0.0), mean), max(high, mean), variance
 
 
 def sign_flip_p_value(differences: Differences, seed: int = 0) -> float:

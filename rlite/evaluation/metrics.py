@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from statistics import NormalDist
 
 from rlite.errors import DataError
 from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
@@ -13,7 +15,9 @@ from rlite.rollout.collector.lost_groups import kind_of
 from rlite.wording import counted
 
 
-def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT) -> dict[str, float]:
+def summary(
+    samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT, confidence: float | None = None
+) -> dict[str, float]:
     """Return the metrics of an evaluation.
 
         accuracy            mean score; a failed sample counts 0, or the lowest score if that is below 0
@@ -23,29 +27,32 @@ def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT
         majority@ks         share of items whose most frequent answer is solved; missing if no sample has an answer
         truncated           share of finished samples that a limit cut off; missing if all failed
         NAME_standard_error of pass@k, majority@ks and truncated, clustered by item; missing with one item
+        NAME_low, NAME_high interval of accuracy, pass@k, majority@ks and truncated, if all values are between 0 and 1
         num_errors          failed samples, and errors/KIND by kind
 
     Args:
         samples: at least one; `ks` or more of each item.
         ks: largest k.
         solved_at: score from which a sample is solved.
+        confidence: level of the intervals; None for no intervals.
 
     Raises:
         DataError: there are no samples, or an item has fewer than `ks`.
     """
+    with_error = partial(_with_error, confidence=confidence)
     items = _by_item(samples, ks)
     finished = [sample.score for sample in samples if sample.score is not None]
     wrong = min([0.0, *finished])
-    metrics = _with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
+    metrics = with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
         metrics["accuracy_finished"] = _mean(finished)
         cut = [[float(sample.truncated) for sample in own if sample.score is not None] for own in items.values()]
-        metrics |= _with_error("truncated", [own for own in cut if own])
+        metrics |= with_error("truncated", [own for own in cut if own])
     num_solved = [(len(own), sum(is_solved(sample, solved_at) for sample in own)) for own in items.values()]
     for k in range(1, ks + 1):
-        metrics |= _with_error(f"pass@{k}", [[pass_at_k(n, solved, k)] for n, solved in num_solved])
+        metrics |= with_error(f"pass@{k}", [[pass_at_k(n, solved, k)] for n, solved in num_solved])
     if any(sample.answer is not None for sample in samples):
-        metrics |= _with_error(f"majority@{ks}", [[majority(own[:ks], solved_at)] for own in items.values()])
+        metrics |= with_error(f"majority@{ks}", [[majority(own[:ks], solved_at)] for own in items.values()])
     return metrics | error_counts(samples)
 
 
@@ -112,6 +119,25 @@ def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
     return math.sqrt(squares * len(groups) / (len(groups) - 1)) / n
 
 
+def score_limits(mean: float, variance: float, n: float, z: float, size: float = 1.0) -> tuple[float, float]:
+    """Return the score interval of a mean of values between 0 and `size`, which is also right if all values are 0.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22, 1927; his interval if
+    all values are 0 or `size`.
+
+    Args:
+        mean: mean of the values.
+        variance: their variance.
+        n: number of independent values.
+        z: quantile of the normal distribution.
+        size: largest value.
+    """
+    share = z * z / n
+    middle = (mean + share * size / 2) / (1 + share)
+    half = z * math.sqrt(variance / n + share * size**2 / (4 * n)) / (1 + share)
+    return middle - half, middle + half
+
+
 def error_counts(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the number of failed samples, and the number of each kind of reason."""
     kinds = Counter(kind_of(sample.reason) for sample in samples if sample.score is None)
@@ -135,10 +161,26 @@ def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:
     return items
 
 
-def _with_error(name: str, clusters: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean of all values under a name, and its clustered standard error if there are several clusters."""
-    mean = {name: _mean([value for own in clusters for value in own])}
-    return mean if len(clusters) == 1 else {**mean, standard_error_of(name): clustered_standard_error(clusters)}
+def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: float | None) -> dict[str, float]:
+    """Return the mean of all values under a name, and with several clusters its standard error and interval.
+
+    If all values are 0, or all are 1, the error is half of the score interval of one standard error.
+    """
+    values = [value for own in clusters for value in own]
+    mean = _mean(values)
+    if len(clusters) == 1:
+        return {name: mean}
+    error, n = clustered_standard_error(clusters), float(len(clusters))
+    if mean in {0.0, 1.0} and len(set(values)) == 1:
+        low, high = score_limits(mean, 0.0, n, 1.0)
+        error = (high - low) / 2
+    elif error:
+        n *= mean * (1 - mean) / error**2 / (n - 1)
+    metrics = {name: mean, standard_error_of(name): error}
+    if confidence is not None and min(values) >= 0 and max(values) <= 1:
+        low, high = score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
+        metrics |= {f"{name}_low": max(low, 0.0), f"{name}_high": min(high, 1.0)}
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -26,7 +26,8 @@ class WeightedTokenLoss(TokenLoss):
 class LossInputs:
     """The tensors that a policy loss reads, one value per token: packed `[T]` with `cu_seqlens`, or padded `[B, L]`.
 
-    Only `logprobs` carries a gradient. The other tensors are constants and are detached here.
+    Only `logprobs` carries a gradient. The other tensors are constants and are detached here. Values outside the mask
+    become 0: a NaN there would reach the gradient as 0 * NaN.
     """
 
     logprobs: Tokens
@@ -48,9 +49,11 @@ class LossInputs:
     """the tokens that `select_tokens` chose over the whole batch, of which these tensors are a part"""
 
     def __post_init__(self) -> None:
-        for name in ("old_logprobs", "advantages", "behaviour_logprobs", "weights"):
-            value = self.__dict__[name]
-            object.__setattr__(self, name, None if value is None else value.detach())
+        mask = self.mask.bool()
+        for name in ("logprobs", "old_logprobs", "advantages", "behaviour_logprobs", "weights"):
+            if (value := self.__dict__[name]) is not None:
+                value = value if name == "logprobs" else value.detach()
+                object.__setattr__(self, name, torch.where(mask, value, 0.0))
 
     def log_ratio(self, limit: float = MAX_LOG_RATIO) -> Tokens:
         """Return log(pi / pi_old) with its gradient, clamped to [-limit, limit]."""

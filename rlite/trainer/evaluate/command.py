@@ -218,7 +218,7 @@ def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
             higher_is_better |= line.get("higher_is_better", {})
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
-        metrics = summary(samples, fewest if options.k is None else options.k, options.solved_at)
+        metrics = summary(samples, options.k or fewest, options.solved_at, options.confidence)
     return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
 
 

@@ -95,7 +95,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
     default: 100"""
     seed: Seed = 0
-    """seed of sampling and of the bootstrap"""
+    """seed of sampling and of the sign-flip test"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
     out: str | None = f"runs/eval-{NAME}-{DATA}"

@@ -73,16 +73,22 @@ def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
         if match := _PASS_AT_K.fullmatch(name):
             ks.setdefault(match[1], []).append(int(match[2]))
     hidden = {f"{task}pass@{k}" for task, own in ks.items() for k in own if k & (k - 1) and k != max(own)}
-    return [name for name in names if name not in hidden and not name.endswith(("standard_error", "_stderr"))]
+    return [
+        name
+        for name in names
+        if name not in hidden and not name.endswith(("standard_error", "_stderr", "_low", "_high"))
+    ]
 
 
 def shown(name: str, metrics: Mapping[str, float]) -> str:
-    """Return a metric for the table, with its standard error if there is one; "" if the model has no such metric."""
+    """Return a metric for the table, with its interval or standard error; "" if the model has no such metric."""
     if name not in metrics:
         return ""
     value = metrics[name]
     if name == "num_errors" or name.startswith("errors/"):
         return f"{value:.0f}"
+    if (low := metrics.get(f"{name}_low")) is not None:
+        return f"{value:.4f} [{low:.4f}, {metrics[f'{name}_high']:.4f}]"
     error = metrics.get(f"{name}_stderr", metrics.get(standard_error_of(name)))
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
@@ -98,7 +104,7 @@ def difference(result: EvaluationResult) -> str | None:
     interval = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
     level = f"{100 * found.confidence:g}%"
     return (
-        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval, paired bootstrap over "
-        f"{found.num_items} items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} "
-        f"items, worse at {found.worse}"
+        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval of {found.num_items} "
+        f"paired items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} items, worse at "
+        f"{found.worse}"
     )

@@ -62,13 +62,14 @@ function differenceCard({ comparison, no_comparison: reason }) {
   }
   const size = Math.max(Math.abs(low), Math.abs(high), Math.abs(difference), 0.01) * 1.15;
   const at = (value) => 150 + (140 * value) / size;
-  const [isBetter, isWorse] = lower ? [high < 0, low > 0] : [low > 0, high < 0];
+  const isShown = p < 1 - (confidence ?? 0.95);  // the test decides; intervals of earlier versions were too narrow
+  const isBetter = isShown && difference > 0 !== Boolean(lower), isWorse = isShown && !isBetter;
   const color = isBetter ? "#2563eb" : isWorse ? "#c8521c" : "#64748b";
   const picture = svg("svg", { viewBox: "0 0 300 56", class: "interval", role: "img", "aria-label": `difference ${number(difference, 3)}, from ${number(low, 3)} to ${number(high, 3)}` },
     svg("line", { x1: 150, x2: 150, y1: 4, y2: 38, class: "zero" }), svg("text", { x: 150, y: 52, "text-anchor": "middle" }, "0"),
     svg("text", { x: 10, y: 52 }, number(-size, 2)), svg("text", { x: 290, y: 52, "text-anchor": "end" }, number(size, 2)),
     svg("line", { x1: at(low), x2: at(high), y1: 21, y2: 21, stroke: color, "stroke-width": 4, "stroke-linecap": "round" }), svg("circle", { cx: at(difference), cy: 21, r: 6, fill: color }));
-  const told = isBetter ? `${second} is better.` : isWorse ? `${first} is better.` : "The interval holds 0: the models may be equally good.";
+  const told = isBetter ? `${second} is better.` : isWorse ? `${first} is better.` : "The models may be equally good.";
   return card("Difference", h("p", { class: "note" }, `${second} − ${first}, with its ${Math.round(100 * (confidence ?? 0.95))} % interval`),
     h("p", { class: "headline" }, amount, h("small", {}, `${number(low, 3)} to ${number(high, 3)}, p = ${number(p, 2)}`)), picture,
     h("p", { class: "note" }, `${told} ${counts}`));

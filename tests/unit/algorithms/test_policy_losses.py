@@ -119,7 +119,7 @@ def test_a_loss_of_ones_own_may_choose_tokens_of_the_whole_batch() -> None:
         assert is_selective("test_above")
         whole = LossInputs(**tensors, cu_seqlens=cu_seqlens)
         selected = select_tokens("test_above", whole, {"bound": 0.5})
-        assert torch.equal(selected, tensors["advantages"] > 0.5 * tensors["advantages"].max())
+        assert torch.equal(selected, whole.advantages > 0.5 * whole.advantages.max())
         token = policy_loss("test_above", replace(whole, selected=selected, weights=None), {"bound": 0.5})
         assert torch.equal(token.loss, tensors["logprobs"] * selected)
     finally:

@@ -9,12 +9,13 @@ import random
 import numpy as np
 import pytest
 
+from benchmarks.comparison_intervals import cell
 from rlite.errors import DataError
 from rlite.evaluation.compare import (
     ENUMERATED,
     RESAMPLES,
-    bootstrap_interval,
     compare,
+    difference_interval,
     paired_differences,
     sign_flip_p_value,
 )
@@ -44,24 +45,76 @@ def test_failures_of_both_models_have_the_same_score() -> None:
     assert paired_differences(second, first).tolist() == [0, -1.5, 0]
 
 
-def test_the_interval_is_that_of_all_resamples() -> None:
-    """With 5 items all 5^5 resamples can be made; the drawn ones come near their quantiles."""
-    differences = np.array([0.5, -0.25, 1.0, 0.0, 0.75])
-    means = [np.mean(drawn) for drawn in itertools.product(differences, repeat=5)]
-    low, high = bootstrap_interval(differences, 0.9)
-    assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.05, 0.95])), abs=0.051)  # steps of 0.05
-    assert bootstrap_interval(differences, 0.9) == (low, high), "the seed decides"
-    narrow = bootstrap_interval(differences, 0.5)
-    assert low < narrow[0] < narrow[1] < high
+def newcombe(n: int, better: int, worse: int, both: int) -> tuple[float, float]:
+    """Method 10 of Newcombe 1998 with his formula of phi, without a continuity correction."""
+    e, f, g, h = both, better, worse, n - both - better - worse
+    z = 1.959963984540054
+
+    def wilson(x: int) -> tuple[float, float]:
+        middle, root = 2 * x + z * z, z * math.sqrt(z * z + 4 * x * (1 - x / n))
+        return (middle - root) / (2 * (n + z * z)), (middle + root) / (2 * (n + z * z))
+
+    (l2, u2), (l3, u3) = wilson(f), wilson(g)
+    phi = -f * g / math.sqrt(f * (n - f) * g * (n - g)) if f * g else 0.0
+    assert e + h >= 0
+    difference = (f - g) / n
+    down = math.sqrt((f / n - l2) ** 2 - 2 * phi * (f / n - l2) * (u3 - g / n) + (u3 - g / n) ** 2)
+    up = math.sqrt((u2 - f / n) ** 2 - 2 * phi * (u2 - f / n) * (g / n - l3) + (g / n - l3) ** 2)
+    return difference - down, difference + up
+
+
+@pytest.mark.parametrize(("n", "better", "worse"), [(50, 12, 2), (10, 0, 0), (100, 1, 0), (1000, 30, 25), (30, 30, 0)])
+def test_the_interval_of_right_and_wrong_answers_combines_wilsons_limits(n: int, better: int, worse: int) -> None:
+    differences = np.array([1.0] * better + [-1.0] * worse + [0.0] * (n - better - worse))
+    assert difference_interval(differences) == pytest.approx(newcombe(n, better, worse, 0), abs=1e-12)
 
 
 def test_the_interval_of_many_items_is_that_of_the_normal_distribution() -> None:
-    differences = np.random.default_rng(1).normal(0.3, 1.0, size=2_000)
+    differences = np.random.default_rng(1).normal(0.3, 1.0, size=20_000)
     error = differences.std(ddof=1) / math.sqrt(len(differences))
     expected = (differences.mean() - 1.96 * error, differences.mean() + 1.96 * error)
-    assert bootstrap_interval(differences) == pytest.approx(
-        expected, abs=0.1 * error
-    )  # four standard errors of a quantile
+    assert difference_interval(differences, largest=10) == pytest.approx(expected, abs=0.03 * error)
+    narrow, wide = difference_interval(differences, 0.5, 10), difference_interval(differences, 0.99, 10)
+    assert wide[0] < expected[0] < narrow[0] < narrow[1] < expected[1] < wide[1]
+
+
+def test_the_interval_scales_with_the_scores() -> None:
+    differences = np.array([0.0, 0.0, 1.0, -0.5, 0.25, 0.0])
+    scaled = tuple(10 * end for end in difference_interval(differences))
+    assert difference_interval(10 * differences, largest=10) == pytest.approx(scaled)
+    assert difference_interval(np.zeros(9), largest=10) == pytest.approx(
+        tuple(10 * end for end in difference_interval(np.zeros(9)))
+    )
+
+
+@pytest.mark.parametrize("cluster", [1, 8])
+@pytest.mark.parametrize(
+    ("items", "share", "gain"), [(10, 0.3, 1.0), (30, 0.05, 0.5), (100, 0.01, 1.0), (100, 0.3, 0.75)]
+)
+def test_the_interval_covers_the_true_difference_and_is_hardly_wider_than_the_exact_one(
+    items: int, share: float, gain: float, cluster: int
+) -> None:
+    """`make nightly` measures all cells, by `benchmarks.comparison_intervals`."""
+    coverage, _, ratio = cell(items, share, cluster, gain, 2000, seed=0)
+    assert coverage >= 0.93
+    assert ratio <= 1.3
+
+
+@pytest.mark.parametrize("n", [10, 30, 100])
+def test_interval_and_p_value_have_one_verdict(n: int) -> None:
+    verdicts = set()
+    for better, worse in itertools.product(range(0, n + 1, max(1, n // 30)), range(9)):
+        if better + worse <= n:
+            scores = [(0.0, 1.0)] * better + [(1.0, 0.0)] * worse + [(0.0, 0.0)] * (n - better - worse)
+            first, second = (of({str(i): [pair[side]] for i, pair in enumerate(scores)}) for side in (0, 1))
+            found = compare(first, second)
+            assert found.low is not None
+            assert found.high is not None
+            assert found.low <= found.difference <= found.high
+            holds_zero = found.low <= 0 <= found.high
+            assert holds_zero == (found.p_value >= 0.05), (better, worse)
+            verdicts.add(holds_zero)
+    assert verdicts == {True, False}
 
 
 def brute_force(differences: list[float]) -> float:
@@ -91,7 +144,9 @@ def test_one_sample_of_zero_or_one_gives_mcnemars_exact_test(better: int, worse:
 def test_equal_models_have_p_1_and_no_draw_makes_it_0() -> None:
     same = of({"a": [1.0], "b": [0.0]})
     found = compare(same, same)
-    assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
+    assert (found.difference, found.p_value) == (0, 1)
+    upper = 1.96**2 / (2 + 1.96**2)  # Wilson's limit of 0 of 2
+    assert (found.low, found.high) == pytest.approx((-upper, upper), abs=1e-4)
     assert sign_flip_p_value(np.ones(100)) == 1 / (RESAMPLES + 1)
 
 

@@ -167,3 +167,22 @@ def test_shares_have_standard_errors_clustered_by_item() -> None:
     )
     alone = summary([sample for sample in samples if sample.item == "a"], ks=2)
     assert not any("standard_error" in name for name in alone)
+
+
+@pytest.mark.parametrize(("score", "low", "high"), [(1.0, 0.7225, 1.0), (0.0, 0.0, 0.2775)])
+def test_equal_scores_of_all_items_are_no_proof_of_a_share(score: float, low: float, high: float) -> None:
+    """Wilson's interval of 10 of 10 and of 0 of 10."""
+    metrics = summary(samples_of({str(i): [score] * 3 for i in range(10)}), ks=3, confidence=0.95)
+    for name in ("accuracy", "pass@1", "pass@3"):
+        assert (metrics[f"{name}_low"], metrics[f"{name}_high"]) == pytest.approx((low, high), abs=1e-4)
+    assert metrics["standard_error"] == pytest.approx(1 / 22)
+    assert metrics["truncated_high"] == pytest.approx(0.2775, abs=1e-4)
+
+
+def test_an_interval_is_wilsons_of_the_items_that_count() -> None:
+    metrics = summary(samples_of({str(i): [float(i < 30)] for i in range(40)}), confidence=0.95)
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == pytest.approx((0.5981, 0.8581), abs=1e-4)
+    fourfold = summary(samples_of({str(i): [float(i < 30)] * 4 for i in range(40)}), confidence=0.95)
+    assert fourfold["accuracy_low"] == pytest.approx(metrics["accuracy_low"])
+    rewards = summary(samples_of({"a": [2.0], "b": [-1.0]}), confidence=0.95)
+    assert not [name for name in rewards if name.startswith("accuracy") and name.endswith(("_low", "_high"))]

@@ -189,7 +189,7 @@ def test_models_that_were_sampled_in_other_ways_are_described_one_by_one() -> No
 def test_the_difference_is_told_with_its_interval_and_test() -> None:
     assert difference(result()) is None
     assert difference(result(Comparison(0.25, 0.1, 0.375, 0.95, 0.012, 40, 12, 3))) == (
-        "accuracy of b - a: +0.2500 [+0.1000, +0.3750] (95% interval, paired bootstrap over 40 items), p = 0.012 "
+        "accuracy of b - a: +0.2500 [+0.1000, +0.3750] (95% interval of 40 paired items), p = 0.012 "
         "(two-sided sign-flip test); better at 12 items, worse at 3"
     )
     assert "(99.5% interval" in str(difference(result(Comparison(0.25, 0.1, 0.375, 0.995, 0.012, 40, 12, 3))))
