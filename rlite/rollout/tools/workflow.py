@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from tensordict import TensorDict
@@ -13,7 +13,7 @@ from rlite.data.chat.template import Message
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.rollout.tools.formats import ToolCallFormat, numbered, typed
+from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, numbered, typed
 from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.rollout.workflow import Tokenizer, as_reward_function, reward_arguments
@@ -81,26 +81,42 @@ class ToolUseWorkflow(ConversationWorkflow):
         numbers = itertools.count(1)
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             first, last = first or response, response
-            content, found = self.tool_format.parse(self.tool_format.text(self.tokenizer, response.output_tokens))
+            text = self.tool_format.text(self.tokenizer, conversation.said)
+            content, found, malformed = await self.tool_format.read(text, conversation.text)
             calls = typed(found, self.toolbox.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
-            if not calls or conversation.transcript.num_turns == self.max_turns:
+            if not (calls or malformed) or conversation.transcript.num_turns == self.max_turns:
                 break
             asked = numbered(calls, numbers)
-            answer = {**answer, "tool_calls": asked}
+            answer = {**answer, "tool_calls": asked} if calls else answer
             results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
-            num_calls, num_errors = num_calls + len(calls), num_errors + sum(result.is_error for result in results)
+            num_calls += len(calls) + len(malformed)
+            num_errors += sum(result.is_error for result in results) + len(malformed)
             said = [
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
-            conversation.reply(*said, answer=answer)
+            conversation.reply(*said, *self._refusals(malformed, numbers, is_alone=not calls), answer=answer)
         assert first is not None  # the first turn has room, or the prompt is refused
         prompt, written = first.input_tokens, last.output_tokens
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
         reward = await self.reward_fn(**arguments)
         return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+
+    def _refusals(self, malformed: Sequence[str], numbers: Iterator[int], is_alone: bool) -> list[Message]:
+        """Return the results of calls that cannot be read. Without another call, a template may take no result."""
+        name = self.tool_format.name
+        texts = [
+            f"Error: this is no {name} call of a tool, and was not made: {text.strip():.200}" for text in malformed
+        ]
+        if is_alone:
+            return [{"role": "user", "content": text} for text in texts]
+        ids = [numbered([ToolCall("unknown", {})], numbers)[0]["id"] for _ in texts]
+        return [
+            {"role": "tool", "name": "unknown", "tool_call_id": id, "content": text}
+            for id, text in zip(ids, texts, strict=True)
+        ]
 
     def _check_shown(self, conversation: Conversation) -> None:
         if not conversation.is_chat:
