@@ -257,8 +257,12 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
                     if not reply.is_stream:
                         response.content_length = len(part)
                     await response.prepare(request)
-                await response.write(part)
-                await connection.flush()
+                try:
+                    await response.write(part)
+                    await connection.flush()
+                except BaseException:  # also a cancellation, when the client leaves
+                    reply.delivered.clear()
+                    raise
     except Exception as error:
         if response.prepared and not isinstance(error, ConnectionError):  # a second response would be read as its body
             logger.exception("a request to %s failed after its response had begun", request.path)

@@ -153,7 +153,7 @@ class AgentSession(RecordingOwner):
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
-        return Reply(request.is_stream, self._messages(exchange))
+        return Reply(request.is_stream, self._messages(exchange), exchange.delivered)
 
     def _check_scores(self, request: ModelRequest) -> None:
         """Check that the engine computes the log-probabilities that a request wants.
@@ -199,7 +199,9 @@ class AgentSession(RecordingOwner):
                     num_shown = sum(map(len, sequences(choices))) if exchange.request.has_logprobs else 0
                     size = num_shown * responses.SHOWN_CHARACTERS
                     yield await beside_loop(size, responses.whole, exchange, choices, scores)
-        except BaseException:  # also GeneratorExit: the client will ask again, and must not count twice
+        except BaseException as error:  # also GeneratorExit: the client will ask again, and must not count twice
+            if isinstance(error, GeneratorExit) and len(exchange.delivered) == exchange.num_choices:
+                raise
             for turn in exchange.turns:
                 turn.is_aborted = True
             raise
@@ -289,7 +291,7 @@ class AgentSession(RecordingOwner):
         ends = self._end_ids.union(gconfig.stop_token_ids)
         text = TextStream(exchange.tokenizer, gconfig.stop, form, request.tools, ends, prompt.text)
         turn = Turn(
-            id=exchange.id if request.num_choices * len(exchange.prompts) == 1 else f"{exchange.id}:{index}",
+            id=exchange.id if exchange.num_choices == 1 else f"{exchange.id}:{index}",
             prompt_ids=prompt.token_ids,
             prompt_text=prompt.text,
             parent=prompt.parent,
