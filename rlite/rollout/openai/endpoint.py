@@ -252,17 +252,14 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
     try:
         async with contextlib.aclosing(reply.encoded()) as parts:
             async for part in parts:
+                reply.delivered.clear()  # here the end counts, when it was flushed
                 connection.check_open()
                 if not response.prepared:  # only now is it sure that the engine takes the prompt
                     if not reply.is_stream:
                         response.content_length = len(part)
                     await response.prepare(request)
-                try:
-                    await response.write(part)
-                    await connection.flush()
-                except BaseException:  # also a cancellation, when the client leaves
-                    reply.delivered.clear()
-                    raise
+                await response.write(part)
+                await connection.flush()
     except Exception as error:
         if response.prepared and not isinstance(error, ConnectionError):  # a second response would be read as its body
             logger.exception("a request to %s failed after its response had begun", request.path)

@@ -104,8 +104,8 @@ class Reply:
 
     is_stream: bool
     messages: AsyncGenerator[dict[str, Any], None]
-    delivered: list[Turn]
-    """turns whose last chunk was handed over; emptied if the client did not get it"""
+    delivered: list[Turn] = field(default_factory=list)
+    """turns whose last chunk was handed over; emptied where that does not mean that the client has it"""
 
     @property
     def content_type(self) -> str:

@@ -11,6 +11,7 @@ from rlite.errors import ConfigError
 from rlite.quickstart.tiny import CHATML
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, ToolUseWorkflow
 from rlite.rollout.openai import AgentWorkflow
+from rlite.rollout.tools import response_template
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
@@ -103,9 +104,35 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     assert form.parse(text) == ("Let me see.", [ToolCall("add", {"a": 1}), ToolCall("now", {})])
     for other in ("No call.", "<call add>{oops}</call>", '<call add>"text"</call>'):
         assert form.parse(other) == (other, [])
+    both = "Hm. <call add>{oops}</call><call now>{}</call>"
+    expected = ("Hm.<call add>{oops}</call>", [ToolCall("now", {})], ["<call add>{oops}</call>"])
+    assert asyncio.run(form.read(both)) == expected
+    assert form.parse(both) == expected[:2]
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": {"content": {}}}
     with pytest.raises(ConfigError, match="tried: response_template"):
         tool_call_format(None, tokenizer)
+
+
+def test_patterns_of_a_response_template_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_template, "PARSE_TIMEOUT", 2.0)
+    tokenizer = tokenizer_with(FOREIGN)
+    calls = {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close_pattern": "(x+x+)+y"}
+    del calls["close"]
+    fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": calls}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    form = response_template.template_format(tokenizer, "<|im_start|>assistant\n")
+    text = "<call add>" + "x" * 5000
+
+    async def read() -> tuple[Any, int]:
+        reading, ticks = asyncio.ensure_future(form.read(text)), 0
+        while not reading.done():
+            await asyncio.sleep(0.05)
+            ticks += 1
+        return reading.result(), ticks
+
+    found, ticks = asyncio.run(read())
+    assert found == (text, [], [])
+    assert ticks > 5, "the event loop goes on meanwhile"
 
 
 def test_a_workflow_reads_calls_in_xml_with_the_types_of_the_schema() -> None:
