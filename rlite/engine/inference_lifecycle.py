@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from transformers import AutoConfig
 
+from rlite.checkpoint.end_tokens import end_ids
 from rlite.engine.base import Engine, Weights
-from rlite.engine.end_ids import end_ids
 from rlite.engine.inference_executor import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.registry import Backend, Kind
 from rlite.engine.replicas.router import Policy, ReplicaLost, Router, least_outstanding
@@ -76,7 +76,7 @@ class InferenceLifecycle(Engine):
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Return the model's own end tokens; generation_config.json takes precedence over the model's config."""
-        return end_ids(self.path, self._config)
+        return frozenset(end_ids(self.path, self._config))
 
     @property
     def num_in_flight(self) -> int:

@@ -125,15 +125,9 @@ _NAME = re.compile(r"[\w.:/-]{1,256}")
 _HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
 _PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
-THOUGHTS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-    "◁think▷": "◁/think▷",
-}
+_THOUGHT_NAMES = ("think", "thinking", "thought", "reasoning", "seed:think")
+THOUGHTS = {f"<{name}>": f"</{name}>" for name in _THOUGHT_NAMES}
+THOUGHTS |= {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 """marks around a thought: its opening mark, which may stand in the prompt, and its closing mark"""
 _MARKS = re.compile("|".join(map(re.escape, [_HERMES_OPEN, _HERMES_CLOSE, *THOUGHTS, *THOUGHTS.values()])))
 _MISTRAL_OPEN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

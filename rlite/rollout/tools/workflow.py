@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from tensordict import TensorDict
@@ -96,7 +96,8 @@ class ToolUseWorkflow(ConversationWorkflow):
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
-            conversation.reply(*said, *self._refusals(malformed, numbers, is_alone=not calls), answer=answer)
+            number = numbered([ToolCall("unknown", {})], numbers)[0]["id"] if calls and malformed else None
+            conversation.reply(*said, *self._refusal(malformed, number), answer=answer)
         assert first is not None  # the first turn has room, or the prompt is refused
         prompt, written = first.input_tokens, last.output_tokens
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
@@ -104,19 +105,15 @@ class ToolUseWorkflow(ConversationWorkflow):
         reward = await self.reward_fn(**arguments)
         return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
 
-    def _refusals(self, malformed: Sequence[str], numbers: Iterator[int], is_alone: bool) -> list[Message]:
-        """Return the results of calls that cannot be read. Without another call, a template may take no result."""
-        name = self.tool_format.name
-        texts = [
-            f"Error: this is no {name} call of a tool, and was not made: {text.strip():.200}" for text in malformed
-        ]
-        if is_alone:
-            return [{"role": "user", "content": text} for text in texts]
-        ids = [numbered([ToolCall("unknown", {})], numbers)[0]["id"] for _ in texts]
-        return [
-            {"role": "tool", "name": "unknown", "tool_call_id": id, "content": text}
-            for id, text in zip(ids, texts, strict=True)
-        ]
+    def _refusal(self, malformed: Sequence[str], number: str | None) -> list[Message]:
+        """Return the result of calls that cannot be read, with a number if other calls of the turn have results."""
+        if not malformed:
+            return []
+        told = "; ".join(f"{text.strip():.200}" for text in malformed)
+        content = f"Error: this is no {self.tool_format.name} call of a tool, and was not made: {told}"
+        if number is None:  # some templates refuse a result where nothing was called
+            return [{"role": "user", "content": content}]
+        return [{"role": "tool", "name": "unknown", "tool_call_id": number, "content": content}]
 
     def _check_shown(self, conversation: Conversation) -> None:
         if not conversation.is_chat:

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory

@@ -139,7 +139,11 @@ def test_calls_around_a_malformed_one_are_read():
 def test_calls_in_thoughts_are_not_read(name, marks):
     opening, closing = marks
     form, call = FORMATS[name], written(name, [ADD])
-    for thought in (f"{opening}\nI could say {call}", f"{opening}{call}{closing}", f"{opening}{call} hm{closing} It is 3."):
+    for thought in (
+        f"{opening}\nI could say {call}",
+        f"{opening}{call}{closing}",
+        f"{opening}{call} hm{closing} It is 3.",
+    ):
         assert form.parse(thought) == (thought, [])
     thought = f"{opening}\n{call}\n{closing}"
     content, calls = form.parse(f"{thought}\n\n{call}")
