@@ -122,11 +122,11 @@ def tokens_after(
     return tokens, not end_of(output, stop_reason, special_ids(tokenizer).union(end_ids))
 
 
-def without_end(tokenizer: Any, tokens: Sequence[int], end_ids: Collection[int] = ()) -> list[int]:
-    """Return the tokens of an answer without special tokens, end tokens and white space at its end."""
-    ends = special_ids(tokenizer).union(end_ids)
+def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+    """Return the tokens of an answer without special tokens and white space at its end."""
+    special = special_ids(tokenizer)
     end = len(tokens)
-    while end and (tokens[end - 1] in ends or not tokenizer.decode(tokens[end - 1 : end]).strip()):
+    while end and (tokens[end - 1] in special or not tokenizer.decode(tokens[end - 1 : end]).strip()):
         end -= 1
     return list(tokens[:end])
 

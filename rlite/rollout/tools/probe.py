@@ -76,6 +76,8 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
         prompt, written = template.written(answer)
     except TemplateRefusal:
         return "", []
+    if template.ending is not None:  # the end of an answer need not be a special token
+        written = written.removesuffix(template.ending.tail).removesuffix(template.ending.closing)
     return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
 
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from rlite.errors import ConfigError
 from rlite.quickstart.tiny import CHATML
@@ -79,6 +80,22 @@ def test_the_format_is_that_in_which_the_template_writes_a_call(template: str | 
     tokenizer.chat_template = template
     assert tool_call_format(None, tokenizer).name == name
     assert tool_call_format(name, tokenizer) is FORMATS[name]
+
+
+@pytest.mark.parametrize(("template", "name"), [(XML, "xml"), (LLAMA, "llama3_json"), (MISTRAL, "mistral")])
+def test_the_end_of_an_answer_need_not_be_a_special_token(template: str, name: str) -> None:
+    for end in ("<end>", "<|end|>"):
+        tokenizer = tokenizer_with(template.replace("<|im_end|>", end))
+        tokenizer.add_tokens([AddedToken("<|end|>", normalized=False)])
+        assert tool_call_format(None, tokenizer).name == name
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_a_template_that_begins_a_thought_shows_its_calls(name: str) -> None:
+    template = XML if name == "xml" else WITH_TOOLS
+    opened = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert opened != template
+    assert tool_call_format(None, tokenizer_with(opened)).name == name
 
 
 def test_a_call_that_does_not_return_is_an_error_at_the_start() -> None:
