@@ -11,6 +11,10 @@ from rlite.rollout.workflow import Tokenizer
 from rlite.types import StopReason
 
 
+MAX_PARTS = 3
+"""tokens that may be the beginning of one character"""
+
+
 class DecodedText:
     """Text of tokens as they arrive, without half a character at its end.
 
@@ -31,10 +35,14 @@ class DecodedText:
         """Append the text of further tokens."""
         self._tokens += tokens
         known = self._decode(self._start, self._read)
-        whole = self._decode(self._start, len(self._tokens))
-        if len(whole) > len(known) and (is_last or not whole.endswith("\ufffd")):
+        end = len(self._tokens)
+        whole = self._decode(self._start, end)
+        if whole.endswith("\ufffd") and not is_last:
+            end = max(end - MAX_PARTS, self._read)  # bytes before them are half a character for ever
+            whole = self._decode(self._start, end)
+        if len(whole) > len(known):
             self.text += whole[len(known) :]
-            self._start, self._read = self._read, len(self._tokens)
+            self._start, self._read = self._read, end
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skips)

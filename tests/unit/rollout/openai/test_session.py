@@ -17,6 +17,7 @@ from rlite.rollout import GenerationHyperparameters, RolloutError, check_traject
 from rlite.rollout.openai import AgentClient, AgentSession
 from rlite.rollout.openai.recording import Recording, Turn, export
 from rlite.rollout.openai.requests import ApiError
+from rlite.rollout.openai.text import TextStream
 from rlite.types import LLMRequest
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 
@@ -643,3 +644,23 @@ def test_a_call_in_a_thought_that_the_prompt_begins_is_text() -> None:
         messages = [choice["delta"] if is_stream else choice["message"] for choice in choices]
         assert "".join(message.get("content") or "" for message in messages) == f"Shall I {call}?</think>Hm."
         assert sum(len(message.get("tool_calls", [])) for message in messages) == 1
+
+
+def test_bytes_that_are_no_characters_are_decoded_once() -> None:
+    tokenizer = tokenizer_with()
+    part = tokenizer("é🙂")["input_ids"]
+    decoded = 0
+
+    class Counting:
+        all_special_ids = ()
+
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            nonlocal decoded
+            decoded += len(tokens)
+            return tokenizer.decode(tokens, **options)
+
+    for tokens in (part[:1] * 2000, part[2:5] * 700, [*part[:1], *part, *part[2:4], *part]):
+        text, decoded = TextStream(Counting()), 0  # type: ignore[arg-type]
+        sent = "".join(text.feed([token]) for token in tokens) + text.feed([], "length")
+        assert sent == text.text == tokenizer.decode(tokens)
+        assert decoded < 20 * len(tokens)
