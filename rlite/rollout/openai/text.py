@@ -10,7 +10,6 @@ from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, ty
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import StopReason
 
-
 MAX_PARTS = 3
 """tokens that may be the beginning of one character"""
 
