@@ -6,11 +6,13 @@ import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from transformers import AutoConfig
 
+from rlite.checkpoint.end_tokens import end_ids
 from rlite.engine.base import Engine, Weights
 from rlite.engine.inference_executor import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.registry import Backend, Kind
@@ -70,6 +72,11 @@ class InferenceLifecycle(Engine):
         """
         self.group.check()
         return self.options.max_model_len or self._config.max_position_embeddings
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Return the model's own end tokens; generation_config.json takes precedence over the model's config."""
+        return frozenset(end_ids(self.path, self._config))
 
     @property
     def num_in_flight(self) -> int:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.turns import split_at_stop
 from rlite.engine.inference_executor import InFlightRequest
 from rlite.types import CompletionOutput, LLMRequest, LLMResponse
 
 
 def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenizerBase) -> CompletionOutput:
-    """Return a completion of `generate`. Its text ends before a stop string.
+    """Return a completion of `generate`. Its text ends before a stop string or an end token.
 
     Args:
         index: number among the completions of the prompt.
         ended: the request.
         tokenizer: decodes the tokens.
     """
-    text = tokenizer.decode(ended.token_ids, skip_special_tokens=True)
-    stop_reason = _stop_reason(ended, text)
-    for stop in ended.request.gconfig.stop:
-        text = text.partition(stop)[0]
+    tokens, gconfig = ended.token_ids, ended.request.gconfig
+    stopped = split_at_stop(tokenizer, tokens, gconfig.stop)
+    if stopped is None:
+        said = tokens[:-1] if ended.finish_reason == "stop" else tokens  # the end token need not be a special one
+        text = tokenizer.decode(said, skip_special_tokens=True)
+    else:
+        text = stopped[0]
     return CompletionOutput(
         index=index,
         token_ids=ended.token_ids,
@@ -28,7 +32,7 @@ def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenize
         sampling_logprobs=ended.sampling_logprobs,
         versions=ended.versions,
         finish_reason=ended.finish_reason,
-        stop_reason=stop_reason,
+        stop_reason=_stop_reason(ended, "" if stopped is None else stopped[1]),
     )
 
 
@@ -53,12 +57,17 @@ def response(request: LLMRequest, ended: InFlightRequest) -> LLMResponse:
     )
 
 
-def _stop_reason(ended: InFlightRequest, text: str) -> str | int | None:
-    """Return the stop string or stop token that ended a completion with this text, None if something else did."""
+def _stop_reason(ended: InFlightRequest, rest: str) -> str | int | None:
+    """Return the stop string or stop token that ended a completion, None if something else did.
+
+    Args:
+        ended: the request.
+        rest: the text of the completion from a stop string on; "" without one.
+    """
     if ended.finish_reason != "stop":
         return None
     gconfig = ended.request.gconfig
-    if found := [stop for stop in gconfig.stop if stop in text]:
-        return min(found, key=text.index)
+    if rest:
+        return next(stop for stop in gconfig.stop if rest.startswith(stop))
     last = ended.token_ids[-1]
     return last if last in gconfig.stop_token_ids else None

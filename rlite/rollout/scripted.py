@@ -7,7 +7,7 @@ import bisect
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 
 from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason, TokenChunk
@@ -27,6 +27,7 @@ class ScriptedEngine:
         logprob: log-probability of every token.
         version: policy version at the beginning.
         context_length: limit in tokens that the engine reports for prompt and completion together.
+        end_ids: the model's own end tokens, which the engine reports; default: the special tokens of a tokenizer.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class ScriptedEngine:
         logprob: float = -1.0,
         version: int = 0,
         context_length: int | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._script = None if callable(answer) else itertools.cycle([list(tokens) for tokens in answer])
         self._answer = answer
         self._latency = latency
         self._logprob = logprob
         self.context_length = context_length
+        self.end_ids = frozenset(end_ids)
         self._lock = threading.Lock()
         self._paused_at: float | None = None
         self._offset = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 from tensordict import TensorDict
@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.special_tokens import plain_text
 from rlite.data.chat.template import ChatTemplate, Tokenizer
+from rlite.data.chat.turns import end_of, special_ids
 from rlite.errors import DataError, RliteError
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
@@ -152,7 +153,8 @@ class SingleTurnWorkflow(PromptWorkflow):
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
         if response.stop_reason == "abort":
             raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
-        completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        said = said_tokens(response, end_ids(engine, self.tokenizer))
+        completion = self.tokenizer.decode(said, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))
 
@@ -192,6 +194,17 @@ def reward_arguments(
 def context_length(engine: AsyncInference, max_length: int | None = None) -> int | None:
     """Return the most tokens of one sequence: `max_length`, else the engine's limit; None if both are unknown."""
     return getattr(engine, "context_length", None) if max_length is None else max_length
+
+
+def end_ids(engine: AsyncInference, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that may end a completion: the model's own, and the tokenizer's special tokens."""
+    return special_ids(tokenizer).union(getattr(engine, "end_ids", ()))
+
+
+def said_tokens(response: LLMResponse, ends: Collection[int]) -> list[int]:
+    """Return the tokens of a completion without the end token, which need not be a special token."""
+    tokens = response.output_tokens
+    return tokens[: len(tokens) - len(end_of(tokens, response.stop_reason, ends))]
 
 
 def prompt_ids(

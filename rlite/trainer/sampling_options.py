@@ -29,7 +29,9 @@ class SetSamplingOptions(Options):
     top_k: TopK | None = None
     """0 is off"""
     stop: list[str] | None = None
-    """texts that end a response"""
+    """texts that end a response; they may be special tokens, such as <|im_end|>"""
+    stop_token_ids: list[Annotated[int, Ge(0)]] | None = None
+    """tokens that end a response, beside the model's own end tokens"""
 
     def gconfig(self, base: SamplingOf | None = None, **changes: Any) -> GenerationHyperparameters:
         """Return these options as a request takes them, with changes; parameters that they lack are those of `base`."""
@@ -68,4 +70,6 @@ class SamplingOptions(EvaluationSamplingOptions):
     max_new_tokens: Count = 1024
     """longest response, in each turn"""
     stop: list[str] = []
-    """texts that end a response"""
+    """texts that end a response; they may be special tokens, such as <|im_end|>"""
+    stop_token_ids: list[Annotated[int, Ge(0)]] = []
+    """tokens that end a response, beside the model's own end tokens"""

@@ -159,7 +159,7 @@ class Scheduler:
         sequence.logprobs.append([float(logprobs[token]), token, None])
         sequence.masks.append(kept.isfinite().nonzero()[:, 0].tolist())
         sequence.mask_logprobs.append(float(kept[token]))
-        text = self.tokenizer.decode(sequence.made, skip_special_tokens=True) if sampling.get("stop") else ""
+        text = self.tokenizer.decode(sequence.made) if sampling.get("stop") else ""  # special tokens count, as there
         if sequence.to_finish is not None:
             sequence.finish_reason = sequence.to_finish
         elif stop := next((stop for stop in sampling.get("stop") or () if stop in text), None):

@@ -164,6 +164,23 @@ def test_stop_conditions_end_a_completion(engine: RliteInferenceEngine) -> None:
     assert [output.stop_reason for output in (whole, by_id, by_text)] == [None, whole.token_ids[2], stop]
 
 
+def test_a_stop_string_may_be_a_special_token(engine: RliteInferenceEngine) -> None:
+    sampling = {"n": 8, "seed": 5, "max_tokens": 150, "ignore_eos": True}
+    free = engine.generate(["Hello"], sampling)[0].outputs
+    special = {token: engine.tokenizer.decode([token]) for token in engine.tokenizer.all_special_ids}
+    names = list(special.values())
+    stopped = engine.generate(["Hello"], {**sampling, "stop": names})[0].outputs
+    assert any(output.finish_reason == "stop" for output in stopped)
+    for whole, cut in zip(free, stopped, strict=True):
+        first = next((place for place, token in enumerate(whole.token_ids) if token in special), None)
+        if first is None:
+            assert cut.token_ids == whole.token_ids
+            continue
+        assert cut.token_ids == whole.token_ids[: first + 1]
+        assert (cut.finish_reason, cut.stop_reason) == ("stop", special[whole.token_ids[first]])
+        assert cut.text == engine.tokenizer.decode(whole.token_ids[:first])
+
+
 def test_chunks_stream_and_add_up_to_the_response(engine: RliteInferenceEngine) -> None:
     async def both() -> tuple[list[TokenChunk], LLMResponse]:
         chunks = [chunk async for chunk in engine.stream(long_request(engine))]

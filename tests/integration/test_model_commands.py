@@ -68,6 +68,25 @@ def test_an_answer_is_that_of_transformers_streamed_or_not(
     assert capsys.readouterr().out.rstrip("\n") == greedy(model, "2+3=", 12).rstrip("\n")
 
 
+def test_an_answer_ends_at_its_end_token_or_a_stop_token_which_are_not_printed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = [letter for letter in dict.fromkeys(greedy(model, "2+3=", 12)) if letter.isascii() and letter != "\n"]
+    end = byte_tokenizer()(letters[-1])["input_ids"][0]
+    expected = greedy(model, "2+3=", 12).partition(letters[-1])[0]
+    shutil.copytree(model, tmp_path / "ending")
+    path = tmp_path / "ending" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": end}))  # no special token
+    for folder, more in (
+        (model, [f"stop_token_ids=[{end}]"]),
+        (tmp_path / "ending", []),
+        (model, [f"stop_token_ids=[{end}]", "n=2"]),
+    ):
+        run(monkeypatch, "generate", folder, "2+3=", *GREEDY, "chat=false", *more)
+        assert expected in (said := capsys.readouterr().out)
+        assert letters[-1] not in said.replace(expected, "").replace("answer", "")
+
+
 def test_a_run_stands_for_its_newest_model_and_each_line_is_a_prompt(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

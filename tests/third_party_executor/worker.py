@@ -202,7 +202,7 @@ class PushingWorker:
             token = int(torch.multinomial(kept.exp(), 1, generator=generator))
         sequence.made.append(token)
         is_full = len(sequence.prompt) + len(sequence.made) >= self.max_model_len
-        text = self._tokenizer.decode(sequence.made, skip_special_tokens=True) if asked["stop"] else ""
+        text = self._tokenizer.decode(sequence.made, skip_special_tokens=False) if asked["stop"] else ""
         reason = "length" if is_full or len(sequence.made) >= asked["max_new_tokens"] else None
         if token in stops or any(stop in text for stop in asked["stop"]):
             reason = "stop"

@@ -163,7 +163,9 @@ class ChatTemplate:
         """
         prompt = self.render([QUESTION], add_generation_prompt=True)
         whole = self.render([QUESTION, answer], add_generation_prompt=False)
-        return prompt, whole[num_shared(prompt, whole) :]
+        # what opens an answer and the answer may begin alike, such as <think> and <tool_call>
+        other = self.render([QUESTION, ANSWER], add_generation_prompt=False)
+        return prompt, whole[num_shared(prompt, whole, other) :]
 
 
 def has_chat_template(tokenizer: Any) -> bool:

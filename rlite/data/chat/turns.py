@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from rlite.data.chat.raw import bounded_tokens
@@ -46,17 +47,68 @@ def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Me
     return _text_after_calls(template, turn, messages, text, ending)
 
 
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens, the end token among them."""
+    return frozenset(getattr(tokenizer, "all_special_ids", ()))
+
+
+def end_of(output: Sequence[int], stop_reason: StopReason, end_ids: Collection[int]) -> list[int]:
+    """Return the end token with which a model has ended an answer, in a list; an empty list if it wrote none.
+
+    Args:
+        output: the tokens of the answer.
+        stop_reason: why the answer ended.
+        end_ids: tokens that end an answer.
+    """
+    return [token for token in output[-1:] if stop_reason == "stop" and token in end_ids]
+
+
+def split_at_stop(
+    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], skips: bool = True
+) -> tuple[str, str] | None:
+    """Return the text before the first stop string, and the text from there on. Special tokens are text here.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        tokens: the tokens of the answer.
+        stops: the stop strings.
+        skips: whether special tokens are left out of the first text.
+
+    Returns:
+        Both texts; None if the answer has no stop string.
+    """
+    whole = tokenizer.decode(tokens, skip_special_tokens=False) if stops else ""
+    if not (places := [at for stop in stops if (at := whole.find(stop)) >= 0]):
+        return None
+    start = min(places)
+
+    def length(num: int) -> int:
+        return len(tokenizer.decode(tokens[:num], skip_special_tokens=False))
+
+    num = bisect_right(range(len(tokens)), start, key=length) - 1
+    text = tokenizer.decode(tokens[:num], skip_special_tokens=skips)
+    if not skips or tokens[num] not in special_ids(tokenizer):
+        text += whole[length(num) : start]  # the stop string begins within this token
+    return text, whole[start:]
+
+
 def tokens_after(
-    tokenizer: Tokenizer, text: str, output: Sequence[int], stop_reason: StopReason, limit: int | None = None
+    tokenizer: Tokenizer,
+    text: str,
+    output: Sequence[int],
+    stop_reason: StopReason,
+    limit: int | None = None,
+    end_ids: Collection[int] = (),
 ) -> tuple[list[int], bool]:
     """Return the tokens of text that follows an answer, without a first end token that the model has already written.
 
     Args:
         tokenizer: the model's tokenizer.
-        text: follows the answer.
+        text: follows the answer, from the template's end of the answer on.
         output: the tokens of the answer.
         stop_reason: why the answer ended.
         limit: tokens that fit into the model's context; None does not bound the text.
+        end_ids: tokens that end an answer, beside the tokenizer's special tokens.
 
     Returns:
         The tokens; and False if the model has ended its answer with another token than the template does.
@@ -65,15 +117,14 @@ def tokens_after(
         TooManyTokens: the text is far longer than `limit` tokens.
     """
     tokens = bounded_tokens(tokenizer, text, limit)
-    end = list(output[-1:])
-    if stop_reason != "stop" or tokenizer.decode(end, skip_special_tokens=True):
-        return tokens, True
-    return (tokens[1:], True) if tokens[:1] == end else (tokens, False)
+    if stop_reason == "stop" and tokens[:1] == list(output[-1:]):  # the end may be no special token
+        return tokens[1:], True
+    return tokens, not end_of(output, stop_reason, special_ids(tokenizer).union(end_ids))
 
 
 def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     """Return the tokens of an answer without special tokens and white space at its end."""
-    special = set(getattr(tokenizer, "all_special_ids", ()))
+    special = special_ids(tokenizer)
     end = len(tokens)
     while end and (tokens[end - 1] in special or not tokenizer.decode(tokens[end - 1 : end]).strip()):
         end -= 1

@@ -77,11 +77,12 @@ class RequestRules:
         stops = sequence.request.gconfig.stop
         tokenizer = self._tokenizer
         assert not isinstance(tokenizer, str)  # else it was refused
-        # a token holds at least a byte: a stop string cannot begin further back, but for tokens without text
+        # a token holds at least a byte: a stop string cannot begin further back, but for tokens without text. Special
+        # tokens are text here, for a stop string may be one
         reach = max(len(s.encode()) for s in stops) + 8
         for length in range(start + 1, len(sequence.tokens) + 1):
             tail = sequence.tokens[max(sequence.prompt_len, length - reach) : length]
-            text = tokenizer.decode(tail, skip_special_tokens=True)
+            text = tokenizer.decode(tail, skip_special_tokens=False)
             if any(s in text for s in stops):
                 return length
         return None

@@ -86,7 +86,8 @@ class StopStrings:
         self._stops = stops
         self._tokenizer = tokenizer
         self._tokens = list(made)
-        # a token holds at least one byte, so a stop string begins at most this many tokens before its end
+        # a token holds at least one byte, so a stop string begins at most this many tokens before its end. Special
+        # tokens are text here, for a stop string may be one
         self._reach = max(len(stop.encode()) for stop in stops) + 8
 
     def find(self, new: Sequence[int]) -> int | None:
@@ -97,7 +98,7 @@ class StopStrings:
         """
         for num, token in enumerate(new, start=1):
             self._tokens.append(token)
-            text = self._tokenizer.decode(self._tokens[-self._reach :], skip_special_tokens=True)
+            text = self._tokenizer.decode(self._tokens[-self._reach :], skip_special_tokens=False)
             if any(stop in text for stop in self._stops):
                 return num
         return None

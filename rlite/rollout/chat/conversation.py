@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypedDict, get_args
 
 from rlite.data.chat.raw import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
-from rlite.data.chat.turns import tokens_after
+from rlite.data.chat.turns import end_of, split_at_stop, tokens_after
 from rlite.errors import ConfigError
 from rlite.rollout.chat.transcript import Transcript
 from rlite.rollout.text_threads import beside_loop
-from rlite.rollout.workflow import PromptWorkflow, RolloutError, context_length, prompt_ids, prompt_text
+from rlite.rollout.workflow import (
+    PromptWorkflow,
+    RolloutError,
+    context_length,
+    end_ids,
+    prompt_ids,
+    prompt_text,
+    said_tokens,
+)
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]
@@ -73,6 +81,9 @@ class Conversation:
         self.text = self.prompt
         """latest prompt of the model, from its beginning; answers in it are without special tokens"""
         self._response: LLMResponse | None = None
+        self._end_ids: frozenset[int] = frozenset()
+        self._end_text = ""
+        """stop string at the end of the latest answer with which the template, too, ends an answer"""
 
     async def ask(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:
         """Generate the model's next turn.
@@ -95,7 +106,15 @@ class Conversation:
             self._transcript.give_up()
             return None
         self._response = await self.transcript.generate(engine, gconfig)
+        self._end_ids = end_ids(engine, self._tokenizer)
+        self._end_text = self._written_end(gconfig.stop)
         return self._response
+
+    def _written_end(self, stops: Sequence[str]) -> str:
+        if self._response is None or not self.is_chat or not stops or self._template.ending is None:
+            return ""
+        _, rest = split_at_stop(self._tokenizer, self._response.output_tokens, stops) or ("", "")
+        return rest if self._template.ending.closing.lstrip().startswith(rest) else ""
 
     @property
     def transcript(self) -> Transcript:
@@ -120,8 +139,17 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The text of the latest turn, without special tokens. Reading it raises RolloutError if there is no turn."""
-        return self._tokenizer.decode(self._latest().output_tokens, skip_special_tokens=True)
+        """The text of the latest turn, without its end and special tokens.
+
+        A stop string is part of the text, unless the template writes it after each answer. Reading the property raises
+        RolloutError if there is no turn.
+        """
+        return self._tokenizer.decode(self.said, skip_special_tokens=True).removesuffix(self._end_text)
+
+    @property
+    def said(self) -> list[int]:
+        """The tokens of the latest turn without the end token. Reading it raises RolloutError if there is no turn."""
+        return said_tokens(self._latest(), self._end_ids)
 
     def reply(self, *messages: Message, answer: Message | None = None) -> None:
         """Append messages, after which the model is asked again.
@@ -169,9 +197,14 @@ class Conversation:
         transcript, response = self.transcript, self._latest()
         self.text += self.answer + text
         self._num_unread = len(text)
+        unread = text.lstrip().removeprefix(self._end_text) if self._end_text else text
+        has_end = self.is_chat or end_of(response.output_tokens, response.stop_reason, self._end_ids)
 
         def read(limit: int | None) -> None:
-            tokens, _ = tokens_after(self._tokenizer, text, response.output_tokens, response.stop_reason, limit)
+            if has_end:  # of its own, a reply to a raw prompt repeats no token of the answer
+                tokens, _ = tokens_after(self._tokenizer, unread, response.output_tokens, response.stop_reason, limit)
+            else:
+                tokens = bounded_tokens(self._tokenizer, unread, limit)
             transcript.read(tokens)
 
         self._unread = read

@@ -252,6 +252,7 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
     try:
         async with contextlib.aclosing(reply.encoded()) as parts:
             async for part in parts:
+                reply.delivered.clear()  # here the end counts, when it was flushed
                 connection.check_open()
                 if not response.prepared:  # only now is it sure that the engine takes the prompt
                     if not reply.is_stream:

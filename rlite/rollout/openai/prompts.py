@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, Tokenizer, check_calls, check_tools
-from rlite.data.chat.turns import text_after, tokens_after
+from rlite.data.chat.turns import end_of, special_ids, text_after, tokens_after
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ModelRequest
@@ -72,7 +72,7 @@ class ChatPrompts:
         for turn in _continued(messages, tools, turns):
             if (rest := text_after(self._template, turn, messages, text)) is None:
                 continue
-            tokens, has_same_end = tokens_after(self.tokenizer, rest, turn.output_ids, turn.finish_reason, self._limit)
+            tokens, has_same_end = self._after(turn, rest)
             if has_same_end:
                 return Prompt(turn.sequence + tokens, text, turn)
         return Prompt(bounded_tokens(self.tokenizer, text, self._limit), text, None)
@@ -85,19 +85,30 @@ class ChatPrompts:
             begun = [turn for turn in raw if _begins_with(prompt, turn)]
             if longest := max(begun, key=lambda turn: len(turn.prompt_text) + len(turn.text), default=None):
                 said = len(longest.prompt_text) + len(longest.text)
-                rest = bounded_tokens(self.tokenizer, prompt[said:], self._limit)
+                rest, _ = self._after(longest, prompt[said:])
                 return Prompt(longest.sequence + rest, prompt, longest)
             return Prompt(raw_prompts(self.tokenizer, [prompt], self._limit)[0], prompt, None)
         begun = [turn for turn in raw if prompt[: len(turn.prompt_ids)] == turn.prompt_ids]
         begun = [turn for turn in begun if prompt[: len(turn.sequence)] == turn.sequence]
         return Prompt(prompt, "", max(begun, key=lambda turn: len(turn.sequence), default=None))
 
+    def _after(self, turn: Turn, rest: str) -> tuple[list[int], bool]:
+        """Return the tokens of text after an answer that the model has not written, and whether both end it alike."""
+        rest = rest.removeprefix(turn.stop_text)  # the answer as it was returned lacks it, and its tokens have it
+        ends = special_ids(self.tokenizer).union(turn.end_ids)
+        is_ended = bool(end_of(turn.output_ids, turn.finish_reason, ends))
+        if not is_ended and (turn.stop_text or turn.messages is None):
+            return bounded_tokens(self.tokenizer, rest, self._limit), True
+        return tokens_after(self.tokenizer, rest, turn.output_ids, turn.finish_reason, self._limit, ends)
+
 
 def _begins_with(prompt: str, turn: Turn) -> bool:
-    """Return whether a prompt is a turn's text and more."""
-    if not turn.prompt_text or len(prompt) <= len(turn.prompt_text) + len(turn.text):
+    """Return whether a prompt is a turn's text, with the stop string that ended it, and more."""
+    start = len(turn.prompt_text)
+    said = turn.text + turn.stop_text
+    if not turn.prompt_text or len(prompt) <= start + len(said):
         return False
-    return prompt.startswith(turn.prompt_text) and prompt.startswith(turn.text, len(turn.prompt_text))
+    return prompt.startswith(turn.prompt_text) and prompt.startswith(said, start)
 
 
 def _check_text(text: str, what: str) -> None:

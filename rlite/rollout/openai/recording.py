@@ -8,7 +8,7 @@ turn 5                              rewritten history, or another conversation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -50,6 +50,10 @@ class Turn:
     """the text of `prompt_ids`, as the template renders it"""
     text: str = ""
     """the text that was returned, including calls of tools"""
+    stop_text: str = ""
+    """text after it, from the stop string on that ended the answer, without an end token; "" if something else did"""
+    end_ids: Collection[int] = ()
+    """tokens that end an answer, beside the tokenizer's special tokens"""
     reward: float | None = None
     """the reward of this turn alone"""
     is_aborted: bool = False

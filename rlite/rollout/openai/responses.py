@@ -58,6 +58,13 @@ class Exchange:
     created: int = field(default_factory=lambda: int(time.time()))
     turns: list[Turn] = field(default_factory=list)
     """turns of the choices that have begun"""
+    delivered: list[Turn] = field(default_factory=list)
+    """turns whose last chunk of a stream was handed over"""
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all prompts."""
+        return self.request.num_choices * len(self.prompts)
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of a choice."""
@@ -92,11 +99,13 @@ class Reply:
     """Answer to a request: one object, or with `is_stream` one after the other.
 
     Read `messages` to its end once the client has everything. Leaving it earlier ends the generation, and its turns
-    count as aborted.
+    count as aborted, unless it is a stream that has handed over the last chunk of each choice.
     """
 
     is_stream: bool
     messages: AsyncGenerator[dict[str, Any], None]
+    delivered: list[Turn] = field(default_factory=list)
+    """turns whose last chunk was handed over; emptied where that does not mean that the client has it"""
 
     @property
     def content_type(self) -> str:
@@ -207,6 +216,7 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
                 yield _chunk(exchange, event.index, {"tool_calls": [{"index": number, **call}]})
             last: dict[str, Any] | str = {} if exchange.request.is_chat else ""
             left = logprobs(exchange, tokens, starts[event.index]) if tokens else None
+            exchange.delivered.append(event.turn)
             yield _chunk(exchange, event.index, last, left, finish_reason(event.turn))
     if exchange.request.has_usage:
         yield {**exchange.around([], is_chunk=True), "usage": exchange.usage(num_output)}

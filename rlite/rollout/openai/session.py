@@ -24,7 +24,7 @@ from rlite.rollout.openai.text import TextStream
 from rlite.rollout.text_threads import beside_loop
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
-from rlite.rollout.workflow import Tokenizer, context_length
+from rlite.rollout.workflow import Tokenizer, context_length, end_ids
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
 MAX_BODY_BYTES = 64 << 20
@@ -72,6 +72,7 @@ class AgentSession(RecordingOwner):
         self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self._limit = limit = context_length(engine, max_length)
         self._prompts = ChatPrompts(tokenizer, chat_template_options, limit)
+        self._end_ids = end_ids(engine, tokenizer)
         self.max_body_bytes = MAX_BODY_BYTES
         """the longest request that is read"""
         if limit is not None:
@@ -152,7 +153,7 @@ class AgentSession(RecordingOwner):
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
-        return Reply(request.is_stream, self._messages(exchange))
+        return Reply(request.is_stream, self._messages(exchange), exchange.delivered)
 
     def _check_scores(self, request: ModelRequest) -> None:
         """Check that the engine computes the log-probabilities that a request wants.
@@ -198,7 +199,9 @@ class AgentSession(RecordingOwner):
                     num_shown = sum(map(len, sequences(choices))) if exchange.request.has_logprobs else 0
                     size = num_shown * responses.SHOWN_CHARACTERS
                     yield await beside_loop(size, responses.whole, exchange, choices, scores)
-        except BaseException:  # also GeneratorExit: the client will ask again, and must not count twice
+        except BaseException as error:  # also GeneratorExit: the client will ask again, and must not count twice
+            if isinstance(error, GeneratorExit) and len(exchange.delivered) == exchange.num_choices:
+                raise
             for turn in exchange.turns:
                 turn.is_aborted = True
             raise
@@ -285,14 +288,16 @@ class AgentSession(RecordingOwner):
         if gconfig.seed is not None and (sample := index % request.num_choices):
             gconfig = gconfig.new(seed=mix(gconfig.seed, sample))
         form = self._tool_format if request.may_call else None
-        text = TextStream(exchange.tokenizer, gconfig.stop, form, request.tools)
+        ends = self._end_ids.union(gconfig.stop_token_ids)
+        text = TextStream(exchange.tokenizer, gconfig.stop, form, request.tools, ends, prompt.text)
         turn = Turn(
-            id=exchange.id if request.num_choices * len(exchange.prompts) == 1 else f"{exchange.id}:{index}",
+            id=exchange.id if exchange.num_choices == 1 else f"{exchange.id}:{index}",
             prompt_ids=prompt.token_ids,
             prompt_text=prompt.text,
             parent=prompt.parent,
             messages=request.messages,
             tools=request.tools,
+            end_ids=ends,
             is_aborted=True,
         )
         exchange.turns.append(turn)
@@ -306,16 +311,16 @@ class AgentSession(RecordingOwner):
                     turn.kept_ids += chunk.extras.get("kept_ids", ())
                     turn.finish_reason = chunk.finish_reason or turn.finish_reason
                     if request.is_stream:
-                        say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason is not None), chunk))
+                        say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason), chunk))
         finally:
             if self._is_recording:
                 self.recording.turns.append(turn)
         if turn.finish_reason == "abort":
             raise ApiError(f"the engine aborted the answer after {len(turn.output_ids)} tokens", 503, code="aborted")
         if not request.is_stream:
-            text.feed(turn.output_ids, is_last=True)
-        content, calls, rest = text.finish()
-        turn.text = text.text
+            text.feed(turn.output_ids, turn.finish_reason)
+        content, calls, rest = await text.finish()
+        turn.text, turn.stop_text = text.text, text.stop_text
         if request.is_chat:
             turn.answer = responses.answer(content, calls, self._call_numbers)
         turn.is_aborted = False

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from rlite.data.chat.turns import end_of, split_at_stop
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, typed
 from rlite.rollout.workflow import Tokenizer
+from rlite.types import StopReason
+
+MAX_PARTS = 3
+"""tokens that may be the beginning of one character"""
+
+
+class DecodedText:
+    """Text of tokens as they arrive, without half a character at its end.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        skips: leave out special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skips: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skips = skips
+        self._tokens: list[int] = []
+        # Tokens are decoded together with those since `_start`, because decoders look at what stands before.
+        self._start = self._read = 0
+        self.text = ""
+
+    def feed(self, tokens: Sequence[int], is_last: bool) -> None:
+        """Append the text of further tokens."""
+        self._tokens += tokens
+        known = self._decode(self._start, self._read)
+        end = len(self._tokens)
+        whole = self._decode(self._start, end)
+        if whole.endswith("\ufffd") and not is_last:
+            end = max(end - MAX_PARTS, self._read)  # bytes before them are half a character for ever
+            whole = self._decode(self._start, end)
+        if len(whole) > len(known):
+            self.text += whole[len(known) :]
+            self._start, self._read = self._read, end
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skips)
 
 
 class TextStream:
@@ -14,9 +52,11 @@ class TextStream:
 
     Args:
         tokenizer: the model's tokenizer.
-        stops: the text ends before the first of them.
+        stops: the text ends before the first of them. They may be special tokens.
         form: how calls of tools are written; None looks for none.
         tools: schemas, by which arguments that are written as text get their types.
+        end_ids: tokens that end an output; the last one is not part of the text.
+        prompt: text of the prompt, which may have begun a thought.
     """
 
     def __init__(
@@ -25,57 +65,69 @@ class TextStream:
         stops: Sequence[str] = (),
         form: ToolCallFormat | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        end_ids: Collection[int] = (),
+        prompt: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._reach = max(map(len, stops), default=0)
         self._form = form
         self._tools = tools
+        self._end_ids = end_ids
+        self._prompt = prompt
         self._skips = form is None or not form.shows_special_tokens
-        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._tokens: list[int] = []
-        # Tokens are decoded together with those since `_start`, because decoders look at what stands before.
-        self._start = self._read = 0
+        self._last: list[int] = []
+        """token that is left out if the output ends with it"""
+        self._said = DecodedText(tokenizer, self._skips)
+        self._whole = DecodedText(tokenizer, skips=False)
+        """the text in which stop strings are searched"""
         self._sent = 0
         self._has_stopped = False
         self.text = ""
         """all of it so far, up to a stop string"""
+        self.stop_text = ""
+        """text from the stop string on that has ended the output; "" if something else has"""
 
-    def feed(self, tokens: Sequence[int], is_last: bool = False) -> str:
-        """Return the text that is settled by further tokens."""
-        if is_last and not self._skips and tokens and tokens[-1] in self._special:
-            tokens = tokens[:-1]  # the end of the turn is not said
+    def feed(self, tokens: Sequence[int], reason: StopReason | None = None) -> str:
+        """Return the text that is settled by further tokens.
+
+        Args:
+            tokens: the next tokens.
+            reason: why the output ends with these tokens; None if it does not.
+        """
         self._tokens += tokens
-        known = self._decode(self._start, self._read)
-        whole = self._decode(self._start, len(self._tokens))
-        if len(whole) > len(known) and (is_last or not whole.endswith("\ufffd")):
-            self._append(whole[len(known) :])
-            self._start, self._read = self._read, len(self._tokens)
-        end = len(self.text)
-        if not self._has_stopped:
-            tail = self.text[max(end - self._reach, 0) :]
-            end += num_before(tail, self._stops) - len(tail)
+        said = [*self._last, *tokens]
+        end = end_of(said, "stop" if reason is None else reason, self._end_ids)  # without a reason, it may be the end
+        self._last = end if reason is None else []
+        self._said.feed(said[: len(said) - len(end)], reason is not None)
+        self.text = self._said.text
+        num_settled = len(self.text)
+        if self._stops:
+            num_settled -= self._held_back(tokens, reason is not None)
+        if reason is not None and (stopped := split_at_stop(self._tokenizer, self._tokens, self._stops, self._skips)):
+            self.text, rest = stopped
+            self.stop_text = rest.removesuffix(self._tokenizer.decode(end, skip_special_tokens=False))
+            num_settled = len(self.text)
         if self._form is not None:
-            end = min(end, self._form.num_settled(self.text))
-        return self._send(self.text[:end])
+            num_settled = min(num_settled, self._form.num_settled_after(self._prompt, self.text))
+        return self._send(self.text[: max(num_settled, 0)])
 
-    def finish(self) -> tuple[str, list[ToolCall], str]:
+    async def finish(self) -> tuple[str, list[ToolCall], str]:
         """Return the content, the calls, and the content that was not returned before, after the last token."""
-        content, calls = (self.text, []) if self._form is None else self._form.parse(self.text)
+        content, calls = self.text, list[ToolCall]()
+        if self._form is not None:
+            content, calls, _ = await self._form.read(self.text, self._prompt)
         return content, typed(calls, self._tools), self._send(content)
+
+    def _held_back(self, tokens: Sequence[int], is_last: bool) -> int:
+        """Return the number of characters at the end of the text that may belong to a stop string."""
+        start = max(len(self._whole.text) - self._reach, 0)
+        self._whole.feed(tokens, is_last)
+        tail = self._whole.text[start:]
+        self._has_stopped = self._has_stopped or any(stop in tail for stop in self._stops)
+        return len(self.text) if self._has_stopped else len(tail) - num_before(tail, self._stops)
 
     def _send(self, text: str) -> str:
         settled, self._sent = text[self._sent :], max(self._sent, len(text))
         return settled
-
-    def _append(self, text: str) -> None:
-        if self._has_stopped:
-            return
-        start = max(len(self.text) - self._reach, 0)
-        self.text += text
-        found = [at for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
-        if found:
-            self.text, self._has_stopped = self.text[: min(found)], True
-
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skips)

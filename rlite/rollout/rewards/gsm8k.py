@@ -12,7 +12,12 @@ from rlite.rollout.rewards.score import Reward, answered
 
 MAX_CHARACTERS = 2000
 """characters read at the end of a completion"""
-NUMBER = re.compile(r"\s*\$?\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_MARKUP = r"(?:\\(?:boxed|textbf|mathbf|text|[$(\[])|[\s*_`${€£¥₹])*"
+"""currency, emphasis and LaTeX before a number"""
+NUMBER = re.compile(rf"{_MARKUP}(?:([+-]){_MARKUP})?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|\\,)(?=\d)")
+_PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | dict.fromkeys(map(ord, "\u2212\u2010\u2013"), "-")
+"""full-width characters, and the signs that people write for a minus"""
 
 
 def gsm8k_reward(
@@ -20,8 +25,9 @@ def gsm8k_reward(
 ) -> Reward:
     """Return 1.0 if the number after the completion's last `####` is that of `answer`, else 0.0.
 
-    Thousands separators, a dollar sign and what follows the number do not count: `#### $1,000.` is 1000. The reward
-    names the number, from which evaluations compute majority@k.
+    Thousands separators, currency, emphasis, LaTeX's markup and what follows the number do not count: `#### $1,000.`
+    and `#### **1000**` are 1000. A minus and digits may be any of Unicode's. The reward names the number, from which
+    evaluations compute majority@k.
 
     Args:
         prompt: not read.
@@ -44,5 +50,5 @@ def gsm8k_reward(
 
 
 def _number(text: str) -> Decimal | None:
-    match = NUMBER.match(text)
-    return None if match is None else Decimal(match[1] + match[2].replace(",", ""))
+    match = NUMBER.match(_THOUSANDS.sub(",", text.translate(_PLAIN)))
+    return None if match is None else Decimal((match[1] or "") + match[2].replace(",", ""))

@@ -42,6 +42,7 @@ def verify_exactly(
     """Return 1.0 if the whole completion has the task's full score, else 0.0.
 
     The full score is exactly 1. Partial credits are sums of fractions, which can end a rounding error above or below.
+    A completion of more than `MAX_CHARACTERS` has no full score.
 
     Args:
         prompt: not read.
@@ -53,7 +54,7 @@ def verify_exactly(
     Raises:
         ConfigError: reasoning-gym is missing.
     """
-    return float(_score(completions, data) == 1.0)
+    return float(len(completions) <= MAX_CHARACTERS and _score(completions, data) == 1.0)
 
 
 def _score(answer: str, row: Mapping[str, Any]) -> float:

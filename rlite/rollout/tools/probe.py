@@ -12,7 +12,8 @@ from rlite.data.chat.raw import raw_tokens
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, has_chat_template
 from rlite.data.chat.turns import without_end
 from rlite.errors import ConfigError, did_you_mean
-from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, template_format, typed
+from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, typed
+from rlite.rollout.tools.response_template import template_format
 
 
 def find_probe_record(text: str, count: int) -> None:
@@ -75,6 +76,8 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
         prompt, written = template.written(answer)
     except TemplateRefusal:
         return "", []
+    if template.ending is not None:  # the end of an answer need not be a special token
+        written = written.removesuffix(template.ending.tail).removesuffix(template.ending.closing)
     return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
 
 

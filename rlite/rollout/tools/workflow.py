@@ -13,7 +13,7 @@ from rlite.data.chat.template import Message
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.rollout.tools.formats import ToolCallFormat, numbered, typed
+from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, numbered, typed
 from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.rollout.workflow import Tokenizer, as_reward_function, reward_arguments
@@ -81,26 +81,39 @@ class ToolUseWorkflow(ConversationWorkflow):
         numbers = itertools.count(1)
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             first, last = first or response, response
-            content, found = self.tool_format.parse(self.tool_format.text(self.tokenizer, response.output_tokens))
+            text = self.tool_format.text(self.tokenizer, conversation.said)
+            content, found, malformed = await self.tool_format.read(text, conversation.text)
             calls = typed(found, self.toolbox.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
-            if not calls or conversation.transcript.num_turns == self.max_turns:
+            if not (calls or malformed) or conversation.transcript.num_turns == self.max_turns:
                 break
             asked = numbered(calls, numbers)
-            answer = {**answer, "tool_calls": asked}
+            answer = {**answer, "tool_calls": asked} if calls else answer
             results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
-            num_calls, num_errors = num_calls + len(calls), num_errors + sum(result.is_error for result in results)
+            num_calls += len(calls) + len(malformed)
+            num_errors += sum(result.is_error for result in results) + len(malformed)
             said = [
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
-            conversation.reply(*said, answer=answer)
+            number = numbered([ToolCall("unknown", {})], numbers)[0]["id"] if calls and malformed else None
+            conversation.reply(*said, *self._refusal(malformed, number), answer=answer)
         assert first is not None  # the first turn has room, or the prompt is refused
         prompt, written = first.input_tokens, last.output_tokens
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
         reward = await self.reward_fn(**arguments)
         return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+
+    def _refusal(self, malformed: Sequence[str], number: str | None) -> list[Message]:
+        """Return the result of calls that cannot be read, with a number if other calls of the turn have results."""
+        if not malformed:
+            return []
+        told = "; ".join(f"{text.strip():.200}" for text in malformed)
+        content = f"Error: this is no {self.tool_format.name} call of a tool, and was not made: {told}"
+        if number is None:  # some templates refuse a result where nothing was called
+            return [{"role": "user", "content": content}]
+        return [{"role": "tool", "name": "unknown", "tool_call_id": number, "content": content}]
 
     def _check_shown(self, conversation: Conversation) -> None:
         if not conversation.is_chat:

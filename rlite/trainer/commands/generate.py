@@ -152,11 +152,15 @@ async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: Gene
         sampling: the sampling of the answer.
     """
     printer: Any = TextStreamer(engine.tokenizer, skip_special_tokens=True)
-    reason = None
+    reason, last = None, list[int]()
     async for chunk in engine.stream(LLMRequest(input_ids=tokens, gconfig=sampling)):
-        if chunk.token_ids:
-            printer.put(torch.tensor(chunk.token_ids))
         reason = chunk.finish_reason
+        made = [*last, *chunk.token_ids]
+        said, last = made[:-1], made[-1:]
+        if said:
+            printer.put(torch.tensor(said))
+    if last and reason != "stop":  # else the last token is the end token
+        printer.put(torch.tensor(last))
     printer.end()
     if reason == "length":
         limit = f"max_new_tokens={sampling.max_new_tokens}, or the model's context"

@@ -201,6 +201,8 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
             chosen["max_gen_toks"] = own.max_new_tokens
         if self.stop:
             chosen["until"] = self.stop
+        if self.stop_token_ids:
+            chosen["stop_token_ids"] = self.stop_token_ids
         return chosen or None
 
     def num_concurrent(self, num_replicas: int) -> int:

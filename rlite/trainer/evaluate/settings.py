@@ -33,6 +33,8 @@ def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mappi
     """
     plain = config.to_container(options)
     sampling = {name: getattr(options.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
+    if options.stop_token_ids:  # absent from settings of older versions
+        sampling["stop_token_ids"] = options.stop_token_ids
     rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
     return {
         "questions": {"number": len(rows), "content": digest(_text(row) for row in rows)} if rows else {},

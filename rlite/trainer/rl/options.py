@@ -555,6 +555,7 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
         "top_p": gconfig.top_p,
         "top_k": max(gconfig.top_k, 0),
         "stop": list(gconfig.stop),
+        "stop_token_ids": list(gconfig.stop_token_ids),
     }
     for option in _changed(group):
         if getattr(group, option) != said[option]:

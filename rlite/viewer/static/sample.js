@@ -13,7 +13,7 @@ const MAX_EVENTS = 256; // stages of an episode that are recorded
 const COLUMNS = ["group", "sample", "status", "reward"]; // of the other rollouts of the step
 // Calls of tools in the formats that have marks: Hermes and XML, Mistral, Llama 3. The mark that ends a call may be
 // missing in the model's own text. Calls in JSON or Python without a mark look like any other text.
-const CLOSED_CALL = /(<tool_call>[\s\S]*?<\/tool_call>)/;
+const CLOSED_CALL = /(<tool_call>(?:(?!<tool_call>)[\s\S])*?<\/tool_call>)/; // linear: none searches beyond the next mark
 const MODEL_CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|(?:\[TOOL_CALLS\]|<\|python_tag\|>)[\s\S]*?(?=<\/s>|<\|e(?:om|ot)_id\|>|$))/;
 const FACTS = ["item", "answer", "score", "advantage", "turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "truncated"];
 

@@ -56,6 +56,9 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it_also_after_a_resu
     ids = tokenizer("one two three", add_special_tokens=False)["input_ids"]
     assert StopStrings(["two", "zzz"], tokenizer, []).find(ids) == 7
     assert StopStrings(["zzz"], tokenizer, []).find(ids) is None
+    ended = tokenizer("one<|im_end|>two")["input_ids"]
+    assert StopStrings(["<|im_end|>"], tokenizer, []).find(ended) == 4
+    assert StopStrings(["e<|im_end|>t"], tokenizer, []).find(ended) == 5
     stops = StopStrings(["two"], tokenizer, ids[:5])
     assert stops.find(ids[5:6]) is None
     assert stops.find(ids[6:]) == 1

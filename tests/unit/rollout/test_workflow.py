@@ -144,3 +144,12 @@ def test_a_workflow_that_is_no_async_function_is_told_what_to_write() -> None:
             collector.rollout_batch([{"input_ids": [1]}], Plain())
     finally:
         collector.close()
+
+
+def test_a_reward_reads_no_end_token_that_is_not_special() -> None:
+    seen: list[dict[str, Any]] = []
+    end, said = TOKENIZER(";")["input_ids"], TOKENIZER("yes;")["input_ids"]
+    for ends, text in ((end, "yes"), ((), "yes;")):
+        row = asyncio.run(workflow(seen).arun_episode(ScriptedEngine([said], end_ids=ends), {"prompt": "?"}))
+        assert (seen[-1]["completions"], seen[-1]["completion_ids"]) == (text, said)
+        assert row["input_ids"][0, 1:].tolist() == said

@@ -327,6 +327,7 @@ def test_scores_of_different_directions_are_not_pooled() -> None:
         (["temperature=0.5", "top_k=3"], {"temperature": 0.5, "do_sample": True, "top_k": 3}),
         (["temperature=0"], {"temperature": 0.0, "do_sample": False}),
         (["max_new_tokens=1024", "stop=[x]"], {"max_gen_toks": 1024, "until": ["x"]}),
+        (["stop_token_ids=[5]"], {"stop_token_ids": [5]}),
         (["samples=4"], {"temperature": 1.0, "do_sample": True, "top_p": 1.0, "top_k": 0}),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlite.data.chat.turns import tokens_after, without_end
+from rlite.data.chat.turns import split_at_stop, tokens_after, without_end
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.types import StopReason
 
@@ -34,3 +34,21 @@ def test_an_end_token_that_the_model_has_written_is_not_read_again(
 def test_an_answer_without_its_end_has_neither_special_tokens_nor_white_space_there() -> None:
     assert without_end(TOKENIZER, ids("<|im_start|> yes <|im_end|>\n")) == ids("<|im_start|> yes")
     assert without_end(TOKENIZER, ids("<|im_end|>\n")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "before", "rest"),
+    [
+        ("one two", ["two"], "one ", "two"),
+        ("one two", ["wo", "two", "zzz"], "one ", "two"),
+        ("one<|im_end|>", ["<|im_end|>"], "one", "<|im_end|>"),
+        ("one<|im_end|>", ["im_end"], "one", "im_end|>"),
+        ("<|im_start|>é\n<|im_end|>", ["\n<|im_end|>"], "é", "\n<|im_end|>"),
+        ("é🙂x", ["x"], "é🙂", "x"),
+        ("x", ["x"], "", "x"),
+    ],
+)
+def test_text_ends_before_its_first_stop_string(text: str, stops: list[str], before: str, rest: str) -> None:
+    assert split_at_stop(TOKENIZER, ids(text), stops) == (before, rest)
+    assert split_at_stop(TOKENIZER, ids(text), ["yyy"]) is None
+    assert split_at_stop(TOKENIZER, ids(text), []) is None

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from rlite.errors import ConfigError, DataError
 from rlite.quickstart.tiny import CHATML, byte_tokenizer
@@ -127,3 +128,46 @@ def test_a_template_that_takes_arguments_of_calls_as_text_is_given_text() -> Non
     conversation.reply(NEXT, answer={"role": "assistant", "content": "", "tool_calls": [call]})
     text = byte_tokenizer().decode(conversation.transcript.tokens)
     assert 'f{"x": 1}' in text
+
+
+def speak(tokenizer: Any, text: str, item: Any, ends: Any = (), **gconfig: Any) -> Conversation:
+    conversation = Conversation(tokenizer, item)
+    engine = ScriptedEngine([tokenizer(text)["input_ids"]], end_ids=ends)
+    asyncio.run(conversation.ask(engine, GenerationHyperparameters(max_new_tokens=99, **gconfig)))
+    return conversation
+
+
+def undeclared() -> Any:
+    """A tokenizer whose end of turn is no special token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", normalized=False)])
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|end|>")
+    return tokenizer
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_end_token_that_is_not_special_is_not_doubled(is_known: bool) -> None:
+    tokenizer = undeclared()
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    conversation = speak(tokenizer, "yes<|end|>", {"messages": [QUESTION]}, ends=[end] if is_known else ())
+    assert conversation.answer == ("yes" if is_known else "yes<|end|>")
+    conversation.reply(NEXT)
+    assert conversation.transcript.tokens.count(end) == 3
+
+
+def test_a_stop_string_with_which_the_template_ends_an_answer_is_not_doubled() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<end>")  # no token of the tokenizer
+    conversation = speak(tokenizer, "yes<end>", {"messages": [QUESTION]}, stop=["<end>"])
+    assert conversation.answer == "yes"
+    conversation.reply(NEXT)
+    said = [QUESTION, {"role": "assistant", "content": "yes"}, NEXT]
+    expected = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(conversation.transcript.tokens) == expected == conversation.text
+    assert speak(tokenizer, "x: 1;", {"messages": [QUESTION]}, stop=[";"]).answer == "x: 1;", "a part of the answer"
+
+
+def test_a_raw_reply_may_begin_with_the_last_token_of_an_answer() -> None:
+    conversation = speak(byte_tokenizer(), "one\n", {"prompt": "say: "}, stop=["\n"])
+    conversation.reply({"role": "user", "content": "\ntwo"})
+    assert byte_tokenizer().decode(conversation.transcript.tokens) == "say: one\n\ntwo"

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
-from rlite.rollout.openai import AgentSession
+from rlite.rollout.openai import AgentClient, AgentSession
 from rlite.rollout.openai.recording import Recording, Turn, export
 from rlite.rollout.openai.requests import ApiError
+from rlite.rollout.openai.text import TextStream
+from rlite.types import LLMRequest
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 
 
@@ -489,3 +492,175 @@ def test_any_body_is_answered_or_refused(place: tuple[Any, ...], new: Any) -> No
         refusal = json.dumps(error.body())
         assert error.status in (400, 404), refusal  # noqa: PT017  # either of two
     assert refusal is None or "message" in refusal
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_stream_that_is_closed_after_its_last_chunk_is_delivered(num_choices: int) -> None:
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["x", "yes"], tokenizer), tokenizer)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "stream": True, "n": num_choices}
+
+    async def read(num_ended: int) -> None:
+        messages = session.chat(body).messages
+        ended = 0
+        async for message in messages:
+            ended += message["choices"][0]["finish_reason"] is not None
+            if ended == num_ended:
+                break
+        await messages.aclose()
+
+    asyncio.run(read(num_choices))
+    assert [turn.is_aborted for turn in session.recording.turns] == [False] * num_choices
+    if num_choices == 2:
+        asyncio.run(read(1))
+        assert [turn.is_aborted for turn in session.recording.turns[2:]] == [True, True]
+
+
+def test_a_client_in_this_process_may_stop_at_the_last_chunk() -> None:
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["x"], tokenizer), tokenizer)
+
+    async def use() -> None:
+        async with AgentClient(session) as client:
+            chunks = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "?"}], stream=True
+            )
+            async for chunk in chunks:
+                if chunk.choices[0].finish_reason:
+                    break
+            await chunks.close()
+
+    asyncio.run(use())
+    session.set_last_reward(1)
+    assert len(session.export()) == 1
+
+
+class Stopping(Speaker):
+    """Ends at the first stop string, as an engine does."""
+
+    def __init__(self, texts: list[str], tokenizer: Any, end: str = "<|im_end|>", **options: Any) -> None:
+        super().__init__(texts, tokenizer, **options)
+        self._say = self._answer
+        self.end = end
+
+        def answer(request: LLMRequest) -> list[int]:
+            said = self._say(request)[:-1]  # type: ignore[operator]
+            said += tokenizer(self.end, add_special_tokens=False)["input_ids"]
+            for length in range(1, len(said) + 1):
+                if any(stop in tokenizer.decode(said[:length]) for stop in request.gconfig.stop):
+                    said = said[:length]
+                    break
+            self.asked[-1] = (self.asked[-1][0], said)
+            return said
+
+        self._answer = answer
+
+
+def complete(session: AgentSession, prompt: str, **options: Any) -> str:
+    async def answer() -> Any:
+        body = {"model": "policy", "prompt": prompt, **options}
+        return [part async for part in session.completion(body).messages]
+
+    return "".join(part["choices"][0]["text"] for part in asyncio.run(answer()))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("stop", ["\nObservation:", "\n", "<|im_end|>", "Obs", "<|endoftext|>"])
+def test_a_stop_string_is_read_once_by_an_agent_that_continues_its_text(stop: str, is_stream: bool) -> None:
+    tokenizer = tokenizer_with()
+    engine = Stopping([f"Thought: add{stop}", "42"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    prompt = "Question: 1+2?\n"
+    text = complete(session, prompt, stop=[stop], stream=is_stream)
+    assert text == "Thought: add"
+    prompt += text + stop + " 3\n\nAnswer:"
+    complete(session, prompt, stop=[stop], stream=is_stream)
+    first, second = session.recording.turns
+    assert tokenizer.decode(engine.asked[1][0]) == prompt
+    assert second.parent is first
+    session.set_last_reward(1)
+    assert tokenizer.decode(tokens(session.export())) == prompt + "42<|im_end|>"
+
+
+def test_a_prompt_without_the_stop_string_of_the_answer_is_read_as_it_is() -> None:
+    tokenizer = tokenizer_with()
+    engine = Stopping(["one\nstop", "two"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    assert complete(session, "say: ", stop="\nstop") == "one"
+    complete(session, "say: one\nand: ")
+    assert tokenizer.decode(engine.asked[1][0]) == "say: one\nand: "
+    assert session.recording.turns[1].parent is None
+
+
+def undeclared(template: str | None = None) -> Any:
+    """A tokenizer whose end of turn is no special token."""
+    tokenizer = tokenizer_with(template)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.backend_tokenizer.add_tokens([AddedToken("<|end|>", normalized=False)])
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|end|>")
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in tokenizer.all_special_ids
+    return tokenizer
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_end_token_that_is_not_special_is_not_said_and_not_doubled(is_stream: bool) -> None:
+    tokenizer = undeclared()
+    engine = Stopping(["one", "two"], tokenizer, end="<|end|>")
+    engine.end_ids = frozenset([tokenizer.convert_tokens_to_ids("<|end|>")])
+    session = AgentSession(engine, tokenizer)
+    if is_stream:
+        assert complete(session, "say: ", stream=True) == "one"
+        complete(session, "say: one<|end|>\nsay: ")
+        expected = "say: one<|end|>\nsay: two<|end|>"
+    else:
+        chat = say(session, say(session, [], "a"), "b")
+        assert [message["content"] for message in chat] == ["a", "one", "b", "two"]
+        expected = tokenizer.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+    session.set_last_reward(1)
+    assert tokenizer.decode(tokens(session.export())) == expected
+    assert len(session.export()) == 1
+
+
+def test_stop_tokens_of_a_request_are_not_said() -> None:
+    tokenizer = tokenizer_with()
+    engine = Stopping(["one;"], tokenizer, end="")
+    session = AgentSession(engine, tokenizer)
+    assert complete(session, "say: ", stop_token_ids=tokenizer(";")["input_ids"]) == "one"
+
+
+def test_a_call_in_a_thought_that_the_prompt_begins_is_text() -> None:
+    opened = WITH_TOOLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    tokenizer = tokenizer_with(opened)
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for is_stream in (False, True):
+        text = f"Shall I {call}?</think>Hm. {call}"
+        session = AgentSession(Speaker([text], tokenizer), tokenizer)
+        body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "tools": [ADD], "stream": is_stream}
+
+        async def parts(session: AgentSession = session, body: Any = body) -> list[Any]:
+            return [part async for part in session.chat(body).messages]
+
+        choices = [part["choices"][0] for part in asyncio.run(parts())]
+        messages = [choice["delta"] if is_stream else choice["message"] for choice in choices]
+        assert "".join(message.get("content") or "" for message in messages) == f"Shall I {call}?</think>Hm."
+        assert sum(len(message.get("tool_calls", [])) for message in messages) == 1
+
+
+def test_bytes_that_are_no_characters_are_decoded_once() -> None:
+    tokenizer = tokenizer_with()
+    part = tokenizer("é🙂")["input_ids"]
+    decoded = 0
+
+    class Counting:
+        all_special_ids = ()
+
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            nonlocal decoded
+            decoded += len(tokens)
+            return tokenizer.decode(tokens, **options)
+
+    for tokens in (part[:1] * 2000, part[2:5] * 700, [*part[:1], *part, *part[2:4], *part]):
+        text, decoded = TextStream(Counting()), 0  # type: ignore[arg-type]
+        sent = "".join(text.feed([token]) for token in tokens) + text.feed([], "length")
+        assert sent == text.text == tokenizer.decode(tokens)
+        assert decoded < 20 * len(tokens)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.rollout.tools.formats import FORMATS, ToolCall, typed
+from rlite.rollout.tools.formats import FORMATS, THOUGHTS, ToolCall, typed
 
 ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
 SCHEMAS = [{"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}}]
@@ -68,7 +70,6 @@ def test_a_call_whose_closing_mark_is_missing_counts():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": </tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
@@ -95,6 +96,103 @@ def test_a_text_that_is_not_in_the_format_stays_as_it_is(name, text):
     assert FORMATS[name].parse(text) == (text, [])
 
 
+MALFORMED = {
+    "hermes": '<tool_call>{"name": oops}</tool_call>',
+    "xml": "<tool_call><function=add>1</function></tool_call>",
+    "llama3_json": '{"name": "add", "parameters": {oops}}',
+    "mistral": '{"name": "add", "arguments": {oops}}]',
+    "pythonic": "add(a=)]",
+}
+SEPARATORS = {"llama3_json": "; ", "mistral": ", ", "pythonic": ", "}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_malformed_call_stays_in_the_text_and_drops_no_other(name):
+    malformed, separator = MALFORMED[name], SEPARATORS.get(name, "")
+    text = written(name, [ADD, ASK]).removesuffix("]") + separator + malformed
+    content, calls, found = FORMATS[name].read_all(text)
+    assert (typed(calls, SCHEMAS), len(found)) == ([ADD, ASK], 1)
+    assert FORMATS[name].parse(text) == (content, calls)
+    core = malformed.removesuffix("]")
+    assert core in content
+    assert core in found[0]
+
+
+def test_calls_around_a_malformed_one_are_read():
+    good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    bad = '<tool_call>{"name": "a b"}</tool_call>'
+    assert FORMATS["hermes"].parse(f"Hm. {good} {bad}\n{good}") == (f"Hm.  {bad}", [ToolCall("now", {})] * 2)
+    mention = "I write <tool_call> now: " + good
+    assert FORMATS["hermes"].parse(mention) == ("I write <tool_call> now:", [ToolCall("now", {})])
+    values = '[TOOL_CALLS] [{"name": 5}, {"name": "now", "arguments": {}}]'
+    assert FORMATS["mistral"].parse(values) == ('[TOOL_CALLS]{"name": 5}', [ToolCall("now", {})])
+    assert FORMATS["mistral"].parse("[TOOL_CALLS]now[ARGS]{[TOOL_CALLS]now[ARGS]{}") == (
+        "[TOOL_CALLS]now[ARGS]{",
+        [ToolCall("now", {})],
+    )
+    assert FORMATS["llama3_json"].parse('{"name": 5}; {"name": "now"}') == ('{"name": 5}', [ToolCall("now", {})])
+    assert FORMATS["pythonic"].parse("[now(), add(1), now()]") == ("add(1)", [ToolCall("now", {})] * 2)
+
+
+@pytest.mark.parametrize("marks", THOUGHTS.items())
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_in_thoughts_are_not_read(name, marks):
+    opening, closing = marks
+    form, call = FORMATS[name], written(name, [ADD])
+    for thought in (
+        f"{opening}\nI could say {call}",
+        f"{opening}{call}{closing}",
+        f"{opening}{call} hm{closing} It is 3.",
+    ):
+        assert form.parse(thought) == (thought, [])
+    thought = f"{opening}\n{call}\n{closing}"
+    content, calls = form.parse(f"{thought}\n\n{call}")
+    assert (content, typed(calls, SCHEMAS)) == (thought, [ADD])
+    begun = thought.removeprefix(opening)  # by the prompt
+    content, calls, _ = asyncio.run(form.read(f"{begun}\n\n{call}", f"...assistant\n{opening}\n"))
+    assert (content, typed(calls, SCHEMAS)) == (begun, [ADD])
+    assert asyncio.run(form.read(call, opening)) == (call, [], [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_thoughts_between_calls_hold_none_and_marks_in_arguments_are_text(name):
+    call = written(name, [ADD])
+    text = f"First. <think>{call}</think>{call}"
+    content, calls = FORMATS[name].parse(text)
+    assert (content, typed(calls, SCHEMAS)) == (f"First. <think>{call}</think>", [ADD])
+    text = written(name, [ToolCall("write", {"text": "<think>a</think>"})]) + call
+    assert [one.name for one in FORMATS[name].parse(text)[1]] == ["write", "add"]
+
+
+LONG = 200_000
+HOSTILE = {
+    "hermes": ["<tool_call>" + " " * LONG, "<tool_call>" * (LONG // 11), "<think>" * (LONG // 7), "<" * LONG],
+    "xml": [
+        "<tool_call>" + " " * LONG,
+        "<tool_call><function=f>" + " " * LONG + "x</function></tool_call>",
+        "<tool_call><function=f>" + "<parameter=a>" * (LONG // 13) + "</function>",
+        "<tool_call><function=f><parameter=a>" + "\n" * LONG,
+        "<tool_call><function=f>" + "<parameter=a>1</parameter>" * (LONG // 26) + "</function></tool_call>",
+    ],
+    "llama3_json": ['{"name": "a"};' * (LONG // 14), "{" + " " * LONG, '{"name": "a"}' + " " * LONG, "[" * LONG],
+    "mistral": [
+        "[TOOL_CALLS]" * (LONG // 12),
+        "[TOOL_CALLS][" + '{"name": "a"},' * (LONG // 14),
+        "[TOOL_CALLS] [" + " " * LONG,
+    ],
+    "pythonic": ["[" * LONG, "[f(a=" + "(" * LONG, "[" + "f(a=1)," * (LONG // 7) + "]", "[" + " " * LONG],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_hostile_text_of_any_length_takes_linear_time(name):
+    for text in HOSTILE[name]:
+        started = time.process_time()
+        FORMATS[name].parse(text)
+        FORMATS[name].num_settled(text)
+        assert time.process_time() - started < 20, text[:40]  # quadratic: hours
+
+
 pieces = st.sampled_from(
     [
         "<tool_call>",
@@ -113,6 +211,9 @@ pieces = st.sampled_from(
         "\\",
         "\n",
         "f(",
+        "<think>",
+        "</think>",
+        "[f(x=1), f(",
         "NaN",
         "é",
         "\x00",

@@ -6,11 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from rlite.errors import ConfigError
 from rlite.quickstart.tiny import CHATML
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, ToolUseWorkflow
 from rlite.rollout.openai import AgentWorkflow
+from rlite.rollout.tools import response_template
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
@@ -80,6 +82,22 @@ def test_the_format_is_that_in_which_the_template_writes_a_call(template: str | 
     assert tool_call_format(name, tokenizer) is FORMATS[name]
 
 
+@pytest.mark.parametrize(("template", "name"), [(XML, "xml"), (LLAMA, "llama3_json"), (MISTRAL, "mistral")])
+def test_the_end_of_an_answer_need_not_be_a_special_token(template: str, name: str) -> None:
+    for end in ("<end>", "<|end|>"):
+        tokenizer = tokenizer_with(template.replace("<|im_end|>", end))
+        tokenizer.add_tokens([AddedToken("<|end|>", normalized=False)])
+        assert tool_call_format(None, tokenizer).name == name
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_a_template_that_begins_a_thought_shows_its_calls(name: str) -> None:
+    template = XML if name == "xml" else WITH_TOOLS
+    opened = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert opened != template
+    assert tool_call_format(None, tokenizer_with(opened)).name == name
+
+
 def test_a_call_that_does_not_return_is_an_error_at_the_start() -> None:
     tokenizer = tokenizer_with(FOREIGN)
     with pytest.raises(ConfigError, match=r"of a tool as '<call find_probe_record>.*cannot be read back"):
@@ -103,9 +121,35 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     assert form.parse(text) == ("Let me see.", [ToolCall("add", {"a": 1}), ToolCall("now", {})])
     for other in ("No call.", "<call add>{oops}</call>", '<call add>"text"</call>'):
         assert form.parse(other) == (other, [])
+    both = "Hm. <call add>{oops}</call><call now>{}</call>"
+    expected = ("Hm.<call add>{oops}</call>", [ToolCall("now", {})], ["<call add>{oops}</call>"])
+    assert asyncio.run(form.read(both)) == expected
+    assert form.parse(both) == expected[:2]
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": {"content": {}}}
     with pytest.raises(ConfigError, match="tried: response_template"):
         tool_call_format(None, tokenizer)
+
+
+def test_patterns_of_a_response_template_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_template, "PARSE_TIMEOUT", 2.0)
+    tokenizer = tokenizer_with(FOREIGN)
+    calls = {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close_pattern": "(x+x+)+y"}
+    del calls["close"]
+    fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": calls}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    form = response_template.template_format(tokenizer, "<|im_start|>assistant\n")
+    text = "<call add>" + "x" * 5000
+
+    async def read() -> tuple[Any, int]:
+        reading, ticks = asyncio.ensure_future(form.read(text)), 0
+        while not reading.done():
+            await asyncio.sleep(0.05)
+            ticks += 1
+        return reading.result(), ticks
+
+    found, ticks = asyncio.run(read())
+    assert found == (text, [], [])
+    assert ticks > 5, "the event loop goes on meanwhile"
 
 
 def test_a_workflow_reads_calls_in_xml_with_the_types_of_the_schema() -> None:

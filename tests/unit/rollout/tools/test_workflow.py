@@ -205,3 +205,35 @@ def test_an_item_or_a_template_that_cannot_show_tools_is_refused() -> None:
     deaf.chat_template = TEMPLATE.replace("<tool_response>{{ message.content }}</tool_response>", "")
     with pytest.raises(ConfigError, match="leaves out messages of the role 'tool'"):
         run([ids(call("add", '{"a": 1, "b": 1}'))], tokenizer=deaf)
+
+
+MALFORMED = '<tool_call>{"name": "add", "arguments": {"a": 1, oops}}</tool_call>'
+
+
+@pytest.mark.parametrize("history", ["tokens", "template"])
+def test_the_model_is_told_of_a_malformed_call_and_the_others_are_made(history: Any) -> None:
+    good = call("add", '{"a": 2, "b": 3}')
+    row = run([[*ids(MALFORMED + good), END], [*ids("5 and 9"), END]], history=history)
+    text = TOKENIZER.decode(row["input_ids"][-1])
+    assert "<tool_response>5</tool_response>" in text
+    assert f"was not made: {MALFORMED}</tool_response>" in text
+    assert (row["num_tool_calls"][0].item(), row["num_tool_errors"][0].item()) == (2.0, 1.0)
+    assert row["rewards"][0].item() == 1.0
+
+
+def test_a_malformed_call_alone_is_answered_too() -> None:
+    row = run([[*ids(MALFORMED), END], [*ids("5 and 9"), END]])
+    text = TOKENIZER.decode(row["input_ids"][0])
+    assert f"<|im_start|>user\nError: this is no hermes call of a tool, and was not made: {MALFORMED}<|im_end|>" in text
+    assert row["num_turns"].item() == 2
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_a_call_in_a_thought_is_not_made(opening: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}")
+    thought = f"{'' if opening else '<think>'}I could {call('fall')}.</think>"
+    row = run([[*ids(thought), END]], tools=[fall], tokenizer=tokenizer)
+    assert (row["num_turns"].item(), row["num_tool_calls"].item()) == (1, 0.0)
+    row = run([[*ids(thought + call("fall")), END], [*ids("x"), END]], tools=[fall], tokenizer=tokenizer)
+    assert (row["num_turns"].item(), row["num_tool_calls"].item()) == (2, 1.0)
