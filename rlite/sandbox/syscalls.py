@@ -21,34 +21,15 @@ _FOREIGN_TABLE = 0x40000000
 """numbers of x86-64 from which on the calls are those of x32"""
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """number of the architecture, and place of its system calls' numbers in the tables below"""
-_OWN_ONLY = {
-    "prlimit64": (302, 261),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-}
-"""calls whose first argument is a process"""
-_OWN_PRIORITY = {"setpriority": (141, 140, 0), "ioprio_set": (251, 30, 1)}
-"""calls whose arguments are a kind of target and a target; the last number is the kind `process`"""
-_REFUSED = {
-    "kcmp": (312, 272),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "pidfd_getfd": (438, 438),
-    "perf_event_open": (298, 241),
-}
-_SIGNALS = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}
+_OWN_ONLY = ((302, 261), (142, 118), (144, 119), (203, 122), (314, 274), (256, 238), (279, 239))
+"""prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr, migrate_pages and move_pages: calls
+whose first argument is a process"""
+_OWN_PRIORITY = ((141, 140, 0), (251, 30, 1))
+"""setpriority and ioprio_set: calls whose arguments are a kind of target and a target; with the kind of a process"""
+_REFUSED = ((312, 272), (310, 270), (311, 271), (440, 440), (448, 448), (438, 438), (298, 241))
+"""kcmp, process_vm_readv, process_vm_writev, process_madvise, process_mrelease, pidfd_getfd and perf_event_open"""
+_SIGNALS = ((62, 129), (200, 130), (234, 131), (129, 138), (297, 240))
+"""kill, tkill, tgkill, rt_sigqueueinfo and rt_tgsigqueueinfo"""
 _SIGNAL_BY_DESCRIPTOR = (424, 424)
 _PTRACE, _ATTACH, _SEIZE = (101, 117), 16, 0x4206
 _CLONE, _CLONE3, _SECCOMP = (56, 220), (435, 435), (317, 277)
@@ -101,14 +82,14 @@ def filter_program(machine: str, own: int, protected: Collection[int] = ()) -> l
 
 def _rules(place: int, own: int, protected: Collection[int]) -> Mapping[int, list[Instruction]]:
     """Return the instructions for each system call that is not always allowed, by its number."""
-    rules = {numbers[place]: _only(0, 0, own) for numbers in _OWN_ONLY.values()}
-    rules |= {numbers[place]: _only(0, numbers[2]) + _only(1, 0, own) for numbers in _OWN_PRIORITY.values()}
-    rules |= {numbers[place]: _fail(errno.EPERM) for numbers in _REFUSED.values()}
+    rules = {numbers[place]: _only(0, 0, own) for numbers in _OWN_ONLY}
+    rules |= {numbers[place]: _only(0, numbers[2]) + _only(1, 0, own) for numbers in _OWN_PRIORITY}
+    rules |= {numbers[place]: _fail(errno.EPERM) for numbers in _REFUSED}
     rules[_PTRACE[place]] = _never(0, _ATTACH, _SEIZE)
     rules[_CLONE[place]] = [_load(0), (_HAS_BIT, 0, 1, _CLONE_PARENT), *_fail(errno.EPERM)]
     rules[_CLONE3[place]] = _fail(errno.ENOSYS)  # its flags are in memory; programs fall back to clone
     if protected:
-        rules |= {numbers[place]: _never(0, *protected) for numbers in _SIGNALS.values()}
+        rules |= {numbers[place]: _never(0, *protected) for numbers in _SIGNALS}
         rules[_SIGNAL_BY_DESCRIPTOR[place]] = _fail(errno.EPERM)
     return rules
 
