@@ -11,6 +11,7 @@ from rlite.arguments import read_saved
 from rlite.errors import ConfigError
 from rlite.observability.record.gaps import read_gaps
 from rlite.observability.record.reader import RecordReader, is_recorded
+from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile
 from rlite.viewer.trace import TRACE, TraceLog
@@ -42,7 +43,7 @@ class ViewedRun:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.metrics = MetricsLog(folder / FILE)
-        self.record = RecordReader(folder)
+        self.record = RecordReader(folder, read_part_aside)
         self.results = ResultsFile(folder / RESULTS)
         self.trace = TraceLog(folder / TRACE)
         self.config: dict[str, Any] = {}

@@ -84,9 +84,7 @@ class PageServer:
             ]
         )
         log = RefusalLog(logger, self._dropped, OWNER, QUIETLY)
-        self._runner = web.AppRunner(
-            app, access_log=None, logger=log, shutdown_timeout=1.0, handler_cancellation=True
-        )
+        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         assert self._runner.server is not None
         try:

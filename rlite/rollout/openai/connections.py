@@ -5,7 +5,8 @@
                                            └──> dropped after HEADER_SECONDS,          └──> dropped if others wait,
                                                 or IDLE_SECONDS if others wait              after IDLE_SECONDS
 
-The agent endpoint and `rlite view` listen so. While a server is full, connections are closed with their answers, so that waiting clients get their turn.
+The agent endpoint and `rlite view` listen so. While a server is full, connections are closed with their answers, so
+that waiting clients get their turn.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ WANTED_FILES = 65536
 RETRY_SECONDS = 0.02
 """pause until the next attempt to take a connection after a failed one, which returns without waiting"""
 AGENT_ADVICE = (
-    "further ones are counted in AgentEndpoint.dropped. If agents need more connections at once, raise the limit of open "
-    "files (ulimit -n) before the start"
+    "further ones are counted in AgentEndpoint.dropped. If agents need more connections at once, raise the limit of "
+    "open files (ulimit -n) before the start"
 )
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
