@@ -34,7 +34,7 @@ PartReader = Callable[[Path, pa.Schema, pc.Expression | None, bool, int], tuple[
 """signature of `read_file_part`"""
 PART = 16 << 20
 """bytes after which a part of a file ends, with its last row group"""
-MAX_PART = 256 << 20
+MAX_PART = 128 << 20
 """bytes of a part; the row groups that this library writes have about 16 MiB"""
 TOO_LARGE = f"cannot be read: a part of it takes more than {MAX_PART >> 20} MiB"
 MAX_KEPT = 512 << 20
@@ -75,7 +75,8 @@ class RecordReader:
         return has_news
 
     def _look(self) -> None:
-        found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := files.stamp(file.path))}
+        own = [file for file in record_files(self.folder) if self._is_own(file.path)]
+        found = {file.path: (file, stamp) for file in own if (stamp := files.stamp(file.path))}
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
             self._scalars.pop(path, None)
@@ -86,6 +87,12 @@ class RecordReader:
         if changed:
             self._tables.clear()
             self._has_news = True
+
+    def _is_own(self, path: Path) -> bool:
+        if files.is_inside(path, self.folder):
+            return True
+        self.problems[path.name] = files.LEADS_OUT
+        return False
 
     def check_tokens(self) -> None:
         """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
@@ -287,7 +294,8 @@ def read_file_part(
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
-        raise DataError(f"cannot be read: {(str(error).splitlines() or ['too little memory'])[0]}") from error
+        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).splitlines()[0]
+        raise DataError(f"cannot be read: {reason}") from error
     return pa.concat_tables(tables), place + 1 if groups and place + 1 < len(groups) else None
 
 
