@@ -311,7 +311,7 @@ def reach(target: int, origin: str) -> list[str]:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
         return [name for name in done.stdout.strip().split(",") if name]
     reached = []
-    for name, attempt in _attempts(target).items():
+    for name, attempt in attempts(target).items():
         try:
             attempt()
         except OSError as error:
@@ -321,7 +321,8 @@ def reach(target: int, origin: str) -> list[str]:
     return reached
 
 
-def _attempts(target: int) -> dict[str, Any]:
+def attempts(target: int) -> dict[str, Any]:
+    """Return functions that reach for a process, by the name of the way; each raises OSError if it is refused."""
     library = ctypes.CDLL(None, use_errno=True)
     is_arm = os.uname().machine == "aarch64"
 

@@ -6,13 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rlite.observability.record.reader import read_file_part
@@ -21,6 +19,7 @@ from rlite.sandbox.call import Code
 from rlite.viewer import aside
 from rlite.viewer.aside import read_part_aside
 from rlite.viewer.run import open_runs
+from tests.hostile_runs import lead_out, often, texts_often, write_bomb
 from tests.recorded_run import Shape, write_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,33 +42,9 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", Shape(steps=2, groups=2, samples=2))
 
 
-def often(value: Any, number: int, kind: pa.DataType) -> pa.DictionaryArray:
-    """One value for many rows: a few bytes of a file for each row."""
-    return pa.DictionaryArray.from_arrays(pa.array([0] * number, pa.int32()), pa.array([value], kind))
-
-
-def write_bomb(folder: Path, step: int, number: int, **columns: pa.Array) -> Path:
-    given = {
-        "step": pa.array([step] * number, pa.int32()),
-        "group": pa.array([0] * number, pa.int64()),
-        "sample": pa.array(range(number), pa.int32()),
-        **{name: often("trained", number, pa.string()) for name in ("item", "status", "reason")},
-        **columns,
-    }
-    path = folder / "record" / f"train-{step:08d}.rows.parquet"
-    table, options = pa.table(given), {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30}
-    with pq.ParquetWriter(path, table.schema, store_schema=False, **options) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata(ROWS.metadata)
-    assert path.stat().st_size < 2_000_000
-    return path
-
-
 def test_files_that_become_huge_are_named_and_the_others_are_shown(run: Path) -> None:
-    write_bomb(run, 3, 75_000, answer=often("y" * 2_000, 75_000, pa.string()))
-    texts = [often(text, 150, pa.string()) for text in ("model", "x" * 1_000_000)]
-    segments = pa.StructArray.from_arrays(texts, ["role", "text"])
-    write_bomb(run, 4, 150, segments=pa.ListArray.from_arrays(pa.array(range(151), pa.int32()), segments))
+    write_bomb(run, 3, 75_000, answer=often("y" * 2_000, 75_000))
+    write_bomb(run, 4, 150, segments=texts_often("x" * 1_000_000, 150))
     command = [sys.executable, "-c", PEAK, str(run)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     told = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
@@ -126,15 +101,6 @@ def test_the_process_reads_what_this_process_would_read(run: Path, schema: pa.Sc
             assert (table, place) == expected
     with pytest.raises(FileNotFoundError):
         read_part_aside(run / "none", schema, None, last_first, 0)
-
-
-def lead_out(run: Path, names: Sequence[str], elsewhere: Path) -> None:
-    """Put links to files elsewhere in the place of some files of a run."""
-    elsewhere.mkdir()
-    for name in names:
-        target = elsewhere / Path(name).name
-        shutil.move(run / name, target)
-        (run / name).symlink_to(target)
 
 
 @pytest.mark.parametrize(
