@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import platform
+import os
 import struct
 from collections.abc import Collection, Mapping
 
@@ -52,7 +52,7 @@ def refuse_calls(own: int, protected: Collection[int] = ()) -> bool:
     Returns:
         Whether the kernel applies the filter. It may have no seccomp; on other architectures there is no filter.
     """
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _ARCHITECTURES or struct.calcsize("P") != 8:
         return False
     code = b"".join(struct.pack("=HBBI", *step) for step in filter_program(machine, own, protected))

@@ -31,6 +31,13 @@ def read_part_aside(
 ) -> tuple[pa.Table, int | None]:
     """Return what `read_file_part` returns, from another process.
 
+    Args:
+        path: the file.
+        schema: columns of the table.
+        chosen: condition of the rows; None for all rows.
+        last_first: True to begin with the last row group.
+        start: place of the first row group to read.
+
     Raises:
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, or its reader was killed, with the reason.

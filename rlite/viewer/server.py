@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.openai.connections import Listener
 from rlite.viewer.answers import OF_TRACE, answer
 from rlite.viewer.page import TYPES, assets, served_page
 from rlite.viewer.query import Query, UnknownPlace
@@ -23,7 +22,7 @@ from rlite.viewer.run import Change, ViewedRun
 try:
     from aiohttp import web
 
-    from rlite.rollout.openai.refusals import RefusalLog
+    from rlite.rollout.openai.connections import Listener, RefusalLog
 except ModuleNotFoundError as error:
     raise ConfigError(
         "the page needs the package aiohttp: pip install 'rlite[view]'; or write it to a file: --export FILE.html"

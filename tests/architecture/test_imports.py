@@ -23,7 +23,7 @@ HOMES = {
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": (
         "rlite/rollout/openai/endpoint.py",
-        "rlite/rollout/openai/refusals.py",
+        "rlite/rollout/openai/connections.py",
         "rlite/engine/sglang/replica.py",
         "rlite/viewer/server.py",
     ),

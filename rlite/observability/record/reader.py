@@ -75,8 +75,12 @@ class RecordReader:
         return has_news
 
     def _look(self) -> None:
-        own = [file for file in record_files(self.folder) if self._is_own(file.path)]
-        found = {file.path: (file, stamp) for file in own if (stamp := files.stamp(file.path))}
+        found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        for file in record_files(self.folder):
+            if not files.is_inside(file.path, self.folder):
+                self.problems[file.path.name] = files.LEADS_OUT
+            elif stamp := files.stamp(file.path):
+                found[file.path] = (file, stamp)
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
             self._scalars.pop(path, None)
@@ -87,12 +91,6 @@ class RecordReader:
         if changed:
             self._tables.clear()
             self._has_news = True
-
-    def _is_own(self, path: Path) -> bool:
-        if files.is_inside(path, self.folder):
-            return True
-        self.problems[path.name] = files.LEADS_OUT
-        return False
 
     def check_tokens(self) -> None:
         """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
@@ -191,14 +189,14 @@ class RecordReader:
             The rows; None if there are none that can be kept.
         """
         found: list[pa.Table] = []
-        room = MAX_KEPT - sum(table.nbytes for table in self._scalars.values())
         for table in self._read(file, SCALARS, SCALARS.names):
-            room -= table.nbytes
-            if room < 0:
-                self.problems[file.path.name] = f"not shown: the rows shown take {MAX_KEPT >> 20} MiB without its own"
+            found.append(table)
+            if sum(own.nbytes for own in (*self._scalars.values(), *found)) > MAX_KEPT:
+                self.problems[file.path.name] = (
+                    f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
+                )
                 found.clear()
                 break
-            found.append(table)
         if not found:
             self._refused.add(file.path)
             return None
@@ -275,7 +273,7 @@ def read_file_part(
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, with the reason.
     """
-    tables, size = [schema.empty_table()], 0
+    tables, size, end = [schema.empty_table()], 0, start
     try:
         footer = _footer(path)
         if reason := _refusal(footer.physical_schema):
@@ -283,8 +281,9 @@ def read_file_part(
         groups = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
         if last_first:
             groups.reverse()
-        for place in range(start, len(groups)):
-            for table in _batches(path, footer, groups[place], schema):
+        for group in groups[start:]:
+            end += 1
+            for table in _batches(path, footer, group, schema):
                 size += table.nbytes
                 if size > MAX_PART:
                     raise DataError(TOO_LARGE)
@@ -296,7 +295,7 @@ def read_file_part(
     except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
         reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).splitlines()[0]
         raise DataError(f"cannot be read: {reason}") from error
-    return pa.concat_tables(tables), place + 1 if groups and place + 1 < len(groups) else None
+    return pa.concat_tables(tables), end if end < len(groups) else None
 
 
 def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -307,14 +306,13 @@ def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Sch
     """
     wanted = [name for name in schema.names if name in footer.physical_schema.names]
     about = footer.metadata.row_group(group)
-    chunks = [about.column(place) for place in range(about.num_columns)]
-    if (
-        sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted)
-        > MAX_PART
-    ):
+    chunks = map(about.column, range(about.num_columns))
+    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted]
+    if sum(sizes) > MAX_PART:
         raise DataError(TOO_LARGE)
+    rows = MAX_PART // max([1, *sizes])  # each of them may have a value as large as its whole column in the file
     with pq.ParquetFile(path, metadata=footer.metadata) as opened:
-        for batch in opened.iter_batches(BATCH_ROWS, [group], wanted):
+        for batch in opened.iter_batches(max(1, min(rows, BATCH_ROWS)), [group], wanted):
             table = _conformed(pa.Table.from_batches([batch]), schema)
             if empty := [name for name in schema.names if name in NOT_NULL and table[name].null_count]:
                 raise DataError(f"cannot be read: rows without a value of {', '.join(empty)}")
