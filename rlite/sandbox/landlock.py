@@ -33,12 +33,17 @@ def version() -> int:
 def writable_paths() -> list[str]:
     """Return the paths below which a confined process may write: all of / but the kernel's own folders.
 
+    The list is empty if / cannot be listed. Then there are no rules for files.
+
     A descriptor stays open on the file of this process that is in them. Otherwise the kernel could forget the file, and
     with it the rule that allows it.
     """
     with contextlib.suppress(OSError):  # some sandboxes have no such file
         os.open(_OWN_FILE, os.O_PATH | os.O_CLOEXEC)
-    entries = [entry for entry in os.scandir("/") if entry.name not in _KERNEL_FOLDERS and not entry.is_symlink()]
+    try:
+        entries = [entry for entry in os.scandir("/") if entry.name not in _KERNEL_FOLDERS and not entry.is_symlink()]
+    except OSError:
+        return []
     return [*(entry.path for entry in entries), _OWN_FILE]
 
 
