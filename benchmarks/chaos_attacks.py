@@ -1,7 +1,8 @@
 """Attacks on one process's services, each in a process of its own: `python -m benchmarks.chaos_attacks NAME OUT.json`.
 
-A hostile reward, a long message and half-open connections meet honest work, which has to come to its end in time.
-Every attack is bounded in bytes, number and seconds, and stays on loopback. The file says what became of it.
+Hostile rewards, a long message, half-open connections and the run folder of a stranger meet honest work, which has to
+come to its end in time. A hostile process also reaches for its trainer in every way: limits, priority, cores, signals,
+memory. Every attack is bounded in bytes, number and seconds, and stays on loopback. The file says what became of it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import psutil
 
 from rlite.quickstart.tiny import byte_tokenizer
@@ -31,6 +33,12 @@ from rlite.recovery.faults import FloodFault, HalfOpenFault
 from rlite.recovery.injectors import flood_descriptors, hold_half_open
 from rlite.rollout import RewardFunction, ScriptedEngine
 from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
+from rlite.sandbox.call import Call, Code
+from rlite.sandbox.pool import SandboxPool
+from tests import hostile_rewards
+from tests.hostile_runs import lead_out, often, texts_often, write_bomb
+from tests.recorded_run import Shape, write_run
+from tests.view_server import serving
 
 SECRET = "CHAOS_API_TOKEN"
 REWARD = 0.5
@@ -135,7 +143,70 @@ def _open_connections(access: Access) -> None:
     hold_half_open(HalfOpenFault(port=port, count=CONNECTIONS, seconds=8.0, greeting=b"POST /v1/chat"))
 
 
-def _attack_when_told(attack: Callable[[Access], None], told: Any) -> None:
+async def attack_processes() -> dict[str, Any]:
+    """A reward reaches for the trainer: itself, by code that it makes, and by a program that it starts."""
+    cloudpickle.register_pickle_by_value(hostile_rewards)
+    reached: dict[str, list[str]] = {}
+    with closing(SandboxPool(1)) as pool:
+        for origin in ("own code", "made code", "a program"):
+            call = Call(
+                Code.of(hostile_rewards.reach), cloudpickle.dumps({"target": os.getpid(), "origin": origin}), 60.0
+            )
+            for name in pool.submit(call).result():
+                reached.setdefault(name, []).append(origin)
+        eat = Call(Code.of(_fill_memfd), cloudpickle.dumps({}), 60.0, 256 << 20)
+        if pool.submit(eat).exception() is None:
+            reached["memory of files without a name"] = ["own code"]
+    names = [*hostile_rewards.attempts(os.getpid()), "memory of files without a name"]
+    lines = [f"{name}: {'reached by ' + ', '.join(reached[name]) if name in reached else 'refused'}" for name in names]
+    return {"faults": [line for line in lines if "reached" in line], "lines": lines}
+
+
+def _fill_memfd() -> None:
+    file = os.memfd_create("memory")
+    for _ in range(512):
+        os.write(file, bytes(1 << 20))
+    time.sleep(2.0)
+
+
+async def attack_viewer() -> dict[str, Any]:
+    """Half-open connections to the page of a run, whose folder has huge and misleading files."""
+    with tempfile.TemporaryDirectory() as name:
+        run = write_run(Path(name) / "run", Shape(steps=2, groups=2, samples=2))
+        write_bomb(run, 3, 22_000, reason=often("x" * 1_000_000, 22_000))
+        write_bomb(run, 4, 150, segments=texts_often("x" * 1_000_000, 150))
+        lead_out(run, ["config.yaml", "record/train-00000001.rows.parquet"], Path(name) / "elsewhere")
+        os.mkfifo(run / "results.json")
+        told, tell = multiprocessing.Pipe(duplex=False)
+        attacker = multiprocessing.get_context("spawn").Process(
+            target=_attack_when_told, args=(_hold, told), daemon=True
+        )
+        attacker.start()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))  # the attacker has begun, and may have more
+        with serving([str(run)]) as url:
+            tell.send(int(url.rsplit(":", 1)[1].split("/")[0]))
+            waits = []
+            while attacker.is_alive():
+                began = time.monotonic()
+                request = urllib.request.Request(url.split("?")[0] + "api/runs", headers={"X-Token": url.split("=")[1]})
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    [about] = json.loads(response.read())
+                waits.append(time.monotonic() - began)
+                await asyncio.sleep(0.1)
+    shown = about["sources"]["train"]["steps"]
+    faults = {
+        f"the page waited {max(waits):.1f} s": max(waits) > SOON_S,
+        f"the page shows steps {shown}": shown != [2, 4],
+        "a link was followed": len([text for text in about["problems"] if "leads out" in text]) < 2,
+    }
+    return {"faults": [fault for fault, is_so in faults.items() if is_so], "lines": about["problems"]}
+
+
+def _hold(port: int) -> None:
+    hold_half_open(HalfOpenFault(port=port, count=CONNECTIONS, seconds=8.0, greeting=b"GET / HTTP/1.1"))
+
+
+def _attack_when_told(attack: Callable[[Any], None], told: Any) -> None:
     attack(told.recv())
 
 
@@ -178,6 +249,8 @@ async def attack_endpoint(attack: Callable[[Access], None]) -> dict[str, Any]:
 ATTACKS: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
     "hostile rewards": attack_rewards,
     "long message": lambda: attack_endpoint(_send_long_message),
+    "reaching for the trainer": attack_processes,
+    "a stranger's run": attack_viewer,
     "half-open connections": lambda: attack_endpoint(_open_connections),
 }
 
@@ -195,12 +268,14 @@ def run(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse the command line, attack, write the report."""
+    """Parse the command line, attack, print a line for each attack, write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=ATTACKS)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    args.out.write_text(json.dumps(run(args.name)))
+    report = run(args.name)
+    print(*report.get("lines", ()), *report["faults"], sep="\n")
+    args.out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
+LEADS_OUT = "a link that leads out of its folder, which is not followed"
+
 
 def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file beside its place, sync it to disk and rename it. A kill or a crash leaves the old file or the new.
@@ -45,17 +47,28 @@ def stamp(path: Path) -> tuple[int, int] | None:
     return state.st_mtime_ns, state.st_size
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a path lies in a folder when its links are followed."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 @contextmanager
-def reading(path: Path) -> Iterator[BinaryIO]:
+def reading(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Open a regular file to read it. Another kind of file is refused at once: opening a pipe waits for its writer.
+
+    Args:
+        path: the file.
+        folder: folder that the file must be in, when links are followed; None for any place.
 
     Yields:
         The file's bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: the path names no regular file, or cannot be read.
+        OSError: the path names no regular file, leads out of the folder, or cannot be read.
     """
+    if folder is not None and not is_inside(path, folder):
+        raise OSError(errno.EXDEV, LEADS_OUT, str(path))
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
         if not S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))

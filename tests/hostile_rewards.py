@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import gc
 import os
 import pickle
+import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -293,3 +297,79 @@ if os.fork() == 0:
         time.sleep(0.01)
     os.kill(reward_process, signal.SIGKILL)
 """
+
+
+def reach(target: int, origin: str) -> list[str]:
+    """Reach for another process in every way; returns the ways that have worked."""
+    if origin == "made code":
+        names: dict[str, Any] = {"reach": reach, "target": target}
+        exec("found = reach(target, 'own code')", names)
+        return list(names["found"])
+    if origin == "a program":
+        code = f"from tests.hostile_rewards import reach; print(*reach({target}, 'own code'), sep=',')"
+        root = Path(__file__).resolve().parents[1]
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+        return [name for name in done.stdout.strip().split(",") if name]
+    reached = []
+    for name, attempt in attempts(target).items():
+        try:
+            attempt()
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EACCES, errno.ENOENT):
+                continue  # by any other error, the kernel has tried it
+        reached.append(name)
+    return reached
+
+
+def attempts(target: int) -> dict[str, Any]:
+    """Return functions that reach for a process, by the name of the way; each raises OSError if it is refused."""
+    library = ctypes.CDLL(None, use_errno=True)
+    is_arm = os.uname().machine == "aarch64"
+
+    def call(on_x86: int, on_arm: int, *arguments: Any) -> int:
+        result = int(library.syscall(on_arm if is_arm else on_x86, *arguments))
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "refused")
+        return result
+
+    def write(path: str, text: str) -> None:
+        with open(path, "w") as file:
+            file.write(text)
+
+    def be_born_as_a_sibling() -> None:
+        if call(56, 220, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+            os._exit(0)
+
+    def send_by_descriptor() -> None:
+        signal.pidfd_send_signal(os.pidfd_open(target), 0)
+
+    own, theirs = ctypes.create_string_buffer(8), ctypes.create_string_buffer(struct.pack("@PQ", 4096, 8))
+    parts = struct.pack("@PQ", ctypes.addressof(own), 8)
+    return {
+        "limits": lambda: resource.prlimit(target, resource.RLIMIT_CPU, resource.prlimit(target, resource.RLIMIT_CPU)),
+        "priority": lambda: os.setpriority(os.PRIO_PROCESS, target, os.getpriority(os.PRIO_PROCESS, target)),
+        "priority of the user": lambda: call(141, 140, 2, 61_234, 5),
+        "priority of the group": lambda: call(141, 140, 1, 4_000_000, 5),
+        "affinity": lambda: os.sched_setaffinity(target, os.sched_getaffinity(target)),
+        "scheduler": lambda: os.sched_setscheduler(target, os.SCHED_BATCH, os.sched_param(0)),
+        "attributes": lambda: call(314, 274, target, struct.pack("=IIQiIQQQ", 48, 3, 0, 0, 0, 0, 0, 0), 0),
+        "I/O priority": lambda: call(251, 30, 1, target, 0),
+        "comparison": lambda: call(312, 272, target, os.getpid(), 1, 0, 0),
+        "reading memory": lambda: call(310, 270, target, parts, 1, bytes(theirs), 1, 0),
+        "advice": lambda: call(440, 440, os.pidfd_open(target), parts, 1, 21, 0),
+        "descriptor": lambda: call(438, 438, os.pidfd_open(target), 0, 0),
+        "tracing": lambda: call(101, 117, 0x4206, target, 0, 0),
+        "pages": lambda: call(256, 238, target, 64, bytes(8), bytes(8)),
+        "measurement": lambda: call(298, 241, bytes(128), target, -1, -1, 0),
+        "parent": be_born_as_a_sibling,
+        "signal": lambda: os.kill(target, 0),
+        "signal to a thread": lambda: call(200, 130, target, 0),
+        "signal by descriptor": send_by_descriptor,
+        "memory score": lambda: write(f"/proc/{target}/oom_score_adj", "0"),
+        "memory": lambda: write(f"/proc/{target}/mem", ""),
+        "group of the scheduler": lambda: write(f"/proc/{target}/autogroup", "0"),
+        "content of dumps": lambda: write(f"/proc/{target}/coredump_filter", "0"),
+        "name": lambda: write(f"/proc/{target}/task/{target}/comm", "x"),
+        "control group": lambda: write("/sys/fs/cgroup/cgroup.procs", str(target)),
+        "environment": lambda: Path(f"/proc/{target}/environ").read_bytes(),
+    }

@@ -35,7 +35,8 @@ from typing import Any, BinaryIO
 
 from rlite.errors import own_traceback
 from rlite.sandbox import wire
-from rlite.sandbox.confine import children, confine, end_descendants, part, restrict, silence
+from rlite.sandbox.confine import children, confine, end_descendants, part, silence
+from rlite.sandbox.landlock import restrict
 from rlite.sandbox.made_code import MadeCodeWatch
 from rlite.sandbox.state import ProcessState
 
@@ -56,6 +57,8 @@ MAX_ANSWER = 1 << 20
 BRAKE = 2
 """allocations fail at this multiple of the memory limit. The limit itself is watched, because a function can catch a
 MemoryError and go on as if nothing had happened."""
+MAX_FILES = 4096
+"""files that a process with a memory limit may open: the driver looks at each of them when it watches the memory"""
 _UNFORKABLE = ("torch", "jax", "tensorflow")
 """their pools of native threads do not survive a fork"""
 _UNPRINTABLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
@@ -66,15 +69,16 @@ def same(value: Any) -> Any:
     return value
 
 
-def serve(descriptor: int, is_silent: bool) -> None:
+def serve(driver: int, descriptor: int, is_silent: bool) -> None:
     """Answer calls from a socket until its other end is closed.
 
     Args:
+        driver: process id of the program at the other end.
         descriptor: file descriptor of the socket.
         is_silent: discard standard output and standard error.
     """
     os.set_inheritable(descriptor, False)
-    confine()
+    confine(driver)
     with os.fdopen(descriptor, "r+b", buffering=0) as channel:
         server = Server(channel)
         if is_silent:
@@ -289,7 +293,7 @@ def _read_frame(pipe: BinaryIO, limit: int) -> bytes | None:
 
 
 def _brake(memory_limit: int | None) -> None:
-    """Make allocations fail far beyond the limit, and reset the measured peak."""
+    """Make allocations fail far beyond the limit, limit the open files, and reset the measured peak."""
     if sys.platform != "linux":
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -298,6 +302,8 @@ def _brake(memory_limit: int | None) -> None:
         soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     if memory_limit is not None:
+        most = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         with contextlib.suppress(OSError):  # some sandboxes have no such file; then the peak is that of all calls
             Path("/proc/self/clear_refs").write_text("5")
 

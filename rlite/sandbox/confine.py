@@ -1,7 +1,8 @@
 """Give up privileges before a process runs user code. This module imports only the standard library.
 
-Environment variables pass by name, because other variables may hold secrets of the run. If Linux has Landlock (5.13;
-signals: 6.12), a process can read, trace and signal only processes that it started, even under the same user.
+Environment variables pass by name, because other variables may hold secrets of the run. The kernel confines a process
+in three ways, as far as it has them: by its capabilities, by Landlock (`landlock.py`) and by a filter of system calls
+(`syscalls.py`).
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from rlite.sandbox.landlock import restrict, writable_paths
+from rlite.sandbox.syscalls import refuse_calls
+
 _PASSED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|"
-    r"(LD|DYLD)_(LIBRARY_PATH|PRELOAD)|SSL_CERT_(FILE|DIR)|(OMP|MKL|KMP|GOMP|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN)_\w+|"
+    r"(LD|DYLD)_(LIBRARY_PATH|PRELOAD)|SSL_CERT_(FILE|DIR)|"
+    r"(?!OMP_(PROC_BIND|PLACES)|(GOMP_CPU|KMP)_AFFINITY)(OMP|MKL|KMP|GOMP|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN)_\w+|"
     r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TOKENIZERS_PARALLELISM|SYSTEMROOT"
 )
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
-_GIVE_UP_PRIVILEGES, _DROP_FROM_BOUNDING_SET = 38, 24
-_CAP_SYS_ADMIN, _CAP_PERFMON = 21, 38
-_MAKE_BLOCK_DEVICES, _SCOPE_SIGNALS = 1 << 11, 1 << 1
+_DROP_FROM_BOUNDING_SET = 24
+_KEPT_CAPABILITIES = {0, 1, 2, 3, 4, 5, 6, 7, 10, 18}
+"""capabilities of root over files, users and ports: CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, KILL, SETGID,
+SETUID, NET_BIND_SERVICE and SYS_CHROOT"""
 MAX_PASSES = 1000
 """passes after which processes that fork while they are ended are given up"""
 
 
 def passed_environment(environment: Mapping[str, str], further: Collection[str] = ()) -> dict[str, str]:
     """Return the environment variables that a process may have.
+
+    Variables that bind threads to cores do not pass: they name the driver's cores, and a process may bind no thread.
 
     Args:
         environment: all variables. Variables that describe the machine and its numerics pass.
@@ -40,25 +47,33 @@ def passed_environment(environment: Mapping[str, str], further: Collection[str] 
     return {name: value for name, value in environment.items() if name in further or _PASSED.fullmatch(name)}
 
 
-def confine() -> None:
+def confine(driver: int) -> None:
     """Prepare this process for user code.
 
     The process ends before its parent if memory runs out, ends with its parent, and cannot touch other processes.
+
+    Args:
+        driver: process id of the program that asks for the calls.
     """
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if sys.platform == "linux":
-        _give_up_capabilities()
-    part()
+    if sys.platform != "linux":
+        return
+    _give_up_capabilities()
+    follow_parent(signal.SIGKILL)  # a hung function cannot see its driver go
+    keeper = os.getppid()
+    groups = (-os.getpgid(pid) for pid in (driver, keeper))
+    is_scoped = restrict(writable_paths())
+    refuse_calls(os.getpid(), () if is_scoped else (-1, driver, keeper, *groups))
 
 
 def _give_up_capabilities() -> None:
-    """Drop the capabilities with which root can inspect other processes despite Landlock (since Linux 6.16)."""
+    """Drop the capabilities by which root can reach other processes and the machine."""
     header, sets = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     if _LIBC.capget(header, sets) != 0:
         return
     words = [*struct.unpack("<6I", sets.raw)]  # effective, permitted and inheritable ones, twice 32 bits
-    for capability in (_CAP_SYS_ADMIN, _CAP_PERFMON):
+    for capability in set(range(64)) - _KEPT_CAPABILITIES:
         _LIBC.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
         for kind in range(3):
             words[capability // 32 * 3 + kind] &= ~(1 << capability % 32)
@@ -66,11 +81,10 @@ def _give_up_capabilities() -> None:
 
 
 def part() -> None:
-    """Separate this process from its parent: it ends with the parent and cannot touch it."""
-    if sys.platform != "linux":
-        return
-    follow_parent(signal.SIGKILL)  # a hung function cannot see its driver go
-    restrict()
+    """Separate this process from its parent, a sandbox process: it ends with the parent and cannot touch it."""
+    if sys.platform == "linux":
+        follow_parent(signal.SIGKILL)
+        restrict()
 
 
 def follow_parent(death_signal: int) -> None:
@@ -78,28 +92,6 @@ def follow_parent(death_signal: int) -> None:
     set_death_signal, become_subreaper = 1, 36
     _LIBC.prctl(set_death_signal, death_signal, 0, 0, 0)
     _LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
-
-
-def restrict() -> bool:
-    """Let this process read, trace and signal only processes that it starts. This needs Linux with Landlock.
-
-    Returns:
-        Whether the kernel refuses this process's signals to all other processes.
-    """
-    if sys.platform != "linux":
-        return False
-    abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
-    if abi < 1:
-        return False
-    # a set of rules must have one; older kernels know none but those for files: this one needs root anyway
-    rules = struct.pack("<QQQ", 0, 0, _SCOPE_SIGNALS) if abi >= 6 else struct.pack("<Q", _MAKE_BLOCK_DEVICES)
-    descriptor = _LIBC.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    if descriptor < 0:
-        return False
-    _LIBC.prctl(_GIVE_UP_PRIVILEGES, 1, 0, 0, 0)  # Landlock's condition
-    is_restricted = _LIBC.syscall(_LANDLOCK_RESTRICT, descriptor, 0) == 0
-    os.close(descriptor)
-    return is_restricted and abi >= 6
 
 
 def silence() -> None:

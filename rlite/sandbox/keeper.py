@@ -16,7 +16,8 @@ import resource
 import signal
 import sys
 
-from rlite.sandbox.confine import end_descendants, follow_parent, restrict
+from rlite.sandbox.confine import end_descendants, follow_parent
+from rlite.sandbox.landlock import restrict
 
 _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
@@ -40,6 +41,7 @@ def keep(driver: int, descriptor: int) -> None:
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        os.setpgid(0, 0)  # signals to its own group do not reach the keeper
         return
     os.close(descriptor)
     _wait_for_end(child)

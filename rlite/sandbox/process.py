@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,7 +37,7 @@ KILL_TIMEOUT = 5.0
 _BOOT = (
     "import json, sys; driver, descriptor, is_silent, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
     "from rlite.sandbox.keeper import keep; keep(driver, descriptor);"
-    "from rlite.sandbox.child import serve; serve(descriptor, is_silent)"
+    "from rlite.sandbox.child import serve; serve(driver, descriptor, is_silent)"
 )
 
 
@@ -188,13 +190,34 @@ class Worker:
             return -signal.SIGKILL
 
     def memory(self) -> int:
-        """Return the resident bytes of the process or of its largest child, whichever is larger."""
+        """Return the bytes that the process or its largest child takes: resident ones, and those of anonymous files."""
         kept = children(self.process.pid)
-        return max(map(_resident, (self.process.pid, *kept, *(fork for pid in kept for fork in children(pid)))))
+        return max(map(_memory, (self.process.pid, *kept, *(fork for pid in kept for fork in children(pid)))))
 
 
-def _resident(pid: int) -> int:
+def _memory(pid: int) -> int:
     try:
-        return psutil.Process(pid).memory_info().rss
+        resident = psutil.Process(pid).memory_info().rss
     except psutil.Error:  # it has just ended
         return 0
+    held = _anonymous_files(pid)
+    return resident + (max(held - _resident_shared(pid), 0) if held else 0)  # a mapped file is resident
+
+
+def _anonymous_files(pid: int) -> int:
+    """Return the bytes of the files without a name (`memfd_create`) that a process has open. Each counts once."""
+    sizes: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(entry.path).startswith("/memfd:"):
+                    state = os.stat(entry.path)
+                    sizes[state.st_ino] = state.st_blocks * 512
+    return sum(sizes.values())
+
+
+def _resident_shared(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(r"RssShmem:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        return int(found[1]) * 1024 if found else 0
+    return 0

@@ -59,6 +59,8 @@ _SETTINGS: list[Setting] = [
     (gc.isenabled, lambda is_enabled: gc.enable() if is_enabled else gc.disable()),
     (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda old: os.setpriority(os.PRIO_PROCESS, 0, old)),
 ]
+if hasattr(os, "sched_setaffinity"):
+    _SETTINGS.append((lambda: os.sched_getaffinity(0), lambda old: os.sched_setaffinity(0, old)))
 
 _HOLDERS = {"Popen": "pid", "PtyProcess": "pid", "ResourceTracker": "_pid", "ForkServer": "_forkserver_pid"}
 """classes of the standard library, joblib and pexpect that stand for a process, with the attribute of its number"""

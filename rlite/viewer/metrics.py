@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlite import files
 FILE = "metrics.jsonl"
 MAX_STEP = 2**31 - 1
 """largest step of a record, whose steps are 32-bit integers"""
+MAX_READ = 64 << 20
+"""bytes that are read together; a line that is longer is torn"""
 MAX_POINTS = 2000
 """largest number of points of one series on a page"""
 PHASE = "seconds_"
@@ -44,21 +47,22 @@ class MetricsLog:
         Returns:
             True if there are new lines.
         """
-        try:
-            with files.reading(self.path) as file:
-                state = os.fstat(file.fileno())
-                if state.st_ino != self._inode or state.st_size < self._offset:
-                    self.series, self.num_torn, self.first_step, self.last_step = {}, 0, MAX_STEP, 0
-                    self._inode, self._offset = state.st_ino, 0
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            return False
-        whole = new[: new.rfind(b"\n") + 1]  # the rest is being written
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            self._add(line)
-        return bool(whole)
+        has_news = False
+        with suppress(OSError), files.reading(self.path, self.path.parent) as file:
+            state = os.fstat(file.fileno())
+            if state.st_ino != self._inode or state.st_size < self._offset:
+                self.series, self.num_torn, self.first_step, self.last_step = {}, 0, MAX_STEP, 0
+                self._inode, self._offset = state.st_ino, 0
+            file.seek(self._offset)
+            while new := file.read(MAX_READ):
+                whole = new[: new.rfind(b"\n") + 1] or (new if len(new) == MAX_READ else b"")
+                if not whole:  # the rest is being written
+                    break
+                self._offset = file.seek(self._offset + len(whole))
+                has_news = True
+                for line in whole.splitlines():
+                    self._add(line)
+        return has_news
 
     def points(self, name: str) -> dict[str, list[Any]]:
         """Return the steps and values of one metric. Of a long run, the newest step of each stride is kept."""

@@ -10,6 +10,8 @@ from typing import Any
 from rlite import files
 
 RESULTS = "results.json"
+MAX_BYTES = 64 << 20
+"""bytes of a file that are read; a longer one is no JSON"""
 
 
 class ResultsFile:
@@ -38,7 +40,8 @@ class ResultsFile:
         self._stamp, self._content, self.problem = stamp, {}, ""
         if stamp:
             try:
-                self._content = _checked(json.loads(self.path.read_bytes()))
+                with files.reading(self.path, self.path.parent) as file:
+                    self._content = _checked(json.loads(file.read(MAX_BYTES)))
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 self.problem = f"{RESULTS}: cannot be read: {type(error).__name__}: {str(error)[:200]}"
         return True

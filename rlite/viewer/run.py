@@ -9,8 +9,10 @@ from typing import Any, Literal
 from rlite import files
 from rlite.arguments import read_saved
 from rlite.errors import ConfigError
+from rlite.observability.record.files import FOLDER as RECORD
 from rlite.observability.record.gaps import read_gaps
 from rlite.observability.record.reader import RecordReader, is_recorded
+from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile
 from rlite.viewer.trace import TRACE, TraceLog
@@ -42,7 +44,7 @@ class ViewedRun:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.metrics = MetricsLog(folder / FILE)
-        self.record = RecordReader(folder)
+        self.record = RecordReader(folder, read_part_aside)
         self.results = ResultsFile(folder / RESULTS)
         self.trace = TraceLog(folder / TRACE)
         self.config: dict[str, Any] = {}
@@ -75,7 +77,7 @@ class ViewedRun:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
-        self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
+        self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / RECORD)))
         news: list[tuple[Change, bool]] = [("run", any(changed)), ("trace", self.trace.look())]
         return {kind for kind, is_new in news if is_new}
 
@@ -117,6 +119,10 @@ class ViewedRun:
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         if self.metrics.num_torn:
             found.append(f"{FILE}: {counted(self.metrics.num_torn, 'line')} without metrics")
+        parts = (CONFIG, FILE, RECORD)  # the others say so when they are read
+        found += [
+            f"{name}: {files.LEADS_OUT}" for name in parts if not files.is_inside(self.folder / name, self.folder)
+        ]
         own = (self._config_problem, self._refresh_problem, self.results.problem)
         return [text for text in (*own, *found, *self.trace.problems) if text]
 
@@ -128,7 +134,8 @@ class ViewedRun:
     @property
     def notes(self) -> list[str]:
         """Information for the reader that is no problem."""
-        gaps = [f"record: {gap}" for gap in read_gaps(self.folder)]
+        is_own = files.is_inside(self.folder / RECORD, self.folder)
+        gaps = [f"record: {gap}" for gap in read_gaps(self.folder)] if is_own else []
         return [UNFINISHED, *gaps] if self.is_unfinished_evaluation else gaps
 
 
@@ -172,7 +179,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        return read_saved(path), ""
+        return read_saved(path) if files.is_inside(path, path.parent) else {}, ""
     except FileNotFoundError:
         return {}, ""
     except ConfigError as error:

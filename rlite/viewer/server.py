@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,10 +21,14 @@ from rlite.viewer.run import Change, ViewedRun
 
 try:
     from aiohttp import web
+
+    from rlite.rollout.openai.connections import Listener, RefusalLog
 except ModuleNotFoundError as error:
     raise ConfigError(
         "the page needs the package aiohttp: pip install 'rlite[view]'; or write it to a file: --export FILE.html"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -32,6 +38,7 @@ LOOK_EVERY_S = 2.0
 TRACE_EVERY_S = 10.0
 """least seconds between two messages about a trace, which grows all the time and is long"""
 KEEP_ALIVE_S = 15.0
+OWNER, QUIETLY = "rlite view", "further ones are dropped without a message"
 MAX_STREAMS = 32
 """pages that receive news of changes"""
 HEADERS = {
@@ -63,6 +70,7 @@ class PageServer:
         self._num_changes: dict[Change, int] = {"run": 0, "trace": 0}
         self._num_streams = 0
         self._changed = asyncio.Condition()
+        self._dropped: Counter[str] = Counter()
 
     async def __aenter__(self) -> PageServer:
         app = web.Application(client_max_size=1024, middlewares=[self._guard])
@@ -74,21 +82,25 @@ class PageServer:
                 web.get("/events", self._events),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        log = RefusalLog(logger, self._dropped, OWNER, QUIETLY)
+        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, ADDRESS, self._port)
+        assert self._runner.server is not None
         try:
-            await site.start()
+            self._listener = Listener(
+                self._runner.server, self._dropped, port=self._port, owner=OWNER, secret="the token", advice=QUIETLY
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"port={self._port}: cannot be used: {error.strerror or error}") from error
-        self._port = self._runner.addresses[0][1]
+        self._port = self._listener.port
         self._watch = asyncio.create_task(self._look())
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
+        await self._listener.close()
         await self._runner.cleanup()
         for reader in (self._reader, self._trace_reader):
             reader.shutdown(cancel_futures=True)
@@ -117,7 +129,12 @@ class PageServer:
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             hint = "wrong or missing token: open the address that `rlite view` has printed"
             return web.json_response({"error": hint}, status=401)
-        return await handler(request)
+        self._listener.trust(request.transport)
+        with self._listener.busy(request.transport):
+            response = await handler(request)
+        if self._listener.is_full:  # the place is another client's turn
+            response.force_close()
+        return response
 
     @property
     def _cookie(self) -> str:

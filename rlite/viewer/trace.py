@@ -24,6 +24,8 @@ NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
 HEAD = 512
 """bytes at the beginning, with names and times, that tell one trace from another"""
+MAX_LINE = 1 << 20
+"""bytes of a line; a longer one is torn"""
 BLOCK = 1000
 """lines that are parsed together"""
 BRACKETS = (b"[", b"]", b"")
@@ -68,7 +70,7 @@ class TraceLog:
         """
         before = self._offset
         try:
-            with files.reading(self.path) as file:
+            with files.reading(self.path, self.path.parent) as file:
                 state = os.fstat(file.fileno())
                 head = file.read(HEAD)
                 if state.st_ino != self._inode or state.st_size < self._offset or not head.startswith(self._head):
@@ -118,10 +120,12 @@ class TraceLog:
     def _read(self, file: BinaryIO) -> None:
         newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # only these lines of a long trace are parsed
         num_lines = 0
-        for line in file:
+        for line in iter(lambda: file.readline(MAX_LINE), b""):
             self._offset += len(line)
             line, self._unfinished = self._unfinished + line, b""
-            if not line.endswith(b"\n"):  # it is being written, or a crash cut it off
+            if len(line) > MAX_LINE:
+                self._num_torn += 1
+            elif not line.endswith(b"\n"):  # it is being written, or a crash cut it off
                 self._unfinished = line
             elif b'"M"' in line and NAMES.search(line):
                 self._add(_event(line))

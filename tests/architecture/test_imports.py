@@ -21,7 +21,12 @@ HOMES = {
     "liger_kernel": "rlite/nn/liger.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
-    "aiohttp": ("rlite/rollout/openai/endpoint.py", "rlite/engine/sglang/replica.py", "rlite/viewer/server.py"),
+    "aiohttp": (
+        "rlite/rollout/openai/endpoint.py",
+        "rlite/rollout/openai/connections.py",
+        "rlite/engine/sglang/replica.py",
+        "rlite/viewer/server.py",
+    ),
     "openai": "rlite/rollout/openai/client.py",
     "wandb": "rlite/observability/sinks/",
     "tensorboard": "rlite/observability/sinks/",

@@ -15,6 +15,7 @@ from rlite.errors import writing
 from rlite.observability.record.files import FOLDER
 
 GAPS = "gaps.jsonl"
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def read_gaps(folder: Path) -> list[Gap]:
     """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
     try:
         with files.reading(folder / FOLDER / GAPS) as file:
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = file.read(MAX_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
     return [gap for line in lines if (gap := _gap(line)) is not None]

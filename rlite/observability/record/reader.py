@@ -5,7 +5,7 @@ A record may grow, be compacted, or be cut off by a crash while it is read. File
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
@@ -19,6 +19,7 @@ from pyarrow.dataset import ParquetFileFormat, ParquetFileFragment
 from pyarrow.fs import LocalFileSystem
 
 from rlite import files
+from rlite.errors import DataError
 from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
 from rlite.observability.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
 
@@ -29,6 +30,16 @@ Place = tuple[int, int]
 """group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
 """time of change and size of a file"""
+PartReader = Callable[[Path, pa.Schema, pc.Expression | None, bool, int], tuple[pa.Table, int | None]]
+"""signature of `read_file_part`"""
+PART = 16 << 20
+"""bytes after which a part of a file ends, with its last row group"""
+MAX_PART = 128 << 20
+"""bytes of a part; the row groups that this library writes have about 16 MiB"""
+TOO_LARGE = f"cannot be read: a part of it takes more than {MAX_PART >> 20} MiB"
+MAX_KEPT = 512 << 20
+"""bytes of the rows without texts that are kept: those of a million rollouts take a third"""
+BATCH_ROWS = 1024
 MAX_FOOTERS = 16
 """files whose footers are kept: each takes about 5 kB for each row group"""
 
@@ -38,14 +49,17 @@ class RecordReader:
 
     Args:
         folder: the run's folder.
+        read_part: reads a part of a file; default: in this process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, read_part: PartReader | None = None) -> None:
         self.folder = folder
+        self._read_part = read_part or read_file_part
         self.problems: dict[str, str] = {}
         """file name -> why the file, or a part of it, is not shown"""
         self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
         self._scalars: dict[Path, pa.Table] = {}
+        self._refused: set[Path] = set()
         self._tables: dict[str, pa.Table] = {}
         self._checked: set[Path] = set()
         self._has_news = False
@@ -61,11 +75,17 @@ class RecordReader:
         return has_news
 
     def _look(self) -> None:
-        found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := files.stamp(file.path))}
+        found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        for file in record_files(self.folder):
+            if not files.is_inside(file.path, self.folder):
+                self.problems[file.path.name] = files.LEADS_OUT
+            elif stamp := files.stamp(file.path):
+                found[file.path] = (file, stamp)
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
             self._scalars.pop(path, None)
             self._checked.discard(path)
+            self._refused.discard(path)
             self.problems.pop(path.name, None)
         self._files = found
         if changed:
@@ -77,8 +97,7 @@ class RecordReader:
         for path, (file, _) in self._files.items():
             if file.kind == "tokens" and path not in self._checked:
                 self._checked.add(path)
-                if reason := _damage(path):
-                    self.problems[path.name] = reason
+                list(self._read(file, TOKENS, None, pc.scalar(False)))
 
     @property
     def sources(self) -> list[str]:
@@ -158,12 +177,33 @@ class RecordReader:
     def _parts(self, source: str) -> Iterable[pa.Table]:
         for file in self._holders(source, "rows"):
             part = self._scalars.get(file.path)
-            if part is None and (found := list(self._read(file, SCALARS, SCALARS.names))):
-                part = pa.concat_tables(found)
-                if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
-                    self._scalars[file.path] = part
+            if part is None and file.path not in self._refused:
+                part = self._keep(file)
             if part is not None:
                 yield part
+
+    def _keep(self, file: RecordFile) -> pa.Table | None:
+        """Read and keep the rows of a file without their texts.
+
+        Returns:
+            The rows; None if there are none that can be kept.
+        """
+        found: list[pa.Table] = []
+        for table in self._read(file, SCALARS, SCALARS.names):
+            found.append(table)
+            if sum(own.nbytes for own in (*self._scalars.values(), *found)) > MAX_KEPT:
+                self.problems[file.path.name] = (
+                    f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
+                )
+                found.clear()
+                break
+        if not found:
+            self._refused.add(file.path)
+            return None
+        part = pa.concat_tables(found)
+        if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
+            self._scalars[file.path] = part
+        return part
 
     def _read(
         self,
@@ -177,15 +217,20 @@ class RecordReader:
 
         A file that was merged is read from the one that holds it. What cannot be read is a problem.
         """
+        num_read = 0
         with suppress(FileNotFoundError):
-            yield from self._read_file(file, schema, columns, chosen, last_first)
+            for table in self._read_file(file, schema, columns, chosen, last_first):
+                num_read += 0 if last_first else len(table)  # in that order, the parts of both files differ
+                yield table
             return
         self._look()
         own = (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
         chosen = own if chosen is None else chosen & own
         for wide in self._holders(file.source, file.kind, [file.first]):
             with suppress(FileNotFoundError):
-                yield from self._read_file(wide, schema, columns, chosen, last_first)
+                for table in self._read_file(wide, schema, columns, chosen, last_first):
+                    yield table.slice(num_read)
+                    num_read = max(num_read - len(table), 0)
                 return
 
     def _read_file(
@@ -199,27 +244,79 @@ class RecordReader:
         """Yield the tables of `_read`.
 
         Raises:
-            FileNotFoundError: the file was merged, or deleted; not after the first table.
+            FileNotFoundError: the file was merged, or deleted.
         """
         made = pa.schema([schema.field(name) for name in columns or schema.names])
         try:
-            footer = _footer(file.path)
-            if reason := _refusal(footer.physical_schema):
-                self.problems[file.path.name] = reason
-                return
-            wanted = [name for name in made.names if name in footer.physical_schema.names]
-            numbers = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
-            with pq.ParquetFile(file.path, metadata=footer.metadata) as opened:
-                for number in reversed(numbers) if last_first else numbers:
-                    table = _conformed(opened.read_row_group(number, wanted), made)
-                    if empty := [name for name in made.names if name in NOT_NULL and table[name].null_count]:
-                        self.problems[file.path.name] = f"cannot be read: rows without a value of {', '.join(empty)}"
-                        return
-                    yield table if chosen is None else table.filter(chosen)
-        except FileNotFoundError:
-            raise
-        except (OSError, pa.ArrowException, KeyError) as error:
-            self.problems[file.path.name] = f"cannot be read: {str(error).splitlines()[0]}"
+            place: int | None = 0
+            while place is not None:
+                table, place = self._read_part(file.path, made, chosen, last_first, place)
+                if len(table):
+                    yield table
+        except DataError as error:
+            self.problems[file.path.name] = str(error)
+
+
+def read_file_part(
+    path: Path, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool, start: int
+) -> tuple[pa.Table, int | None]:
+    """Return the next rows of a file, from some of its row groups, and the place after them; None at the end.
+
+    Args:
+        path: the file.
+        schema: columns of the table. Columns that the file lacks are null.
+        chosen: condition of the rows; None for all rows. Row groups without such rows have no place.
+        last_first: True to begin with the last row group.
+        start: place of the first row group to read; 0 is there always.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+        DataError: the file cannot be read, with the reason.
+    """
+    tables, size, end = [schema.empty_table()], 0, start
+    try:
+        footer = _footer(path)
+        if reason := _refusal(footer.physical_schema):
+            raise DataError(reason)
+        groups = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
+        if last_first:
+            groups.reverse()
+        for group in groups[start:]:
+            end += 1
+            for table in _batches(path, footer, group, schema):
+                size += table.nbytes
+                if size > MAX_PART:
+                    raise DataError(TOO_LARGE)
+                tables.append(table if chosen is None else table.filter(chosen))
+            if size >= PART or last_first:  # the caller stops as soon as it has enough
+                break
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
+        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).splitlines()[0]
+        raise DataError(f"cannot be read: {reason}") from error
+    return pa.concat_tables(tables), end if end < len(groups) else None
+
+
+def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the rows of one row group, a few at a time: they may take far more memory than the footer says.
+
+    Raises:
+        DataError: they take too much by the footer, or one of them has no place or status.
+    """
+    wanted = [name for name in schema.names if name in footer.physical_schema.names]
+    about = footer.metadata.row_group(group)
+    chunks = map(about.column, range(about.num_columns))
+    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted]
+    if sum(sizes) > MAX_PART:
+        raise DataError(TOO_LARGE)
+    rows = MAX_PART // max([1, *sizes])  # each of them may have a value as large as its whole column in the file
+    with pq.ParquetFile(path, metadata=footer.metadata) as opened:
+        for batch in opened.iter_batches(max(1, min(rows, BATCH_ROWS)), [group], wanted):
+            table = _conformed(pa.Table.from_batches([batch]), schema)
+            if empty := [name for name in schema.names if name in NOT_NULL and table[name].null_count]:
+                raise DataError(f"cannot be read: rows without a value of {', '.join(empty)}")
+            yield table
 
 
 def is_recorded(folder: Path) -> bool:
@@ -243,16 +340,6 @@ def _footer_of(path: Path, stamp: Stamp) -> ParquetFileFragment:
     footer = ParquetFileFormat().make_fragment(str(path), LocalFileSystem())
     footer.ensure_complete_metadata()
     return footer
-
-
-def _damage(path: Path) -> str:
-    """Return why a file cannot be read, by its end; an empty text if it can, or was deleted."""
-    try:
-        return _refusal(_footer(path).physical_schema)
-    except FileNotFoundError:
-        return ""
-    except (OSError, pa.ArrowException) as error:
-        return f"cannot be read: {str(error).splitlines()[0]}"
 
 
 def _refusal(schema: pa.Schema) -> str:

@@ -1,11 +1,12 @@
-"""Connections to the endpoint, limited by file descriptors. Clients that send nothing lose their connection.
+"""Connections to a server, limited by file descriptors. Clients that send nothing lose their connection.
 
             listening socket ──accept──> silent ──a request with a token──> busy <──> idle
     (full: further ones wait there)        │                                           │
                                            └──> dropped after HEADER_SECONDS,          └──> dropped if others wait,
                                                 or IDLE_SECONDS if others wait              after IDLE_SECONDS
 
-While the endpoint is full, connections are closed with their answers, so that waiting clients get their turn.
+The agent endpoint and `rlite view` listen so. While a server is full, connections are closed with their answers, so
+that waiting clients get their turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
+
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rlite.errors import ConfigError
 
@@ -38,6 +41,10 @@ WANTED_FILES = 65536
 """the soft limit of file descriptors is raised to this, if the hard limit allows it"""
 RETRY_SECONDS = 0.02
 """pause until the next attempt to take a connection after a failed one, which returns without waiting"""
+AGENT_ADVICE = (
+    "further ones are counted in AgentEndpoint.dropped. If agents need more connections at once, raise the limit of "
+    "open files (ulimit -n) before the start"
+)
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -127,16 +134,21 @@ class Connection(asyncio.Protocol):
 
 
 class Listener:
-    """Listening socket on a free port of 127.0.0.1 in the running event loop.
+    """Listening socket on 127.0.0.1 in the running event loop.
 
     Args:
         make_protocol: makes the HTTP protocol of one connection.
         dropped: counts dropped connections by reason.
         capacity: simultaneous connections; further ones wait in the socket's queue. None: as file descriptors allow.
         header_seconds: time for a client to send a request with a session's token.
+        port: port to listen on; 0 takes a free one.
+        owner: name of the server in messages.
+        secret: name of the token in messages.
+        advice: end of the message about the first connection that is dropped for a reason.
 
     Raises:
         ConfigError: there are too few file descriptors.
+        OSError: the port cannot be used.
     """
 
     def __init__(
@@ -145,14 +157,19 @@ class Listener:
         dropped: Counter[str],
         capacity: int | None = None,
         header_seconds: float = HEADER_SECONDS,
+        port: int = 0,
+        owner: str = "the agent endpoint",
+        secret: str = "a session's key",
+        advice: str = AGENT_ADVICE,
     ) -> None:
-        self.capacity = find_capacity() if capacity is None else capacity
+        self.capacity = find_capacity(owner) if capacity is None else capacity
         self.header_seconds = header_seconds
         self._make_protocol = make_protocol
         self._dropped = dropped
+        self._owner, self._secret, self._advice = owner, secret, advice
         self._open: dict[asyncio.BaseTransport, Connection] = {}
         self._changed = asyncio.Event()
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._socket = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._task = asyncio.create_task(self._accept())
@@ -200,7 +217,7 @@ class Listener:
     def time_out(self, connection: Connection) -> None:
         """Drop a connection whose time is over, unless it is trusted."""
         if not connection.is_trusted:
-            self._drop(connection, f"no request with a session's key in {self.header_seconds:g} s")
+            self._drop(connection, f"no request with {self._secret} in {self.header_seconds:g} s")
 
     def ended(self, connection: Connection) -> None:
         """Forget a connection."""
@@ -243,14 +260,41 @@ class Listener:
 
     def _drop(self, connection: Connection, reason: str) -> None:
         if not self._dropped[reason]:
-            logger.warning(
-                "the agent endpoint dropped a connection: %s; further ones are counted in AgentEndpoint.dropped. If "
-                "agents need more connections at once, raise the limit of open files (ulimit -n) before the start",
-                reason,
-            )
+            logger.warning("%s dropped a connection: %s; %s", self._owner, reason, self._advice)
         self._dropped[reason] += 1
         self.ended(connection)
         connection.transport.abort()
+
+
+class RefusalLog(logging.LoggerAdapter[logging.Logger]):
+    """Log of aiohttp with one line for each kind of unreadable request: anyone who reaches the port can send them.
+
+    Args:
+        logger: gets the first request of each kind, and everything else.
+        dropped: counts unreadable requests by kind; aiohttp closes their connections.
+        owner: name of the server in messages.
+        advice: end of the message about the first request of a kind.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        dropped: Counter[str],
+        owner: str = "the agent endpoint",
+        advice: str = "further ones are counted in AgentEndpoint.dropped",
+    ) -> None:
+        super().__init__(logger)
+        self._dropped, self._owner, self._advice = dropped, owner, advice
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
+        """Count a request that is not HTTP; log any other exception."""
+        if not isinstance(exc_info, HttpProcessingError):
+            super().exception(msg, *args, exc_info=exc_info, **options)
+            return
+        reason = f"a request that cannot be read ({type(exc_info).__name__})"
+        if not self._dropped[reason]:
+            self.warning("%s got %s; %s", self._owner, reason, self._advice)
+        self._dropped[reason] += 1
 
 
 def _has_ended(descriptor: int) -> bool:
@@ -266,10 +310,13 @@ def _has_ended(descriptor: int) -> bool:
         probe.detach()
 
 
-def find_capacity() -> int:
+def find_capacity(owner: str = "the agent endpoint") -> int:
     """Return the number of connections that file descriptors allow, after raising the soft limit as far as possible.
 
     Half of the free descriptors stay free, because clients in this process need one per connection, too.
+
+    Args:
+        owner: name of the server in messages.
 
     Raises:
         ConfigError: there are too few.
@@ -284,7 +331,7 @@ def find_capacity() -> int:
     free = MAX_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - num_open
     if free // 2 < MIN_CONNECTIONS:
         raise ConfigError(
-            f"the agent endpoint needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open "
+            f"{owner} needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open "
             f"{soft}, and {num_open} are open: raise the hard limit before the start, such as with `ulimit -n 4096`"
         )
     return min(MAX_CONNECTIONS, free // 2)

@@ -14,14 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.connections import Connection, Listener
 from rlite.rollout.openai.requests import ApiError, unexpected
 from rlite.rollout.openai.responses import Reply
 from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, too_large
 
 try:
     from aiohttp import web
-    from aiohttp.http_exceptions import HttpProcessingError
+
+    from rlite.rollout.openai.connections import Connection, Listener, RefusalLog
 except ModuleNotFoundError as error:
     raise ConfigError("the endpoint needs the package aiohttp: pip install 'rlite[agents]'") from error
 
@@ -98,29 +98,6 @@ class AgentEndpoint:
                 await asyncio.gather(*served.requests, return_exceptions=True)
 
 
-class _RefusalLog(logging.LoggerAdapter[logging.Logger]):
-    """Log of aiohttp with one line for each kind of unreadable request: anyone who reaches the port can send them.
-
-    Args:
-        logger: gets the first request of each kind, and everything else.
-        dropped: counts unreadable requests by kind; aiohttp closes their connections.
-    """
-
-    def __init__(self, logger: logging.Logger, dropped: Counter[str]) -> None:
-        super().__init__(logger)
-        self._dropped = dropped
-
-    def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
-        """Count a request that is not HTTP; log any other exception."""
-        if not isinstance(exc_info, HttpProcessingError):
-            super().exception(msg, *args, exc_info=exc_info, **options)
-            return
-        reason = f"a request that cannot be read ({type(exc_info).__name__})"
-        if not self._dropped[reason]:
-            self.warning("the agent endpoint got %s; further ones are counted in AgentEndpoint.dropped", reason)
-        self._dropped[reason] += 1
-
-
 class _Server:
     """Server of one event loop."""
 
@@ -167,7 +144,7 @@ class _Server:
             app,
             handler_cancellation=True,
             access_log=None,
-            logger=_RefusalLog(logger, self._dropped),
+            logger=RefusalLog(logger, self._dropped),
             shutdown_timeout=CLOSE_SECONDS,
             lingering_time=LINGER_SECONDS,
         )

@@ -3,7 +3,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -200,3 +204,46 @@ def test_a_signal_closes_the_page_and_a_second_one_does_no_harm(growing: Path, n
     [url] = told
     with pytest.raises(ConnectionRefusedError):
         get(url, "/")
+
+
+HOLD = """
+import socket, sys
+port, count = map(int, sys.argv[1:])
+held = []
+for _ in range(count):
+    line = socket.create_connection(("127.0.0.1", port), timeout=20)
+    line.sendall(b"GET / HTTP/1.1\\r\\nHost:")
+    held.append(line)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_half_open_connections_neither_block_the_page_nor_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run", Shape(steps=1, groups=1, samples=1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 60, hard))
+    try:
+        with serving([str(run)]) as url:
+            command = [sys.executable, "-c", HOLD, str(urlsplit(url).port), "300"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+                assert holder.stdout is not None
+                assert holder.stdout.readline() == b"held\n"
+                assert get(url, "/api/runs", token(url))[0] == 200
+                holder.kill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(caplog.records) <= 1
+
+
+def test_garbage_is_logged_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(20):
+        connection = connect(url)
+        connection.connect()
+        connection.sock.sendall(b"GET / HTTP/x\r\n\r\n")
+        assert b" 400 " in connection.sock.recv(1000)
+        connection.close()
+    [record] = caplog.records
+    assert "rlite view got a request that cannot be read" in record.getMessage()

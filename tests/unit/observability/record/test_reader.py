@@ -10,7 +10,7 @@ import pytest
 from pyarrow.dataset import dataset
 
 from rlite.observability.record.files import write_table
-from rlite.observability.record.reader import RecordReader, _footer_of
+from rlite.observability.record.reader import RecordReader, _footer_of, read_file_part
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 
 
@@ -255,3 +255,21 @@ def test_a_folder_whose_name_looks_like_a_partition_adds_no_column(tmp_path: Pat
     reader = RecordReader(folder)
     reader.refresh()
     assert reader.table("train").num_rows == 1
+
+
+def test_a_file_that_is_merged_between_two_parts_is_read_once_and_whole(tmp_path: Path) -> None:
+    given = [row(1, sample, reward=float(sample)) for sample in range(6)]
+    path = write_table(tmp_path, "train", 1, "rows", rows(*given[:1]))
+    pq.write_table(rows(*given), path, row_group_size=2)
+
+    def read_part(file: Path, *arguments: Any) -> Any:
+        if file == path and arguments[-1] > 0:
+            path.rename(path_of(tmp_path, "train-00000001_00000100.rows.parquet"))
+        return read_file_part(file, *arguments)
+
+    reader = RecordReader(tmp_path, read_part)
+    reader.refresh()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("rlite.observability.record.reader.PART", 1)
+        assert reader.table("train")["sample"].to_pylist() == [0, 1, 2, 3, 4, 5]
+    assert reader.problems == {}
