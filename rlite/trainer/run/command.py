@@ -22,6 +22,7 @@ from rlite.errors import (
     RemoteTraceback,
     RliteError,
     StorageError,
+    UnknownOptionError,
     why_not_written,
 )
 from rlite.help import help_topic
@@ -30,7 +31,7 @@ from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
-FINAL = (ConfigError, DataError, DivergedError)
+FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
 """errors that the same command would repeat"""
 
 
