@@ -195,7 +195,7 @@ class JobProcesses:
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
+        factory: Any = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
         group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
@@ -203,6 +203,8 @@ class JobProcesses:
     def _trainer_factory(self) -> TrainerFactory:
         plan = self._plan
         return TrainerFactory(
+            job=plan.name,
+            submission=plan.submission,
             trainer=plan.classes.trainer,
             config=plan.spec.config,
             classes={role: each.pickled for role, each in plan.classes.workloads.items()},
@@ -217,6 +219,7 @@ class JobProcesses:
         plan, spec = self._plan, self._plan.spec
         is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
         return Program(
+            job=plan.name,
             submission=plan.submission,
             module=spec.trainer,
             config=spec.config,
@@ -247,6 +250,11 @@ class JobProcesses:
         """
         assert self._trainer is not None
         return value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+
+    def interrupt_trainer(self) -> None:
+        """Let the trainer's program save and end."""
+        if self._trainer is not None:
+            self._trainer.aside(TRAINER_KEY, "interrupt")
 
     def end_trainer(self, run: int) -> None:
         """End the trainer's process of a run. This does not wait for its end."""
@@ -318,6 +326,8 @@ class JobProcesses:
         """Make the workloads in started processes."""
         plan, timeout = self._plan, self._plan.spec.start_timeout
         factory = WorkloadFactory(
+            job=plan.name,
+            submission=plan.submission,
             workload=plan.classes.workloads[role].pickled,
             role=role,
             config=plan.spec.config,

@@ -28,7 +28,9 @@ import yaml
 
 from rlite.cluster.guard import Guard, reap
 from rlite.cluster.host import WorkerContext
+from rlite.control.entry import link_output
 from rlite.control.health import Judge, NodeAgent
+from rlite.control.plan import TRAINER
 from rlite.control.spec import HealthOptions
 from rlite.control.trainer_process import Progress, TrainerOutcome
 from rlite.recovery import reporting
@@ -47,6 +49,7 @@ NODE = "here"
 class Program:
     """Program of a job."""
 
+    job: str
     submission: str
     module: str
     """run as `python -m MODULE --config FILE`"""
@@ -65,6 +68,7 @@ class Program:
 
     def __call__(self, context: WorkerContext) -> ProgramProcess:
         """Return the worker of the trainer's process."""
+        link_output(self.job, self.submission, f"{TRAINER}-0")
         return ProgramProcess(self)
 
     def command(self, file: Path) -> list[str]:
@@ -83,6 +87,8 @@ class ProgramProcess:
         self._program = program
         self._progress: Progress = "new"
         self._error = ""
+        self._is_interrupted = False
+        self._process: subprocess.Popen[str] | None = None
         self._report: reporting.TrainerReport | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._lock = threading.Lock()
@@ -115,6 +121,12 @@ class ProgramProcess:
         trace = "\n".join(self._tail) if self._progress == "raised" else ""
         return TrainerOutcome(self._progress, True, self._error, trace, report, is_final)
 
+    def interrupt(self) -> None:
+        """Let the program save and end, as after SIGTERM without a control plane."""
+        self._is_interrupted = True
+        if self._process is not None:
+            self._process.terminate()
+
     def _run_in(self, folder: Path, guard: Guard) -> str:
         """Run the program.
 
@@ -127,7 +139,7 @@ class ProgramProcess:
         """
         options, report_file = folder / "config.yaml", folder / "report.json"
         options.write_text(yaml.safe_dump(dict(self._program.config), sort_keys=False))
-        process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             self._program.command(options),
             env=self._environment(report_file, guard),
             cwd=self._program.folder if os.path.isdir(self._program.folder) else None,
@@ -137,6 +149,8 @@ class ProgramProcess:
             text=True,
             errors="replace",
         )
+        if self._is_interrupted:
+            process.terminate()
         reader = threading.Thread(target=self._pass_on, args=(process,), name="rlite-program-output", daemon=True)
         reader.start()
         watch = ProgramWatch(self._program.health, process.pid)

@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import Device
+from rlite.control.entry import begin_process
+from rlite.control.plan import TRAINER
 from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer import BaseTrainer
@@ -53,6 +55,8 @@ class TrainerOutcome:
 class TrainerFactory:
     """Maker of a trainer's process."""
 
+    job: str
+    submission: str
     trainer: bytes
     """the pickled class"""
     config: Mapping[str, Any]
@@ -68,6 +72,7 @@ class TrainerFactory:
 
     def __call__(self, context: WorkerContext) -> TrainerProcess:
         """Return the process's worker."""
+        begin_process(self.job, self.submission, f"{TRAINER}-0")
         return TrainerProcess(self)
 
 

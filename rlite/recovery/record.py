@@ -33,10 +33,14 @@ class LogEntry:
     """further lines, such as a stack"""
 
     def __str__(self) -> str:
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
         decision = f" -> {self.decision}" if self.decision else ""
         detail = "".join(f"\n    {line}" for line in self.detail.splitlines())
-        return f"{clock} {self.stage:8} {self.event}{decision}{detail}"
+        return f"{clock(self.at)} {self.stage:8} {self.event}{decision}{detail}"
+
+
+def clock(at: float) -> str:
+    """Return a Unix time in words."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 @dataclass(frozen=True)

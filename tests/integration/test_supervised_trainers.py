@@ -29,7 +29,7 @@ from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, FolderInUse
+from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.trainer.cpo import CpoConfig, CpoTrainer

@@ -36,6 +36,15 @@ CLOSE_S = 10.0
 """seconds that `close` waits for running calls of Ray, which do not return if its control service hangs"""
 
 
+_started: list[str] = []
+"""addresses of the Rays that this process has started"""
+
+
+def is_started_here(address: str) -> bool:
+    """Return True if the Ray at an address ends with this process."""
+    return address in _started
+
+
 class ControlService:
     """Ray's control service (GCS), watched through a connection that ends with it."""
 
@@ -122,6 +131,7 @@ class RayConnection:
                 self._guard = Guard()
                 with self._guard.marking():
                     _start(device, num_devices)
+                _started.append(ray.get_runtime_context().gcs_address)
         except BaseException:
             self.close()
             raise

@@ -121,7 +121,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         sys.exit(f"rlite {name}: {reason}{f': {error.filename}' if error.filename else ''}")
     except KeyboardInterrupt as error:
         ended_by, status = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)
-        print(f"rlite {name}: ended by {ended_by}. {INTERRUPTION.advice}", file=sys.stderr)
+        advice = error.args[0] if error.args else INTERRUPTION.advice  # `launch` knows what its trainer has said
+        print(f"rlite {name}: ended by {ended_by}. {advice}", file=sys.stderr)
         sys.exit(status)
     finally:
         INTERRUPTION.release()

@@ -1,0 +1,156 @@
+"""Entries of submitted jobs in a folder of their user: `rlite status`, `logs` and `stop` find a job without Ray.
+
+~/.rlite/jobs/NAME-SUBMISSION/   job.json     the entry
+                                 NAME.json    record of the job, when it has ended
+                                 output/      links to Ray's files with the output of the job's processes here
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlite import files
+from rlite.cluster.guard import own_children
+from rlite.owner import Owner
+from rlite.recovery.record import JobRecord, save_record
+from rlite.recovery.store import FileStore
+
+FOLDER = "RLITE_JOBS"
+"""environment variable with the folder of entries"""
+RAYS_OWN = (b":job_id:", b":actor_name:", b":task_name:")
+"""beginnings of lines that Ray writes into the output of a process"""
+KEPT = 50
+"""entries that are kept, the latest"""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """Where a job is."""
+
+    name: str
+    submission: str
+    address: str
+    """of its Ray cluster"""
+    store: str = "ray"
+    """place of its state"""
+    run_folder: str = ""
+    """`trainer.save_dir` of a program"""
+    owner: Owner | None = None
+    """process with which the Ray ends; None: the cluster goes on"""
+    at: float = field(default_factory=time.time)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the entry."""
+        return folder_of(self.name, self.submission)
+
+
+_JSON = TypeAdapter(JobEntry)
+
+
+def folder_of(name: str, submission: str) -> Path:
+    """Return the folder of a job's entry."""
+    return Path(os.environ.get(FOLDER) or Path.home() / ".rlite" / "jobs") / f"{name}-{submission[:8]}"
+
+
+def save_entry(entry: JobEntry) -> None:
+    """Write an entry, and delete the oldest ones."""
+    entry.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files.replace(entry.folder / "job.json", _JSON.dump_json(entry))
+    for old in entries()[KEPT:]:
+        shutil.rmtree(old.folder, ignore_errors=True)
+
+
+def entries(wanted: str | None = None) -> list[JobEntry]:
+    """Return the entries, newest first.
+
+    Args:
+        wanted: name or run folder of the jobs; None: all jobs.
+    """
+    found = []
+    for path in folder_of("", "").parent.glob("*/job.json"):
+        with suppress(OSError, ValidationError):
+            found.append(_JSON.validate_json(path.read_bytes()))
+    path = None if wanted is None else os.path.realpath(wanted)
+    chosen = [each for each in found if wanted in (None, each.name) or path == each.run_folder]
+    return sorted(chosen, key=lambda each: each.at, reverse=True)
+
+
+def keep_record(name: str, record: JobRecord) -> None:
+    """Keep the record of a job that has ended with its entry, if that is here: its cluster may end, too."""
+    folder = folder_of(name, record.submission)
+    if folder.exists():
+        save_record(FileStore(folder), name, record)
+
+
+def link_output(name: str, submission: str, process: str) -> None:
+    """Let `rlite logs` find the output of this process, which Ray writes into files.
+
+    Args:
+        name: name of the job.
+        submission: its submission.
+        process: name of this process in the job.
+    """
+    folder = folder_of(name, submission) / "output"
+    for stream, number in (("out", 1), ("err", 2)):
+        with suppress(OSError):  # a system without /proc, or a folder that cannot be written
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (folder / f"{process}.{os.getpid()}.{stream}").symlink_to(os.readlink(f"/proc/self/fd/{number}"))
+
+
+def begin_process(name: str, submission: str, process: str) -> None:
+    """Begin a process of a role or of a trainer: see `link_output`. Programs that it starts end with it.
+
+    Args:
+        name: name of the job.
+        submission: its submission.
+        process: name of this process in the job.
+    """
+    link_output(name, submission, process)
+    own_children()
+
+
+class JobOutput:
+    """Output of a job's processes on this machine, printed as far as it is new.
+
+    Args:
+        name: name of the job.
+        submission: its submission.
+        role: role of the processes; "" for all.
+    """
+
+    def __init__(self, name: str, submission: str, role: str) -> None:
+        self._folder, self._pattern = folder_of(name, submission) / "output", f"{role.upper()}*"
+        self._read: dict[Path, int] = {}
+        self._shown: Path | None = None
+
+    def show(self) -> int:
+        """Print new lines under the names of their processes, and return their number."""
+        return sum(self._show(path) for path in sorted(self._folder.glob(self._pattern)))
+
+    def _show(self, path: Path) -> int:
+        lines = list(self._new_lines(path))
+        if lines and path != self._shown:
+            self._shown = path
+            print(f"== {path.name} ==")
+        for line in lines:
+            print(line, flush=True)
+        return len(lines)
+
+    def _new_lines(self, path: Path) -> Iterator[str]:
+        with suppress(OSError), path.open("rb") as output:  # Ray's file may be gone
+            output.seek(self._read.get(path, 0))
+            for line in output:
+                if not line.endswith(b"\n"):
+                    return
+                self._read[path] = output.tell()
+                if not line.startswith(RAYS_OWN):
+                    yield line.decode(errors="replace").rstrip()
