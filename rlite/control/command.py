@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlite.arguments import named
 from rlite.config import Natural, Options, load
@@ -135,7 +135,7 @@ def status(arguments: Sequence[str]) -> None:
     query = load(JobQuery, named(arguments, ["name"]))
     if query.name is not None:
         found = _find(query)
-        print(describe(found.name, found.record, found.devices()))
+        _show(found)
         return
     known = entries() if query.address is None else []
     for entry in known:
@@ -145,8 +145,13 @@ def status(arguments: Sequence[str]) -> None:
     with suppress(*[ConfigError][: len(known)]):  # the jobs from here may be all
         connect(None, query.address)
         for name in importlib.import_module("rlite.cluster.ray.fleet").RayStore().names():
-            found = _Found(name, JobHandle(name))
-            print(describe(name, found.record, found.devices()))
+            _show(_Found(name, JobHandle(name)))
+
+
+def _show(found: _Found) -> None:
+    print(describe(found.name, found.record, found.devices()))
+    if found.orphans:
+        print(f"  {len(found.orphans)} processes without a master, which `rlite stop {found.name}` ends")
 
 
 def logs(arguments: Sequence[str]) -> None:
@@ -169,7 +174,7 @@ def stop(arguments: Sequence[str]) -> None:
     """End a job and wait for its end. A program saves before."""
     query = load(StopQuery, named(arguments, ["name"]))
     found = _find(query)
-    if found.record.state.has_ended or found.handle is None:
+    if found.handle is None or (found.record.state.has_ended and not found.orphans):
         print(f"job {found.name} has ended already: {found.record.state.stage}")
         return
     found.handle.stop(is_now=query.now)
@@ -207,11 +212,13 @@ class _Found:
         self.entry: JobEntry | None = None
         if record is None and handle is not None:
             record = handle.record()
+        self.orphans = [] if handle is None else handle.orphans()
         self.record = record or JobRecord()
 
     def devices(self) -> dict[str, list[str]]:
         """Return the devices of a running job's workloads, by role."""
-        return {} if self.handle is None or self.record.state.has_ended else self.handle.devices()
+        is_known = self.handle is None or self.record.state.has_ended or self.orphans
+        return {} if is_known or self.handle is None else self.handle.devices()
 
     def wait(self, act: Callable[[], object] = lambda: None) -> None:
         """Wait for the end of the job, and call `act` now and then. A Ray that ends with the job is left before."""

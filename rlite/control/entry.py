@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import suppress
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,8 +79,8 @@ def entries(wanted: str | None = None) -> list[JobEntry]:
     for path in folder_of("", "").parent.glob("*/job.json"):
         with suppress(OSError, ValidationError):
             found.append(_JSON.validate_json(path.read_bytes()))
-    path = None if wanted is None else os.path.realpath(wanted)
-    chosen = [each for each in found if wanted in (None, each.name) or path == each.run_folder]
+    folder = None if wanted is None else os.path.realpath(wanted)
+    chosen = [each for each in found if wanted in (None, each.name) or folder == each.run_folder]
     return sorted(chosen, key=lambda each: each.at, reverse=True)
 
 
@@ -133,7 +133,11 @@ class JobOutput:
         self._shown: Path | None = None
 
     def show(self) -> int:
-        """Print new lines under the names of their processes, and return their number."""
+        """Print new lines under the names of their processes.
+
+        Returns:
+            Their number.
+        """
         return sum(self._show(path) for path in sorted(self._folder.glob(self._pattern)))
 
     def _show(self, path: Path) -> int:

@@ -69,9 +69,10 @@ class JobHandle:
             record: JobRecord | None = self._ask(method, *args)
         except JobNotFound:
             record = load_record(_make_store(self._store), self.name)
-            if record is None or (method == "wait" and not record.state.has_ended):
-                raise
-        assert record is not None
+            if method == "wait" and record is not None and not record.state.has_ended:
+                raise  # it has lost its master
+        if record is None:
+            raise JobNotFound(f"no job {self.name!r} on this cluster, and no record of one in its store")
         if self._submission not in ("", record.submission):
             raise RliteError(f"job {self.name!r}: a later submission has its name, and its own end is not recorded")
         return record
@@ -80,20 +81,27 @@ class JobHandle:
         """Return the devices of the workloads, by role."""
         return self._ask("placement")
 
+    def orphans(self) -> list[str]:
+        """Return the names of the job's processes that have no master."""
+        names = self._fleet.Fleet(self.name).names()
+        return [] if "master" in names else names
+
     def stop(self, why: str = "stopped on request", is_now: bool = False) -> None:
         """End the job. `result` waits for the end. If the job has no master any more, end the processes that it left.
 
         Args:
             why: the reason, for the log.
             is_now: do not let a program save before; so does a second call.
+
+        Raises:
+            JobNotFound: the job has no process.
         """
         try:
             self._ask("stop", why, is_now)
         except JobNotFound:
-            left = self._fleet.Fleet(self.name)
-            if not left.names():
+            if not self.orphans():
                 raise
-            left.end()
+            self._fleet.Fleet(self.name).end()
             store = _make_store(self._store)
             record = load_record(store, self.name) or JobRecord(self._submission)
             state = replace(record.state, stage="STOPPED", error=f"{why}; its master was gone")
@@ -161,6 +169,7 @@ class RLJob:
 
         Raises:
             ConfigError: the name is taken or not valid, or Ray is not installed.
+            KeyboardInterrupt: the wait was interrupted; its argument says how the job ended.
         """
         check_name(job_name)
         if not isinstance(job_max_restart, int) or isinstance(job_max_restart, bool) or job_max_restart < 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import Config, GcsClient
+from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]  # which its stub lacks
 
 from rlite.cluster.guard import Guard
 from rlite.cluster.launcher import default_cpu_slots

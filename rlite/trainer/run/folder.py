@@ -126,6 +126,9 @@ _held: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
 def lock(folder: Path) -> RunLock:
     """Keep other runs out of a folder, which is made if it is not there.
 
+    Returns:
+        The lock.
+
     Raises:
         FolderInUse: another run of this or another process is using the folder.
     """
