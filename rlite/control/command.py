@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from rlite.control.entry import JobEntry, JobOutput, entries
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, RliteError
+from rlite.owner import Owner
 from rlite.recovery.failover import JobState
 from rlite.recovery.record import JobRecord, clock, load_record
 from rlite.recovery.store import FileStore
@@ -135,7 +137,7 @@ def status(arguments: Sequence[str]) -> None:
     query = load(JobQuery, named(arguments, ["name"]))
     if query.name is not None:
         found = _find(query)
-        _show(found)
+        _show(found.name, found.record, found.handle)
         return
     known = entries() if query.address is None else []
     for entry in known:
@@ -145,13 +147,15 @@ def status(arguments: Sequence[str]) -> None:
     with suppress(*[ConfigError][: len(known)]):  # the jobs from here may be all
         connect(None, query.address)
         for name in importlib.import_module("rlite.cluster.ray.fleet").RayStore().names():
-            _show(_Found(name, JobHandle(name)))
+            handle = JobHandle(name)
+            _show(name, handle.record(), handle)
 
 
-def _show(found: _Found) -> None:
-    print(describe(found.name, found.record, found.devices()))
-    if found.orphans:
-        print(f"  {len(found.orphans)} processes without a master, which `rlite stop {found.name}` ends")
+def _show(name: str, record: JobRecord, handle: JobHandle | None) -> None:
+    orphans = handle.orphans() if handle else []
+    print(describe(name, record, handle.devices() if handle and not orphans and not record.state.has_ended else {}))
+    if orphans:
+        print(f"  {len(orphans)} processes without a master, which `rlite stop {name}` ends")
 
 
 def logs(arguments: Sequence[str]) -> None:
@@ -174,11 +178,13 @@ def stop(arguments: Sequence[str]) -> None:
     """End a job and wait for its end. A program saves before."""
     query = load(StopQuery, named(arguments, ["name"]))
     found = _find(query)
-    if found.handle is None or (found.record.state.has_ended and not found.orphans):
+    if found.handle is None or (found.record.state.has_ended and not found.handle.orphans()):
         print(f"job {found.name} has ended already: {found.record.state.stage}")
         return
     found.handle.stop(is_now=query.now)
     found.wait()
+    if found.held_by is None:
+        found.handle.result()  # which ends the master
     print(f"job {found.name} has ended: {found.record.state.error or found.record.state.stage}")
 
 
@@ -204,32 +210,25 @@ def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str
     return "\n".join([*lines, *(f"  {entry}" for entry in record.log[-LAST_EVENTS:])])
 
 
+@dataclass
 class _Found:
-    """A job that a command has found: its record, and a handle unless it has ended."""
+    """A job that a command has found."""
 
-    def __init__(self, name: str, handle: JobHandle | None, record: JobRecord | None = None) -> None:
-        self.name, self.handle = name, handle
-        self.entry: JobEntry | None = None
-        if record is None and handle is not None:
-            record = handle.record()
-        self.orphans = [] if handle is None else handle.orphans()
-        self.record = record or JobRecord()
-
-    def devices(self) -> dict[str, list[str]]:
-        """Return the devices of a running job's workloads, by role."""
-        is_known = self.handle is None or self.record.state.has_ended or self.orphans
-        return {} if is_known or self.handle is None else self.handle.devices()
+    name: str
+    record: JobRecord
+    handle: JobHandle | None = None
+    """None: the job has ended, and no cluster is needed"""
+    held_by: JobEntry | None = None
+    """entry of a job whose Ray another process holds, and ends with the job"""
 
     def wait(self, act: Callable[[], object] = lambda: None) -> None:
-        """Wait for the end of the job, and call `act` now and then. A Ray that ends with the job is left before."""
-        is_held = self.entry is not None and self.entry.owner is not None
-        if is_held:
-            importlib.import_module("rlite.cluster.session").shutdown()
+        """Wait for the end of the job, and call `act` now and then."""
+        if self.held_by is not None:
+            importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
         while not self.record.state.has_ended:
             time.sleep(FOLLOW_S)
-            if is_held:
-                assert self.entry is not None
-                self.record = _kept(self.entry) or self.record
+            if self.held_by is not None:
+                self.record = _kept(self.held_by) or self.record
             elif self.handle is not None:
                 self.record = self.handle.record()
             act()
@@ -244,18 +243,16 @@ def _find(query: JobQuery) -> _Found:
     if query.name is None:
         raise ConfigError("expected the name of a job, or the folder of its run")
     entry = next(iter(entries(query.name)), None) if query.address is None else None
-    record = (
-        _kept(entry) if entry else None if query.store == "ray" else load_record(FileStore(query.store), query.name)
-    )
-    name = entry.name if entry else query.name
-    if record is not None and record.state.has_ended:
-        return _Found(name, None, record)
-    connect(None, entry.address if entry else query.address)
+    if entry is not None and (record := _kept(entry)) is not None:
+        return _Found(entry.name, record)
     if entry is None:
-        return _Found(name, JobHandle(name, store=query.store))
-    found = _Found(name, JobHandle(name, entry.submission, entry.store))
-    found.entry = entry
-    return found
+        if query.store != "ray" and (record := load_record(FileStore(query.store), query.name)) is not None:
+            return _Found(query.name, record)
+        entry = JobEntry(query.name, "", query.address, query.store)
+    connect(None, entry.address)
+    handle = JobHandle(entry.name, entry.submission, entry.store)
+    is_held = entry.owner not in (None, Owner.of_this_process())
+    return _Found(entry.name, handle.record(), handle, entry if is_held else None)
 
 
 def _kept(entry: JobEntry) -> JobRecord | None:

@@ -37,8 +37,8 @@ class JobEntry:
 
     name: str
     submission: str
-    address: str
-    """of its Ray cluster"""
+    address: str | None
+    """of its Ray cluster; None: the cluster of this program"""
     store: str = "ray"
     """place of its state"""
     run_folder: str = ""
