@@ -7,21 +7,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.cluster.guard import own_children
+from rlite.cluster.host import WorkerContext
 from rlite.owner import Owner
 from rlite.recovery.record import JobRecord, save_record
 from rlite.recovery.store import FileStore
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "RLITE_JOBS"
 """environment variable with the folder of entries"""
@@ -63,8 +68,11 @@ def folder_of(name: str, submission: str) -> Path:
 
 def save_entry(entry: JobEntry) -> None:
     """Write an entry, and delete the oldest ones."""
-    entry.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    files.replace(entry.folder / "job.json", _JSON.dump_json(entry))
+    try:
+        entry.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files.replace(entry.folder / "job.json", _JSON.dump_json(entry))
+    except OSError as error:
+        logger.warning("job %s will be found on its cluster alone: %s", entry.name, error)
     for old in entries()[KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
 
@@ -87,35 +95,34 @@ def entries(wanted: str | None = None) -> list[JobEntry]:
 def keep_record(name: str, record: JobRecord) -> None:
     """Keep the record of a job that has ended with its entry, if that is here: its cluster may end, too."""
     folder = folder_of(name, record.submission)
-    if folder.exists():
-        save_record(FileStore(folder), name, record)
+    with suppress(OSError):  # its store has the record as well
+        if folder.exists():
+            save_record(FileStore(folder), name, record)
 
 
-def link_output(name: str, submission: str, process: str) -> None:
-    """Let `rlite logs` find the output of this process, which Ray writes into files.
+@dataclass(frozen=True)
+class JobProcess:
+    """Maker of the worker of a job's process.
 
-    Args:
-        name: name of the job.
-        submission: its submission.
-        process: name of this process in the job.
+    Programs that the process starts end with it. `rlite logs` finds its output, which Ray writes into files.
     """
-    folder = folder_of(name, submission) / "output"
-    for stream, number in (("out", 1), ("err", 2)):
-        with suppress(OSError):  # a system without /proc, or a folder that cannot be written
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (folder / f"{process}.{os.getpid()}.{stream}").symlink_to(os.readlink(f"/proc/self/fd/{number}"))
 
+    job: str
+    submission: str
+    role: str
+    factory: Callable[[WorkerContext], Any]
+    """makes the worker"""
 
-def begin_process(name: str, submission: str, process: str) -> None:
-    """Begin a process of a role or of a trainer: see `link_output`. Programs that it starts end with it.
-
-    Args:
-        name: name of the job.
-        submission: its submission.
-        process: name of this process in the job.
-    """
-    link_output(name, submission, process)
-    own_children()
+    def __call__(self, context: WorkerContext) -> Any:
+        """Return the worker."""
+        own_children()
+        folder = folder_of(self.job, self.submission) / "output"
+        for stream, number in (("out", 1), ("err", 2)):
+            with suppress(OSError):  # a system without /proc, or a folder that cannot be written
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                link = folder / f"{self.role}-{context.rank}.{os.getpid()}.{stream}"
+                link.symlink_to(os.readlink(f"/proc/self/fd/{number}"))
+        return self.factory(context)
 
 
 class JobOutput:

@@ -86,9 +86,9 @@ class Master:
         try:
             self._begin(job, submission)
         except Exception as error:  # a master that cannot go on must not leave a job without an owner
-            logger.exception("the master of job %s cannot read its state", job)
             Fleet(job).end()
             why = f"the master cannot read its state: {type(error).__name__}: {error}"
+            logger.error("job %s: %s", job, why)
             self._record = JobRecord(submission, JobState(stage="ERROR", error=why)).noted(
                 LogEntry(time.time(), "ERROR", why, "end the job")
             )
@@ -340,6 +340,8 @@ class Master:
                 self._watch(life, view)
         self._in_thread(self._expect_answers, {life: view.look for life, view in views.items()})
         if self._processes.adopt_trainer(state.run):
+            if state.stopping:
+                self._processes.interrupt_trainer()
             self._in_thread(self._follow_trainer, state.run)
         else:
             why = "its process ended while the master was restarted"

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlite.cluster.group import WorkerGroup, worker_name
-from rlite.cluster.host import CallPosition, Outcome, WorkerHost
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost
 from rlite.cluster.placement import Device
 from rlite.cluster.ray.fleet import (
     SERVICE_KEY,
@@ -25,6 +25,7 @@ from rlite.cluster.ray.fleet import (
     value_of,
 )
 from rlite.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
+from rlite.control.entry import JobProcess
 from rlite.control.health import NodeAgent
 from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
 from rlite.control.program import Program
@@ -196,15 +197,13 @@ class JobProcesses:
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
         factory: Any = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
-        group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
+        group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
 
     def _trainer_factory(self) -> TrainerFactory:
         plan = self._plan
         return TrainerFactory(
-            job=plan.name,
-            submission=plan.submission,
             trainer=plan.classes.trainer,
             config=plan.spec.config,
             classes={role: each.pickled for role, each in plan.classes.workloads.items()},
@@ -219,7 +218,6 @@ class JobProcesses:
         plan, spec = self._plan, self._plan.spec
         is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
         return Program(
-            job=plan.name,
             submission=plan.submission,
             module=spec.trainer,
             config=spec.config,
@@ -326,8 +324,6 @@ class JobProcesses:
         """Make the workloads in started processes."""
         plan, timeout = self._plan, self._plan.spec.start_timeout
         factory = WorkloadFactory(
-            job=plan.name,
-            submission=plan.submission,
             workload=plan.classes.workloads[role].pickled,
             role=role,
             config=plan.spec.config,
@@ -338,7 +334,12 @@ class JobProcesses:
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
         count = len(group)
-        group.create(factory, [torch_device] * count, [0] * count, range(count), timeout, list(ranks))
+        group.create(
+            self._in_job(role, factory), [torch_device] * count, [0] * count, range(count), timeout, list(ranks)
+        )
+
+    def _in_job(self, role: str, factory: Callable[[WorkerContext], Any]) -> JobProcess:
+        return JobProcess(self._plan.name, self._plan.submission, role, factory)
 
     def _actors(self, role: RLRoleType) -> RoleActors:
         group = self._groups[role]

@@ -28,9 +28,7 @@ import yaml
 
 from rlite.cluster.guard import Guard, reap
 from rlite.cluster.host import WorkerContext
-from rlite.control.entry import link_output
 from rlite.control.health import Judge, NodeAgent
-from rlite.control.plan import TRAINER
 from rlite.control.spec import HealthOptions
 from rlite.control.trainer_process import Progress, TrainerOutcome
 from rlite.recovery import reporting
@@ -49,7 +47,6 @@ NODE = "here"
 class Program:
     """Program of a job."""
 
-    job: str
     submission: str
     module: str
     """run as `python -m MODULE --config FILE`"""
@@ -68,7 +65,6 @@ class Program:
 
     def __call__(self, context: WorkerContext) -> ProgramProcess:
         """Return the worker of the trainer's process."""
-        link_output(self.job, self.submission, f"{TRAINER}-0")
         return ProgramProcess(self)
 
     def command(self, file: Path) -> list[str]:
@@ -123,8 +119,8 @@ class ProgramProcess:
 
     def interrupt(self) -> None:
         """Let the program save and end, as after SIGTERM without a control plane."""
-        self._is_interrupted = True
-        if self._process is not None:
+        was_asked, self._is_interrupted = self._is_interrupted, True
+        if self._process is not None and not was_asked:  # a second signal would end it at once
             self._process.terminate()
 
     def _run_in(self, folder: Path, guard: Guard) -> str:

@@ -14,8 +14,6 @@ from omegaconf import OmegaConf
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import Device
-from rlite.control.entry import begin_process
-from rlite.control.plan import TRAINER
 from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer import BaseTrainer
@@ -55,8 +53,6 @@ class TrainerOutcome:
 class TrainerFactory:
     """Maker of a trainer's process."""
 
-    job: str
-    submission: str
     trainer: bytes
     """the pickled class"""
     config: Mapping[str, Any]
@@ -72,7 +68,6 @@ class TrainerFactory:
 
     def __call__(self, context: WorkerContext) -> TrainerProcess:
         """Return the process's worker."""
-        begin_process(self.job, self.submission, f"{TRAINER}-0")
         return TrainerProcess(self)
 
 

@@ -11,7 +11,6 @@ import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
 from rlite.cluster.host import WorkerContext
-from rlite.control.entry import begin_process
 from rlite.control.roles import RLRoleType
 from rlite.errors import RliteError
 
@@ -145,8 +144,6 @@ class BaseWorkload:
 class WorkloadFactory:
     """Maker of a role's workloads, called in their processes."""
 
-    job: str
-    submission: str
     workload: bytes
     """the pickled class"""
     role: RLRoleType
@@ -159,7 +156,6 @@ class WorkloadFactory:
 
     def __call__(self, context: WorkerContext) -> BaseWorkload:
         """Return the workload of a rank. Its place is set before its constructor runs."""
-        begin_process(self.job, self.submission, f"{self.role}-{context.rank}")
         workload = object.__new__(cloudpickle.loads(self.workload))
         local_rank, local_world_size = self.local_ranks[context.rank]
         workload._place = WorkloadPlace(

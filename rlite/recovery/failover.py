@@ -483,10 +483,10 @@ def _restart_workloads(
 
 
 def _on_trainer(state: JobState, event: TrainerFailed, policy: FailoverPolicy) -> Decision:
-    if state.stopping:
-        return _end(state, "STOPPED", f"{state.stopping}: {event.detail}")
     if event.is_final:
         return _end(state, "ERROR", str(event))
+    if state.stopping:
+        return _end(state, "STOPPED", f"{state.stopping}: {event.detail}")
     if not state.is_trainer_recoverable:
         return _restart_job(state, event.at, policy, cause=str(event))
     if state.trainer_restarts >= policy.max_trainer_restarts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -85,7 +86,7 @@ def load_record(store: StateStore, job: str) -> JobRecord | None:
     try:
         return _JSON.validate_json(text)
     except ValidationError as error:
-        raise RliteError(f"the stored state of job {job!r} cannot be read; remove it: {error}") from error
+        raise RliteError(f"the stored state of job {job!r} cannot be read; remove it: {shorten(str(error), 200)}") from error
 
 
 def forget_old(store: StateStore) -> None:

@@ -200,15 +200,14 @@ def test_an_interrupted_launch_saves_and_its_job_is_found_by_its_folder(
     }
     job = {"device_per_node": 1, "device_type": "CPU", "trainer": "rlite.trainer.sft", "config": config}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    (tmp_path / "ray").mkdir()
-    env = environment(RAY_TMPDIR=str(tmp_path / "ray"), PYTHONPATH=str(ROOT), RLITE_JOBS=str(tmp_path / "jobs"))
+    env = environment(RLITE_JOBS=str(tmp_path / "jobs"))
 
-    def rlite_command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def rlite_command(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "rlite.cli", *arguments]
-        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=PIPE, stderr=STDOUT, text=True, **options)
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=PIPE, stderr=STDOUT, text=True)
 
     with rlite_command("launch", "job.yaml") as launched:
-        wait_for(lambda: num_steps(tmp_path / "run") >= 2)
+        wait_for(lambda: num_steps(tmp_path / "run") >= 2 or launched.poll() is not None)
         with rlite_command("logs", "run", "role=trainer", "--follow") as following:
             shown, _ = rlite_command("status", "run").communicate(timeout=START_S)
             assert "rlite-job: RUNNING, 0 restarts" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import ray
@@ -30,7 +32,9 @@ AUTHENTICATES_SINCE = (2, 59)
 """Ray's first version whose local clusters ask for a token unless RAY_AUTH_MODE says otherwise"""
 TOKEN = Path.home() / ".ray" / "auth_token"
 ANSWER_S = 5.0
-"""seconds in which the control service of a cluster that was found by chance has to answer"""
+"""seconds in which the control service of a cluster has to answer"""
+MAX_REASON = 300
+"""characters of an error of Ray that are shown"""
 RECONNECT_S = 0.2
 CLOSE_S = 10.0
 """seconds that `close` waits for running calls of Ray, which do not return if its control service hangs"""
@@ -186,7 +190,7 @@ def _join(address: str | None) -> bool:
         return False
     try:
         _show_token()
-        if asked is None:
+        if re.fullmatch(r"[^/]+:\d+", found):
             _check_access(found)  # `ray.init` would try for 20 seconds, and would not say why it was refused
         _init_ray(address=found)
     except WorkerError as error:
@@ -227,24 +231,19 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WorkerError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise WorkerError(f"{type(error).__name__}: {shorten(str(error), MAX_REASON)}") from error
 
 
 def _cluster_here() -> str | None:
     """Return the address that `ray start` left on this machine, if a cluster still answers there."""
+    own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
+    folder = os.environ.get("RAY_TMPDIR") or own or "/tmp"  # as Ray chooses it
     with suppress(OSError, ValueError):
-        address = (
-            Path(_temporary_folder(), "ray/ray_current_cluster").read_text().strip()
-        )  # outlives a cluster that was killed
+        address = Path(folder, "ray/ray_current_cluster").read_text().strip()  # outlives a cluster that was killed
         host, port = address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=5.0):
             return address
     return None
-
-
-def _temporary_folder() -> str:
-    own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
-    return os.environ.get("RAY_TMPDIR") or own or "/tmp"  # as Ray chooses it
 
 
 def _start(device: DeviceKind, num_devices: int | None) -> None:
@@ -259,10 +258,7 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
         with _apart():
             _init_ray(address="local", num_cpus=cpus, include_dashboard=False)
     except WorkerError as error:
-        folder = f"{_temporary_folder()}/ray/session_latest/logs"
-        raise WorkerError(
-            f"Ray did not start on this machine: {error}. If the machine was busy, try again; Ray's logs: {folder}"
-        ) from error
+        raise WorkerError(f"Ray did not start on this machine: {error}. If the machine was busy, try again") from error
 
 
 def _init_ray(**options: Any) -> None:
