@@ -38,12 +38,12 @@ KEPT = 50
 
 @dataclass(frozen=True)
 class JobEntry:
-    """Where a job is."""
+    """Place of a job: its cluster, its state and its run."""
 
     name: str
     submission: str
     address: str | None
-    """of its Ray cluster; None: the cluster of this program"""
+    """address of its Ray cluster; None: the cluster of this program"""
     store: str = "ray"
     """place of its state"""
     run_folder: str = ""

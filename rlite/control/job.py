@@ -66,13 +66,14 @@ class JobHandle:
 
     def _record(self, method: str, *args: Any) -> JobRecord:
         try:
-            record: JobRecord | None = self._ask(method, *args)
-        except JobNotFound:
-            record = load_record(_make_store(self._store), self.name)
-            if method == "wait" and record is not None and not record.state.has_ended:
+            record: JobRecord = self._ask(method, *args)
+        except JobNotFound as error:
+            found = load_record(_make_store(self._store), self.name)
+            if found is None:
+                raise JobNotFound(f"no job {self.name!r}: {error}, and its store has no record of it") from error
+            if method == "wait" and not found.state.has_ended:
                 raise  # it has lost its master
-        if record is None:
-            raise JobNotFound(f"no job {self.name!r} on this cluster, and no record of one in its store")
+            record = found
         if self._submission not in ("", record.submission):
             raise RliteError(f"job {self.name!r}: a later submission has its name, and its own end is not recorded")
         return record
@@ -190,8 +191,9 @@ class RLJob:
         except ConfigError:
             fleet.drop_plan(job_name, plan.submission)
             raise
-        save_entry(self._entry(plan))
         handle = JobHandle(job_name, plan.submission, self.spec.store)
+        save_entry(self._entry(plan))
+        handle.record()  # an error if the master cannot be made, as with another rlite on the cluster
         if not blocking:
             return handle
         try:

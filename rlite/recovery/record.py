@@ -86,7 +86,9 @@ def load_record(store: StateStore, job: str) -> JobRecord | None:
     try:
         return _JSON.validate_json(text)
     except ValidationError as error:
-        raise RliteError(f"the stored state of job {job!r} cannot be read; remove it: {shorten(str(error), 200)}") from error
+        raise RliteError(
+            f"the stored state of job {job!r} cannot be read; remove it: {shorten(str(error), 200)}"
+        ) from error
 
 
 def forget_old(store: StateStore) -> None:

@@ -129,7 +129,7 @@ class RayConnection:
         check_version(ray.__version__)
         self._is_connected = not ray.is_initialized()
         try:
-            if self._is_connected and not _join(address):
+            if self._is_connected and not _join(address, has_to_run=not may_start):
                 if not may_start:
                     raise ConfigError("no Ray cluster runs here: give its address=, or set RAY_ADDRESS")
                 self._guard = Guard()
@@ -175,8 +175,12 @@ def check_version(version: str) -> None:
         )
 
 
-def _join(address: str | None) -> bool:
+def _join(address: str | None, has_to_run: bool = False) -> bool:
     """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine.
+
+    Args:
+        address: the address, or None.
+        has_to_run: do not wait for a cluster that starts.
 
     Returns:
         False if there is no cluster, or if one that was found by chance does not answer or refuses this program.
@@ -191,7 +195,7 @@ def _join(address: str | None) -> bool:
     try:
         _show_token()
         if re.fullmatch(r"[^/]+:\d+", found):
-            _check_access(found)  # `ray.init` would try for 20 seconds, and would not say why it was refused
+            _check_access(found, has_to_run)  # `ray.init` tries for 20 s, and does not say why it was refused
         _init_ray(address=found)
     except WorkerError as error:
         if asked is not None:
@@ -208,13 +212,16 @@ def _show_token() -> None:
         Config.initialize("")  # read when Ray was imported
 
 
-def _check_access(address: str) -> None:
+def _check_access(address: str, has_to_run: bool) -> None:
     """Ask the control service of a cluster for anything.
 
     Raises:
         WorkerError: it does not answer, or refuses the token.
     """
     with _explained():
+        if has_to_run:
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
         GcsClient(address=address).internal_kv_get(b"", b"", timeout=ANSWER_S)
 
 
