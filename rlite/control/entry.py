@@ -93,10 +93,10 @@ def entries(wanted: str | None = None) -> list[JobEntry]:
 
 
 def keep_record(name: str, record: JobRecord) -> None:
-    """Keep the record of a job that has ended with its entry, if that is here: its cluster may end, too."""
+    """Keep the record of a job with its entry, if the job has ended and the entry is here: its cluster may end, too."""
     folder = folder_of(name, record.submission)
     with suppress(OSError):  # its store has the record as well
-        if folder.exists():
+        if record.state.has_ended and folder.exists():
             save_record(FileStore(folder), name, record)
 
 

@@ -89,9 +89,7 @@ class Master:
             Fleet(job).end()
             why = f"the master cannot read its state: {type(error).__name__}: {error}"
             logger.error("job %s: %s", job, why)
-            self._record = JobRecord(submission, JobState(stage="ERROR", error=why)).noted(
-                LogEntry(time.time(), "ERROR", why, "end the job")
-            )
+            self._record = _failed(submission, why)
             with suppress(OSError):  # the end then stands in memory alone
                 save_record(self._store, job, self._record)
                 keep_record(job, self._record)
@@ -107,21 +105,13 @@ class Master:
         self._processes = JobProcesses(self._plan, Fleet(job))
         health = self._plan.spec.health
         self._judge = Judge(health.stopped_after, health.silent_after, health.hung_after)
-        stored = load_record(self._store, job)
-        if stored is not None and stored.submission != submission:  # of an earlier job with this name
-            if not stored.state.has_ended and is_restarted():
-                raise RliteError("it is of another submission of this name, which has not ended")
-            if not stored.state.has_ended:
-                lost = f"the record of an earlier submission is replaced, which had not ended ({stored.state.stage})"
-                self._record = self._record.noted(LogEntry(time.time(), "INIT", lost))
-            stored = None
-        self._record = stored or self._record
+        self._record, is_new = _load_own(self._store, job, submission)
         self._recovering = threading.Lock()
         self._died_early: dict[WorkloadId, str] = {}
         """nodes of processes that died while they, or their role or job, were made"""
         self._looked_at = time.monotonic()
         self._looks: dict[str, Future[Any]] = {}
-        self._events.put(JobSubmitted(time.time()) if stored is None else MasterRestarted(time.time()))
+        self._events.put(JobSubmitted(time.time()) if is_new else MasterRestarted(time.time()))
         if self._record.state.stage == "RUNNING":
             self._events.put(self._adopt)
         threading.Thread(target=self._run, name="rlite-master", daemon=True).start()
@@ -190,8 +180,7 @@ class Master:
             self._record = replace(self._record.noted(entry), state=decision.state)
             try:
                 save_record(self._store, self._plan.name, self._record)
-                if self._state.has_ended:
-                    keep_record(self._plan.name, self._record)
+                keep_record(self._plan.name, self._record)
             finally:
                 self._changed.notify_all()
         self._judge.forget(lambda life: not self._is_wanted(life))
@@ -210,11 +199,8 @@ class Master:
     # Actions
 
     def _perform(self, action: Action) -> None:
-        if isinstance(action, StartTrainer):
-            self._start_trainer(action)
-            return
-        if isinstance(action, InterruptTrainer):
-            self._processes.interrupt_trainer()
+        if isinstance(action, StartTrainer | InterruptTrainer):
+            self._start_trainer(action) if isinstance(action, StartTrainer) else self._processes.interrupt_trainer()
             return
         assert not isinstance(action, EndJob)
         try:
@@ -406,6 +392,28 @@ class Master:
 
     def _stack(self, life: WorkloadId) -> str:
         return self._processes.stack(RLRoleType(life.role), life.rank)
+
+
+def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, bool]:
+    """Return the record of a submission, and whether it is new.
+
+    Raises:
+        RliteError: the record cannot be read, or belongs to another submission that has not ended.
+    """
+    stored, own = load_record(store, job), JobRecord(submission)
+    if stored is not None and stored.submission == submission:
+        return stored, False
+    if stored is not None and not stored.state.has_ended:
+        if is_restarted():
+            raise RliteError("it is of another submission of this name, which has not ended")
+        lost = f"the record of an earlier submission is replaced, which had not ended ({stored.state.stage})"
+        own = own.noted(LogEntry(time.time(), "INIT", lost))
+    return own, True
+
+
+def _failed(submission: str, why: str) -> JobRecord:
+    state = JobState(stage="ERROR", error=why)
+    return JobRecord(submission, state).noted(LogEntry(time.time(), "ERROR", why, "end the job"))
 
 
 def _detail(event: Event) -> str:

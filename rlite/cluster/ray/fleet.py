@@ -299,7 +299,13 @@ class RayStore:
 
 
 def keep_plan(job: str, submission: str, plan: Any) -> None:
-    """Keep the plan of a submission in Ray's key-value store, for a master that Ray restarts."""
+    """Keep the plan of a submission in Ray's key-value store, for a master that Ray restarts.
+
+    Args:
+        job: name of the job.
+        submission: its submission.
+        plan: the plan.
+    """
     _internal_kv_put(f"{job}/plan/{submission}", cloudpickle.dumps(plan), namespace=NAMESPACE)
 
 
