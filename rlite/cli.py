@@ -26,8 +26,9 @@ Use a model
 
 Jobs on a cluster (docs/control.md)
   launch job.yaml               a job of the control plane, or a trainer kept running
-  status [NAME]                 state of a job, or of all jobs
-  logs NAME, stop NAME          its event log, its end
+  status [NAME]                 state of a job, or of all jobs; NAME is also the folder of its run
+  logs NAME [--follow]          its events, and the output of its processes by role
+  stop NAME                     its end; a trainer saves before
 
 Help
   COMMAND --help [GROUP]        every option of a command by group, or one group, with its defaults
@@ -77,8 +78,8 @@ COMMANDS = {
     "plan": Command("rlite.trainer.commands.plan", "rlite.trainer.commands.options:PlanConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
     "status": Command("rlite.control.command", "rlite.control.command:JobQuery", "status"),
-    "logs": Command("rlite.control.command", "rlite.control.command:NamedJobQuery", "logs"),
-    "stop": Command("rlite.control.command", "rlite.control.command:NamedJobQuery", "stop"),
+    "logs": Command("rlite.control.command", "rlite.control.command:LogQuery", "logs"),
+    "stop": Command("rlite.control.command", "rlite.control.command:StopQuery", "stop"),
 }
 
 

@@ -118,6 +118,10 @@ class CallTimeout(RliteError, TimeoutError):
         self.late = late
 
 
+class JobNotFound(RliteError):
+    """A job has no master on the cluster: it has ended, or was never submitted."""
+
+
 class RemoteTraceback(RliteError):
     """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
 

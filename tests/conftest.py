@@ -28,6 +28,7 @@ def own_ray() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RLITE_JOBS", f"{folder}/jobs")
         patch.setenv("RAY_worker_niceness", "0")  # beside other tests, workers of a lower priority would hardly run
         # workers start when a test needs them, and in a moment
         patch.setenv("RAY_enable_worker_prestart", "0")

@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 
@@ -71,6 +71,14 @@ class Guard:
         reap(self._mark)
         self._companion.kill()
         self._companion.wait()
+
+
+def own_children() -> None:
+    """Let all programs that this process starts from now on end with it, even if it is killed."""
+    _owning.enter_context(Guard().marking())
+
+
+_owning = ExitStack()
 
 
 def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:

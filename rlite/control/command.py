@@ -6,18 +6,29 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlite.arguments import named
 from rlite.config import Natural, Options, load
+from rlite.control.entry import JobEntry, JobOutput, entries
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, RliteError
-from rlite.recovery.record import JobRecord, load_record
+from rlite.owner import Owner
+from rlite.recovery.failover import JobState
+from rlite.recovery.record import JobRecord, clock, load_record
+from rlite.recovery.store import FileStore
 
 JOB_SERVERS = ("http://", "https://")
+STOPPED = 143
+"""exit status of a job that was stopped, as after SIGTERM"""
+FOLLOW_S = 0.5
+"""seconds between two looks at the output of a job"""
 LAST_EVENTS = 5
 """events of a job that `rlite status` shows"""
 
@@ -39,21 +50,37 @@ class LaunchConfig(JobSpec):
 
 
 class JobQuery(Options):
-    """A job on a running cluster."""
+    """A job that was submitted from here, or that a running cluster knows."""
 
     help_arguments: ClassVar[str] = "[NAME]"
     help_example: ClassVar[str] = "NAME"
 
     name: str | None = None
-    """name of the job; status without it shows all jobs"""
+    """name of the job, or the folder of its run (trainer.save_dir); status without it shows all jobs"""
     address: str | None = None
-    """address of the Ray cluster"""
+    """address of the Ray cluster; default: the cluster that the job was submitted to"""
+    store: str = "ray"
+    """place of the state of a job that has ended, as in its spec: ray, or a folder"""
 
 
-class NamedJobQuery(JobQuery):
-    """One job on a running cluster."""
+class StopQuery(JobQuery):
+    """A job to end."""
 
     help_arguments: ClassVar[str] = "NAME"
+
+    now: bool = False
+    """end a program at once, without a checkpoint"""
+
+
+class LogQuery(JobQuery):
+    """A job whose logs are printed."""
+
+    help_arguments: ClassVar[str] = "NAME [--follow]"
+
+    role: str = ""
+    """role whose processes' output is printed: trainer, actor, ...; events for the event log; default: all"""
+    follow: bool = False
+    """go on printing until the job has ended"""
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -76,6 +103,8 @@ def launch(arguments: Sequence[str]) -> None:
         print(f"job {config.name} is submitted; see it with: rlite status {config.name}")
         return
     print(result)
+    if result.is_stopped:
+        sys.exit(STOPPED)
     if not result.succeeded:
         raise RliteError(f"job {config.name} failed: {result.error}")
 
@@ -104,26 +133,59 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
 
 
 def status(arguments: Sequence[str]) -> None:
-    """Print stage, roles, devices, restarts and latest events of a job, or of all jobs that the cluster knows."""
-    name = _query(arguments, needs_name=False)
-    for each in [name] if name else _store().names():
-        print(describe(each, _record(each), _devices(each)))
+    """Print stage, roles, devices, restarts and latest events of a job, or of all jobs that are known here."""
+    query = load(JobQuery, named(arguments, ["name"]))
+    if query.name is not None:
+        found = _find(query)
+        _show(found.name, found.record, found.handle)
+        return
+    known = entries() if query.address is None else []
+    for entry in known:
+        record = _kept(entry)
+        stage = "on its cluster" if record is None else record.state.stage
+        print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {entry.run_folder or entry.name}")
+    with suppress(*[ConfigError][: len(known)]):  # the jobs from here may be all
+        connect(None, query.address)
+        for name in importlib.import_module("rlite.cluster.ray.fleet").RayStore().names():
+            handle = JobHandle(name)
+            _show(name, handle.record(), handle)
+
+
+def _show(name: str, record: JobRecord, handle: JobHandle | None) -> None:
+    orphans = handle.orphans() if handle else []
+    print(describe(name, record, handle.devices() if handle and not orphans and not record.state.has_ended else {}))
+    if orphans:
+        print(f"  {len(orphans)} processes without a master, which `rlite stop {name}` ends")
 
 
 def logs(arguments: Sequence[str]) -> None:
-    """Print the event log of a job."""
-    name = _query(arguments)
-    for entry in _record(name).log:
+    """Print the event log of a job and the output of its processes, by role."""
+    flags = ["follow=true" if each == "--follow" else each for each in arguments]
+    query = load(LogQuery, named(flags, ["name"]))
+    found = _find(query)
+    for entry in found.record.log if query.role in ("", "events") else ():
         print(entry)
+    output = JobOutput(found.name, found.record.submission, "" if query.role == "events" else query.role)
+    if query.role == "events":
+        return
+    if output.show() == 0:
+        print("no output of its processes on this machine: each node has the output of its own")
+    if query.follow:
+        found.wait(output.show)
 
 
 def stop(arguments: Sequence[str]) -> None:
-    """End a job and wait for its end."""
-    name = _query(arguments)
-    handle = JobHandle(name)
-    handle.stop()
-    handle.result(timeout=60.0)
-    print(f"job {name} has ended")
+    """End a job and wait for its end. A program saves before."""
+    query = load(StopQuery, named(arguments, ["name"]))
+    found = _find(query)
+    if found.handle is None or (found.record.state.has_ended and not found.handle.orphans()):
+        print(f"job {found.name} has ended already: {found.record.state.stage}")
+        return
+    found.handle.stop(is_now=query.now)
+    found.wait()
+    if found.held_by is None:
+        found.handle.result()  # which ends the master
+    print(f"job {found.name} has ended: {found.record.state.error or found.record.state.stage}")
 
 
 def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str:
@@ -148,33 +210,58 @@ def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str
     return "\n".join([*lines, *(f"  {entry}" for entry in record.log[-LAST_EVENTS:])])
 
 
-def _query(arguments: Sequence[str], needs_name: bool = True) -> str:
-    query = load(JobQuery, named(arguments, ["name"]))
-    if needs_name and query.name is None:
-        raise ConfigError("expected the name of a job")
-    connect(None, query.address)
-    return query.name or ""
+@dataclass
+class _Found:
+    """A job that a command has found."""
+
+    name: str
+    record: JobRecord
+    handle: JobHandle | None = None
+    """None: the job has ended, and no cluster is needed"""
+    held_by: JobEntry | None = None
+    """entry of a job whose Ray another process holds, and ends with the job"""
+
+    def wait(self, act: Callable[[], object] = lambda: None) -> None:
+        """Wait for the end of the job, and call `act` now and then."""
+        if self.held_by is not None:
+            importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
+        while not self.record.state.has_ended:
+            time.sleep(FOLLOW_S)
+            if self.held_by is not None:
+                self.record = _kept(self.held_by) or self.record
+            elif self.handle is not None:
+                self.record = self.handle.record()
+            act()
 
 
-def _store() -> Any:
-    return importlib.import_module("rlite.cluster.ray.fleet").RayStore()
-
-
-def _is_running(name: str) -> bool:
-    return "master" in importlib.import_module("rlite.cluster.ray.fleet").Fleet(name).names()
-
-
-def _devices(name: str) -> dict[str, list[str]]:
-    return JobHandle(name).devices() if _is_running(name) else {}
-
-
-def _record(name: str) -> JobRecord:
-    """Return the record of a job, from its master or, after its end, from Ray's key-value store.
+def _find(query: JobQuery) -> _Found:
+    """Return a job by name or run folder: an entry of a submission from here, or a job of the connected cluster.
 
     Raises:
-        RliteError: there is no such job.
+        ConfigError: there is no name.
     """
-    record = JobHandle(name).record() if _is_running(name) else load_record(_store(), name)
-    if record is None:
-        raise RliteError(f"no job {name!r} on this cluster, and no record of one in Ray's key-value store")
-    return record
+    if query.name is None:
+        raise ConfigError("expected the name of a job, or the folder of its run")
+    entry = next(iter(entries(query.name)), None) if query.address is None else None
+    if entry is not None and (record := _kept(entry)) is not None:
+        return _Found(entry.name, record)
+    if entry is None:
+        if query.store != "ray" and (record := load_record(FileStore(query.store), query.name)) is not None:
+            return _Found(query.name, record)
+        entry = JobEntry(query.name, "", query.address, query.store)
+    connect(None, entry.address)
+    handle = JobHandle(entry.name, entry.submission, entry.store)
+    is_held = entry.owner not in (None, Owner.of_this_process())
+    return _Found(entry.name, handle.record(), handle, entry if is_held else None)
+
+
+def _kept(entry: JobEntry) -> JobRecord | None:
+    """Return the record of a job that needs no cluster: it has ended, or the process that held its Ray has."""
+    kept = load_record(FileStore(entry.folder), entry.name)
+    if kept is None and entry.store not in ("ray", "memory"):
+        stored = load_record(FileStore(entry.store), entry.name)
+        kept = stored if stored and stored.submission == entry.submission and stored.state.has_ended else None
+    if kept is None and entry.owner is not None and entry.owner.is_gone:
+        why = f"process {entry.owner.pid}, which held its Ray, has ended"
+        return JobRecord(entry.submission, JobState(stage="ERROR", error=why))
+    return kept

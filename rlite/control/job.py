@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
+from rlite.control.entry import JobEntry, keep_record, save_entry
 from rlite.control.layout import check_capacity
 from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec
-from rlite.errors import CallTimeout, ConfigError, RliteError
-from rlite.recovery.record import JobRecord, LogEntry, forget_old
-from rlite.recovery.store import check_name
+from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
+from rlite.owner import Owner
+from rlite.recovery.record import JobRecord, LogEntry, forget_old, load_record, save_record
+from rlite.recovery.store import StateStore, check_name
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""
@@ -34,31 +37,76 @@ class JobResult:
     """events and decisions"""
     error: str = ""
     """why the job did not succeed"""
+    is_stopped: bool = False
+    """it was ended on request"""
 
     def __str__(self) -> str:
-        end = "succeeded" if self.succeeded else f"failed: {self.error}"
+        end = "succeeded" if self.succeeded else f"{'was stopped' if self.is_stopped else 'failed'}: {self.error}"
         lines = "".join(f"\n{entry}" for entry in self.events)
         return f"job {end}; restarts of the trainer: {self.restarts}{lines}"
 
 
 class JobHandle:
-    """A submitted job."""
+    """A submitted job.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: its name.
+        submission: its submission; "" for the job that has the name now.
+        store: `store` of its spec.
+    """
+
+    def __init__(self, name: str, submission: str = "", store: str = "ray") -> None:
         self.name = name
+        self._submission, self._store = submission, store
         self._fleet = _ray("fleet")
 
     def record(self) -> JobRecord:
-        """Return the job's state and log."""
-        return self._ask("record")
+        """Return the job's state and log, which a store may keep after the end."""
+        return self._record("record")
+
+    def _record(self, method: str, *args: Any) -> JobRecord:
+        try:
+            record: JobRecord = self._ask(method, *args)
+        except JobNotFound as error:
+            found = load_record(_make_store(self._store), self.name)
+            if found is None:
+                raise JobNotFound(f"no job {self.name!r}: {error}, and its store has no record of it") from error
+            if method == "wait" and not found.state.has_ended:
+                raise  # it has lost its master
+            record = found
+        if self._submission not in ("", record.submission):
+            raise RliteError(f"job {self.name!r}: a later submission has its name, and its own end is not recorded")
+        return record
 
     def devices(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
         return self._ask("placement")
 
-    def stop(self, why: str = "stopped on request") -> None:
-        """End the job. `result` waits for the end."""
-        self._ask("stop", why)
+    def orphans(self) -> list[str]:
+        """Return the names of the job's processes that have no master."""
+        names = self._fleet.Fleet(self.name).names()
+        return [] if "master" in names else names
+
+    def stop(self, why: str = "stopped on request", is_now: bool = False) -> None:
+        """End the job. `result` waits for the end. If the job has no master any more, end the processes that it left.
+
+        Args:
+            why: the reason, for the log.
+            is_now: do not let a program save before; so does a second call.
+
+        Raises:
+            JobNotFound: the job has no process.
+        """
+        try:
+            self._ask("stop", why, is_now)
+        except JobNotFound:
+            if not self.orphans():
+                raise
+            self._fleet.Fleet(self.name).end()
+            store = _make_store(self._store)
+            record = load_record(store, self.name) or JobRecord(self._submission)
+            state = replace(record.state, stage="STOPPED", error=f"{why}; its master was gone")
+            save_record(store, self.name, replace(record, state=state))
 
     def result(self, timeout: float | None = None) -> JobResult:
         """Wait for the job's end, and end its master.
@@ -75,7 +123,7 @@ class JobHandle:
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = max(deadline - time.monotonic(), 0.0)
-            record: JobRecord = self._ask("wait", min(WAIT_S, left))
+            record = self._record("wait", min(WAIT_S, left))
             if record.state.has_ended:
                 break
             if left == 0.0:
@@ -84,9 +132,11 @@ class JobHandle:
         processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
         processes.kill(lambda _: True)
         processes.release(lambda _: True)
-        self._fleet.drop_plan(self.name)
+        self._fleet.drop_plan(self.name, record.submission)
+        keep_record(self.name, record)
         state = record.state
-        return JobResult(state.stage == "FINISHED", state.restarts, record.log, state.error)
+        is_stopped = state.stage == "STOPPED"
+        return JobResult(state.stage == "FINISHED", state.restarts, record.log, state.error, is_stopped)
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._fleet.Service(self.name).ask(method, *args)
@@ -120,6 +170,7 @@ class RLJob:
 
         Raises:
             ConfigError: the name is taken or not valid, or Ray is not installed.
+            KeyboardInterrupt: the wait was interrupted; its argument says how the job ended.
         """
         check_name(job_name)
         if not isinstance(job_max_restart, int) or isinstance(job_max_restart, bool) or job_max_restart < 0:
@@ -129,16 +180,27 @@ class RLJob:
         kind = self.spec.device_type
         check_capacity(self.layout, fleet.capacities(self.spec.device_kind), kind)
         processes = fleet.Fleet(job_name)
-        if "master" in processes.names():
-            raise ConfigError(f"job_name={job_name!r}: a job of this name runs on the cluster; choose another")
+        if processes.names():
+            raise ConfigError(f"job_name={job_name!r}: {fleet.TAKEN}")
+        load_record(_make_store(self.spec.store), job_name)  # refused here if it cannot be read
         forget_old(fleet.RayStore())
-        fleet.keep_plan(job_name, self.plan(job_name, job_max_restart))
-        processes.serve(MasterFactory(job_name))
-        handle = JobHandle(job_name)
+        plan = self.plan(job_name, job_max_restart)
+        fleet.keep_plan(job_name, plan.submission, plan)
+        try:
+            processes.serve(MasterFactory(job_name, plan.submission))
+        except ConfigError:
+            fleet.drop_plan(job_name, plan.submission)
+            raise
+        handle = JobHandle(job_name, plan.submission, self.spec.store)
+        save_entry(self._entry(plan))
+        handle.record()  # an error if the master cannot be made, as with another rlite on the cluster
         if not blocking:
             return handle
         try:
             return handle.result()
+        except KeyboardInterrupt as error:
+            error.args = (self._end(handle),)
+            raise
         except BaseException:
             self._abandon(handle)
             raise
@@ -155,10 +217,43 @@ class RLJob:
             folder=os.getcwd(),
         )
 
+    def _entry(self, plan: JobPlan) -> JobEntry:
+        address = _ray("fleet").cluster_address()
+        is_own = _ray("connection").is_started_here(address)
+        trainer = self.spec.config.get("trainer") if self.spec.is_program else None
+        folder = trainer.get("save_dir") if isinstance(trainer, dict) else None
+        return JobEntry(
+            name=plan.name,
+            submission=plan.submission,
+            address=address,
+            store=self.spec.store,
+            run_folder=os.path.realpath(folder) if isinstance(folder, str) else "",
+            owner=Owner.of_this_process() if is_own else None,
+        )
+
+    def _end(self, handle: JobHandle) -> str:
+        """Let a job whose submitter was interrupted save and end. A second interruption ends it at once.
+
+        Returns:
+            How it ended, in words.
+        """
+        if self.spec.is_program:
+            print("\nThe job saves and ends; a second signal ends it at once.", file=sys.stderr, flush=True)
+        try:
+            handle.stop("its submitter was interrupted")
+            result = handle.result()
+        except KeyboardInterrupt:
+            self._abandon(handle)
+            return f"Job {handle.name} was ended at once."
+        except RliteError as error:  # the cluster is gone, or does not answer
+            return str(error)
+        said = next((entry.detail for entry in reversed(result.events) if entry.detail), result.error)
+        return f"Job {handle.name}: {said.splitlines()[-1]}"
+
     def _abandon(self, handle: JobHandle) -> None:
         """End a job whose submitter no longer waits."""
         try:
-            handle.stop("its submitter was interrupted")
+            handle.stop("its submitter was interrupted", is_now=True)
             handle.result(timeout=60.0)
         except RliteError:  # the cluster is gone, or does not answer; the first error counts
             return
@@ -169,10 +264,11 @@ class MasterFactory:
     """Maker of a master, in its own process."""
 
     job: str
+    submission: str
 
     def __call__(self) -> Any:
         """Return the master."""
-        return importlib.import_module("rlite.control.master").Master(self.job)
+        return importlib.import_module("rlite.control.master").Master(self.job, self.submission)
 
 
 def job_of(spec: JobSpec) -> RLJob:
@@ -215,6 +311,10 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
     else:
         made = connection.RayConnection(spec.device_kind, spec.node_num * spec.device_per_node, address)
     importlib.import_module("rlite.cluster.session").at_shutdown(made.close)
+
+
+def _make_store(kind: str) -> StateStore:
+    return importlib.import_module("rlite.control.master").make_store(kind)
 
 
 def _ray(module: str) -> Any:

@@ -23,19 +23,21 @@ from functools import partial
 from typing import Any
 
 from rlite.cluster.host import CallPosition
-from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan, own_node
+from rlite.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, own_node
+from rlite.control.entry import keep_record
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
 from rlite.control.processes import JobProcesses, ProcessView
 from rlite.control.rendezvous import StaleRendezvous
 from rlite.control.roles import RLRoleType
-from rlite.errors import CallTimeout, StorageError, WorkerError
+from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.recovery.failover import (
     JOB,
     Action,
     CreateJob,
     EndJob,
     Event,
+    InterruptTrainer,
     JobState,
     JobSubmitted,
     MasterRestarted,
@@ -77,24 +79,39 @@ def make_store(kind: str) -> StateStore:
 class Master:
     """Worker of the master's process. Its public methods are called from other processes."""
 
-    def __init__(self, job: str) -> None:
-        self._plan: JobPlan = kept_plan(job)
+    def __init__(self, job: str, submission: str) -> None:
+        self._store, self._record = make_store("ray"), JobRecord(submission)
+        self._events: queue.Queue[Event | Callable[[], None]] = queue.Queue()
+        self._changed = threading.Condition()
+        try:
+            self._begin(job, submission)
+        except Exception as error:  # a master that cannot go on must not leave a job without an owner
+            Fleet(job).end()
+            why = f"the master cannot read its state: {type(error).__name__}: {error}"
+            logger.error("job %s: %s", job, why)
+            self._record = _failed(submission, why)
+            with suppress(OSError):  # the end then stands in memory alone
+                save_record(self._store, job, self._record)
+                keep_record(job, self._record)
+
+    def _begin(self, job: str, submission: str) -> None:
+        """Begin the job, or take it over from a killed master.
+
+        Raises:
+            RliteError: the state cannot be read, or is of another submission.
+        """
+        self._plan: JobPlan = kept_plan(job, submission)
         self._store = make_store(self._plan.spec.store)
         self._processes = JobProcesses(self._plan, Fleet(job))
         health = self._plan.spec.health
         self._judge = Judge(health.stopped_after, health.silent_after, health.hung_after)
-        self._events: queue.Queue[Event | Callable[[], None]] = queue.Queue()
-        self._changed = threading.Condition()
-        stored = load_record(self._store, job)
-        if stored is not None and stored.submission != self._plan.submission:
-            stored = None  # of an earlier job with this name
-        self._record = stored or JobRecord(self._plan.submission)
+        self._record, is_new = _load_own(self._store, job, submission)
         self._recovering = threading.Lock()
         self._died_early: dict[WorkloadId, str] = {}
         """nodes of processes that died while they, or their role or job, were made"""
         self._looked_at = time.monotonic()
         self._looks: dict[str, Future[Any]] = {}
-        self._events.put(JobSubmitted(time.time()) if stored is None else MasterRestarted(time.time()))
+        self._events.put(JobSubmitted(time.time()) if is_new else MasterRestarted(time.time()))
         if self._record.state.stage == "RUNNING":
             self._events.put(self._adopt)
         threading.Thread(target=self._run, name="rlite-master", daemon=True).start()
@@ -111,9 +128,9 @@ class Master:
             self._changed.wait_for(lambda: self._record.state.has_ended, seconds)
         return self._record
 
-    def stop(self, why: str) -> None:
-        """End the job."""
-        self._events.put(StopRequested(time.time(), why))
+    def stop(self, why: str, is_now: bool = False) -> None:
+        """End the job. A program saves before, unless the job ends now."""
+        self._events.put(StopRequested(time.time(), why, may_save=self._plan.spec.is_program and not is_now))
 
     def placement(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
@@ -144,7 +161,8 @@ class Master:
             except Exception as error:  # the master's own failure must not leave a job without an owner
                 logger.exception("the master of job %s failed", self._plan.name)
                 with suppress(StorageError):  # the end then stands in memory alone
-                    self._handle(StopRequested(time.time(), f"the master failed: {type(error).__name__}: {error}"))
+                    why = f"the master failed: {type(error).__name__}: {error}"
+                    self._handle(StopRequested(time.time(), why, is_failure=True))
 
     @property
     def _state(self) -> JobState:
@@ -162,6 +180,7 @@ class Master:
             self._record = replace(self._record.noted(entry), state=decision.state)
             try:
                 save_record(self._store, self._plan.name, self._record)
+                keep_record(self._plan.name, self._record)
             finally:
                 self._changed.notify_all()
         self._judge.forget(lambda life: not self._is_wanted(life))
@@ -180,8 +199,8 @@ class Master:
     # Actions
 
     def _perform(self, action: Action) -> None:
-        if isinstance(action, StartTrainer):
-            self._start_trainer(action)
+        if isinstance(action, StartTrainer | InterruptTrainer):
+            self._start_trainer(action) if isinstance(action, StartTrainer) else self._processes.interrupt_trainer()
             return
         assert not isinstance(action, EndJob)
         try:
@@ -307,6 +326,8 @@ class Master:
                 self._watch(life, view)
         self._in_thread(self._expect_answers, {life: view.look for life, view in views.items()})
         if self._processes.adopt_trainer(state.run):
+            if state.stopping:
+                self._processes.interrupt_trainer()
             self._in_thread(self._follow_trainer, state.run)
         else:
             why = "its process ended while the master was restarted"
@@ -371,6 +392,28 @@ class Master:
 
     def _stack(self, life: WorkloadId) -> str:
         return self._processes.stack(RLRoleType(life.role), life.rank)
+
+
+def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, bool]:
+    """Return the record of a submission, and whether it is new.
+
+    Raises:
+        RliteError: the record cannot be read, or belongs to another submission that has not ended.
+    """
+    stored, own = load_record(store, job), JobRecord(submission)
+    if stored is not None and stored.submission == submission:
+        return stored, False
+    if stored is not None and not stored.state.has_ended:
+        if is_restarted():
+            raise RliteError("it is of another submission of this name, which has not ended")
+        lost = f"the record of an earlier submission is replaced, which had not ended ({stored.state.stage})"
+        own = own.noted(LogEntry(time.time(), "INIT", lost))
+    return own, True
+
+
+def _failed(submission: str, why: str) -> JobRecord:
+    state = JobState(stage="ERROR", error=why)
+    return JobRecord(submission, state).noted(LogEntry(time.time(), "ERROR", why, "end the job"))
 
 
 def _detail(event: Event) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlite.cluster.group import WorkerGroup, worker_name
-from rlite.cluster.host import CallPosition, Outcome, WorkerHost
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost
 from rlite.cluster.placement import Device
 from rlite.cluster.ray.fleet import (
     SERVICE_KEY,
@@ -25,6 +25,7 @@ from rlite.cluster.ray.fleet import (
     value_of,
 )
 from rlite.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
+from rlite.control.entry import JobProcess
 from rlite.control.health import NodeAgent
 from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
 from rlite.control.program import Program
@@ -195,8 +196,8 @@ class JobProcesses:
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
-        group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
+        factory: Any = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
+        group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
 
@@ -247,6 +248,11 @@ class JobProcesses:
         """
         assert self._trainer is not None
         return value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+
+    def interrupt_trainer(self) -> None:
+        """Let the trainer's program save and end."""
+        if self._trainer is not None:
+            self._trainer.aside(TRAINER_KEY, "interrupt")
 
     def end_trainer(self, run: int) -> None:
         """End the trainer's process of a run. This does not wait for its end."""
@@ -328,7 +334,12 @@ class JobProcesses:
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
         count = len(group)
-        group.create(factory, [torch_device] * count, [0] * count, range(count), timeout, list(ranks))
+        group.create(
+            self._in_job(role, factory), [torch_device] * count, [0] * count, range(count), timeout, list(ranks)
+        )
+
+    def _in_job(self, role: str, factory: Callable[[WorkerContext], Any]) -> JobProcess:
+        return JobProcess(self._plan.name, self._plan.submission, role, factory)
 
     def _actors(self, role: RLRoleType) -> RoleActors:
         group = self._groups[role]

@@ -83,6 +83,8 @@ class ProgramProcess:
         self._program = program
         self._progress: Progress = "new"
         self._error = ""
+        self._is_interrupted = False
+        self._process: subprocess.Popen[str] | None = None
         self._report: reporting.TrainerReport | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._lock = threading.Lock()
@@ -115,6 +117,12 @@ class ProgramProcess:
         trace = "\n".join(self._tail) if self._progress == "raised" else ""
         return TrainerOutcome(self._progress, True, self._error, trace, report, is_final)
 
+    def interrupt(self) -> None:
+        """Let the program save and end, as after SIGTERM without a control plane."""
+        was_asked, self._is_interrupted = self._is_interrupted, True
+        if self._process is not None and not was_asked:  # a second signal would end it at once
+            self._process.terminate()
+
     def _run_in(self, folder: Path, guard: Guard) -> str:
         """Run the program.
 
@@ -127,7 +135,7 @@ class ProgramProcess:
         """
         options, report_file = folder / "config.yaml", folder / "report.json"
         options.write_text(yaml.safe_dump(dict(self._program.config), sort_keys=False))
-        process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             self._program.command(options),
             env=self._environment(report_file, guard),
             cwd=self._program.folder if os.path.isdir(self._program.folder) else None,
@@ -137,6 +145,8 @@ class ProgramProcess:
             text=True,
             errors="replace",
         )
+        if self._is_interrupted:
+            process.terminate()
         reader = threading.Thread(target=self._pass_on, args=(process,), name="rlite-program-output", daemon=True)
         reader.start()
         watch = ProgramWatch(self._program.health, process.pid)

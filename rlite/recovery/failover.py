@@ -1,8 +1,8 @@
 """Failover decisions of a job: `decide(state, event, policy)`, a pure function.
 
     INIT ──recovered──> RUNNING <──recovered── FAILOVER            RUNNING ──trainer finished──> FINISHED
-      └── failed ──────────────────────────────^  │ ^                 any ──budget used up, stopped──> ERROR
-                                 RUNNING ──failed─┘ └─ failed again
+      └── failed ──────────────────────────────^  │ ^                 any ──budget used up──> ERROR
+                                 RUNNING ──failed─┘ └─ failed again        any ──stopped──> STOPPED
 
 A failure restarts a workload, a role or the job, according to the role's policy. A recovery has a ticket. A failure
 during a recovery replaces the recovery by a new one, and the result of the old one is then stale. Each process has an
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 Level = Literal["ignore", "workload", "role", "job"]
 """scopes of a recovery, by rising extent"""
-Stage = Literal["INIT", "RUNNING", "FAILOVER", "FINISHED", "ERROR"]
+Stage = Literal["INIT", "RUNNING", "FAILOVER", "FINISHED", "STOPPED", "ERROR"]
 Condition = Literal["dead", "stopped", "hung"]
 JOB = "job"
 """label of a recovery of the whole job; a role's label is its name, a workload's "ROLE/rank" """
@@ -170,6 +170,9 @@ class StopRequested:
 
     at: float
     why: str = "stopped on request"
+    may_save: bool = False
+    """a running trainer is asked to save and to end first, unless it was asked before"""
+    is_failure: bool = False
 
     def __str__(self) -> str:
         return self.why
@@ -231,13 +234,20 @@ class StartTrainer:
 
 
 @dataclass(frozen=True)
+class InterruptTrainer:
+    """Ask the trainer's program to save and to end."""
+
+    run: int
+
+
+@dataclass(frozen=True)
 class EndJob:
     """End every process of the job."""
 
     succeeded: bool
 
 
-Action = CreateJob | RestartRole | RestartWorkload | StartTrainer | EndJob
+Action = CreateJob | RestartRole | RestartWorkload | StartTrainer | InterruptTrainer | EndJob
 
 
 # State and policy
@@ -284,6 +294,8 @@ class JobState:
     failed_at: float = 0.0
     failures_in_row: int = 0
     """failures since the job was last stable; they set the back-off"""
+    stopping: str = ""
+    """why the trainer was asked to save and to end"""
     creation_error: str = ""
     """why the latest creation failed"""
     error: str = ""
@@ -291,7 +303,7 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """True if no process of the job runs."""
-        return self.stage in ("FINISHED", "ERROR")
+        return self.stage in ("FINISHED", "STOPPED", "ERROR")
 
     @property
     def restarts(self) -> int:
@@ -371,7 +383,10 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
                 return Decision(state, (), "take the job over")
             return _create(_next_attempt(state), 0.0, "the master was killed during a creation: create the job again")
         case StopRequested():
-            return _end(state, "ERROR", event.why)
+            has_begun = state.stage == "RUNNING" and not state.is_trainer_waiting and state.begun_run == state.run
+            if event.may_save and has_begun and not state.stopping:
+                return Decision(replace(state, stopping=event.why), (InterruptTrainer(state.run),), "let it save first")
+            return _end(state, "ERROR" if event.is_failure else "STOPPED", event.why)
         case WorkloadsFailed():
             return _on_workloads(state, event, policy)
         case Recovered():
@@ -470,6 +485,8 @@ def _restart_workloads(
 def _on_trainer(state: JobState, event: TrainerFailed, policy: FailoverPolicy) -> Decision:
     if event.is_final:
         return _end(state, "ERROR", str(event))
+    if state.stopping:
+        return _end(state, "STOPPED", f"{state.stopping}: {event.detail}")
     if not state.is_trainer_recoverable:
         return _restart_job(state, event.at, policy, cause=str(event))
     if state.trainer_restarts >= policy.max_trainer_restarts:

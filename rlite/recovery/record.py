@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,10 +34,14 @@ class LogEntry:
     """further lines, such as a stack"""
 
     def __str__(self) -> str:
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
         decision = f" -> {self.decision}" if self.decision else ""
         detail = "".join(f"\n    {line}" for line in self.detail.splitlines())
-        return f"{clock} {self.stage:8} {self.event}{decision}{detail}"
+        return f"{clock(self.at)} {self.stage:8} {self.event}{decision}{detail}"
+
+
+def clock(at: float) -> str:
+    """Return a Unix time in words."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ def load_record(store: StateStore, job: str) -> JobRecord | None:
     try:
         return _JSON.validate_json(text)
     except ValidationError as error:
-        raise RliteError(f"the stored state of job {job!r} cannot be read; remove it: {error}") from error
+        raise RliteError(
+            f"the stored state of job {job!r} cannot be read; remove it: {shorten(str(error), 200)}"
+        ) from error
 
 
 def forget_old(store: StateStore) -> None:

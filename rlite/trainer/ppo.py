@@ -151,20 +151,25 @@ class PpoTrainer:
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
+        with self.run.held():
+            with self.record:
+                metrics = self._train()
+            self.evaluations.close()
+            self.run.close()
+        return metrics
+
+    def _train(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        with self.record:
-            self.start()
-            try:
-                while not self.run.is_over:
-                    with stats_tracker.record_timing("step"), self.run.generating():
-                        generated = self.rollouts.next_batch()
-                        batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
-                    metrics = self.finish_step(batch)
-            except StreamedDataError:
-                self.run.save_before_bad_data(self._save_after_evaluations)
-                raise
-        self.evaluations.close()
-        self.run.close()
+        self.start()
+        try:
+            while not self.run.is_over:
+                with stats_tracker.record_timing("step"), self.run.generating():
+                    generated = self.rollouts.next_batch()
+                    batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
+                metrics = self.finish_step(batch)
+        except StreamedDataError:
+            self.run.save_before_bad_data(self._save_after_evaluations)
+            raise
         return metrics
 
     def learn(self, batch: TensorDict) -> TensorDict:

@@ -165,19 +165,20 @@ class SupervisedTrainer(ABC, Generic[C]):
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
-        self.start()
-        metrics = self._evaluate_owed()
-        try:
-            for batch in self.loader:
-                if self.run.is_over:
-                    break
-                with stats_tracker.record_timing("step"):
-                    stats = self.update(self.prepare(batch))
-                metrics = self.finish_step(batch, stats)
-        except StreamedDataError:
-            self.run.save_before_bad_data(self._save)
-            raise
-        self.run.close()
+        with self.run.held():
+            self.start()
+            metrics = self._evaluate_owed()
+            try:
+                for batch in self.loader:
+                    if self.run.is_over:
+                        break
+                    with stats_tracker.record_timing("step"):
+                        stats = self.update(self.prepare(batch))
+                    metrics = self.finish_step(batch, stats)
+            except StreamedDataError:
+                self.run.save_before_bad_data(self._save)
+                raise
+            self.run.close()
         return metrics
 
     def start(self) -> None:

@@ -12,6 +12,7 @@ from rlite.errors import ConfigError
 from rlite.observability.record.files import FOLDER as RECORD
 from rlite.observability.record.gaps import read_gaps
 from rlite.observability.record.reader import RecordReader, is_recorded
+from rlite.owner import LOCK, read_owner
 from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile
@@ -51,6 +52,8 @@ class ViewedRun:
         self._config_problem = ""
         self._config_stamp: tuple[int, int] | None = None
         self._refresh_problem = ""
+        self.is_gone = False
+        """the run's process has ended, as far as this machine can tell"""
         self.changed_at = 0.0
         """Unix time of the newest change"""
 
@@ -72,6 +75,7 @@ class ViewedRun:
             self.metrics.refresh(),
             self.record.refresh(),
             self.results.refresh(),
+            self._refresh_owner(),
         ]
         if changed[2]:
             for source in self.record.sources:
@@ -89,9 +93,16 @@ class ViewedRun:
         self.config, self._config_problem = _read_config(self.folder / CONFIG)
         return True
 
+    def _refresh_owner(self) -> bool:
+        owner = read_owner(self.folder / LOCK)
+        was_gone, self.is_gone = self.is_gone, owner is not None and owner.is_gone
+        return was_gone != self.is_gone
+
     @property
     def live_s(self) -> float:
-        """Seconds without a change after which the run no longer counts as live; a step may take minutes."""
+        """Seconds without a change after which the run no longer counts as live; 0 if its process has ended."""
+        if self.is_gone:
+            return 0.0
         seconds = self.metrics.recent("seconds", RECENT)
         return max(LIVE_S, LIVE_STEPS * median(seconds)) if seconds else LIVE_S
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ class Actor(BaseWorkload):
         if config.get("refuse"):
             raise ValueError("no such model")
         self.steps = 0
+        if config.get("spawns"):
+            children = Path(config.out) / "children"
+            children.mkdir(exist_ok=True)
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            (children / str(child.pid)).touch()
 
     def pid(self) -> int:
         return os.getpid()

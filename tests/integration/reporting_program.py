@@ -6,6 +6,7 @@ It makes a step each time a file `step-N` appears, notes its process, and fails 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ def main() -> None:
     if options.get("refuse"):
         reporting.report_final_error(ConfigError("no such model"))
         sys.exit("ConfigError: no such model")
+    if "at_sigterm" in options:
+        signal.signal(signal.SIGTERM, lambda *_: end(out, options["at_sigterm"]))
     starts = out / "starts"
     with starts.open("a") as file:
         file.write(f"{os.getpid()} {int(reporting.has_begun())}\n")
@@ -38,6 +41,13 @@ def main() -> None:
             raise ValueError("the disk is on fire")
         (out / f"done-{step}").write_text("")
     reporting.report_step(options["steps"], options["steps"])
+
+
+def end(out: Path, how: str) -> None:
+    (out / "asked").write_text("")
+    if how == "save":
+        print("step 1 is saved", flush=True)
+        sys.exit(143)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 import rlite
-from rlite.cluster.ray.fleet import Fleet, RayStore, Service
+from rlite.cluster.ray.fleet import Fleet, RayStore, Service, drop_plan, keep_plan
 from rlite.control import JobHandle, JobResult, RLJobBuilder, command
 from rlite.errors import ConfigError, PlacementError, RliteError
 from rlite.recovery.failover import JobState
@@ -255,7 +256,7 @@ def test_impossible_jobs_are_refused_before_anything_starts(tmp_path: Path) -> N
         builder(tmp_path).build().submit(job_name="twice")
     run.handle.stop()
     result = run.handle.result(timeout=START_S)
-    assert (result.succeeded, result.error) == (False, "stopped on request")
+    assert (result.succeeded, result.is_stopped, result.error) == (False, True, "stopped on request")
 
 
 def test_a_job_that_is_stopped_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
@@ -293,3 +294,121 @@ def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.
     assert "stopped on request -> end the job" in capsys.readouterr().out
     with pytest.raises(RliteError, match="no job 'clj'"):
         command.logs(["clj"])
+    command.status(["cli"])
+    assert "cli: STOPPED, 0 restarts" in capsys.readouterr().out
+
+
+# -- one name, several submissions; masters that cannot go on -------------------------------------------------------
+
+
+def test_of_two_submissions_at_once_one_is_refused_and_the_others_job_runs(tmp_path: Path) -> None:
+    runs: dict[str, Run | Exception] = {}
+
+    def submit(which: str) -> None:
+        try:
+            (tmp_path / which).mkdir()
+            runs[which] = Run(builder(tmp_path / which), tmp_path / which, "raced")
+        except ConfigError as error:
+            runs[which] = error
+
+    threads = [threading.Thread(target=submit, args=(which,)) for which in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (refused,) = [each for each in runs.values() if isinstance(each, ConfigError)]
+    assert "job_name='raced': a job of this name runs on the cluster" in str(refused)
+    (winner,) = [each for each in runs.values() if isinstance(each, Run)]
+    assert winner.finish().succeeded
+    assert [path.parent for path in tmp_path.glob("*/runs")] == [winner.out]
+
+
+def kill_master(name: str) -> None:
+    os.kill(ray.get(Service(name).actor.host_look.remote()).pid, signal.SIGKILL)
+
+
+UNREADABLE: dict[str, Callable[[str], object]] = {
+    "damaged": lambda name: RayStore().save(name, "{"),
+    "of a later version": lambda name: RayStore().save(name, '{"state": {"stage": "PAUSED"}}'),
+    "of another submission": lambda name: save_record(RayStore(), name, JobRecord("other", JobState("RUNNING"))),
+    "without a plan": lambda name: drop_plan(name, load_record(RayStore(), name).submission),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_master_that_cannot_read_its_state_ends_its_job(tmp_path: Path, what: str) -> None:
+    name = what.replace(" ", "-")
+    run = Run(builder(tmp_path), tmp_path, name)
+    pids = run.pids()
+    UNREADABLE[what](name)
+    kill_master(name)
+    result = run.handle.result(timeout=START_S)
+    assert not result.succeeded
+    assert result.error.startswith("the master cannot read its state: RliteError: ")
+    wait_for(lambda: not any(map(is_alive, [*pids["actors"], pids["trainer"]])))
+    assert Fleet(name).names() == []
+    assert not (tmp_path / "steps").exists()
+
+
+def test_a_plan_of_another_submission_does_not_reach_a_restarted_master(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path), tmp_path, "planned")
+    run.pids()
+    other = builder(tmp_path / "other").build().plan("planned", 0)
+    keep_plan("planned", other.submission, other)
+    kill_master("planned")
+    assert run.finish().succeeded
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_record_that_cannot_be_read_is_refused_at_submission(tmp_path: Path) -> None:
+    RayStore().save("stale", "{")
+    with pytest.raises(RliteError, match="the stored state of job 'stale' cannot be read; remove it"):
+        builder(tmp_path).build().submit(job_name="stale")
+    assert Fleet("stale").names() == []
+    RayStore().remove("stale")
+
+
+def test_an_unfinished_record_that_is_replaced_is_noted(tmp_path: Path) -> None:
+    save_record(RayStore(), "again", JobRecord("lost", JobState("RUNNING")))
+    result = Run(builder(tmp_path), tmp_path, "again").finish()
+    assert "the record of an earlier submission is replaced, which had not ended (RUNNING)" in str(result.events[0])
+
+
+def test_processes_without_a_master_are_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(builder(tmp_path), tmp_path, "orphans")
+    pids = run.pids()
+    ray.kill(Service("orphans").actor)
+    wait_for(lambda: "master" not in Fleet("orphans").names())
+    with pytest.raises(ConfigError, match="or has left processes there"):
+        builder(tmp_path).build().submit(job_name="orphans")
+    command.status(["orphans"])
+    assert "processes without a master, which `rlite stop orphans` ends" in capsys.readouterr().out
+    command.stop(["orphans"])
+    assert "stopped on request; its master was gone" in capsys.readouterr().out
+    wait_for(lambda: not any(map(is_alive, [*pids["actors"], pids["trainer"]])))
+    assert Fleet("orphans").names() == []
+
+
+def test_programs_that_a_workload_starts_end_with_it(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path, rollouts="workload", spawns=True), tmp_path, "spawning")
+    pids = run.pids()
+    children = [int(path.name) for path in (tmp_path / "children").iterdir()]
+    assert len(children) == 4
+    owned = {psutil.Process(pid).ppid(): pid for pid in children}
+    os.kill(pids["rollouts"][0], signal.SIGKILL)
+    wait_for(lambda: not is_alive(owned[pids["rollouts"][0]]))
+    assert is_alive(owned[pids["rollouts"][1]])
+    assert run.finish().succeeded
+    wait_for(lambda: not any(map(is_alive, children)))
+
+
+def test_an_ended_job_in_a_folder_is_read_without_a_flag_and_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(builder(tmp_path).options(store=str(tmp_path / "jobs")), tmp_path, "kept")
+    run.finish()
+    command.status(["kept"])
+    assert "kept: FINISHED, 0 restarts" in capsys.readouterr().out
+    monkeypatch.setenv("RLITE_JOBS", str(tmp_path / "elsewhere"))
+    command.logs(["kept", f"store={tmp_path / 'jobs'}"])
+    assert "trainer finished -> the job is done" in capsys.readouterr().out

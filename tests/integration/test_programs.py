@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import psutil
@@ -20,8 +23,10 @@ from safetensors.torch import load_file
 import rlite
 from rlite.cluster.ray.fleet import Fleet
 from rlite.control import JobHandle, JobResult, command
+from rlite.control.entry import JobEntry, save_entry
 from rlite.control.job import job_of
 from rlite.control.spec import JobSpec
+from rlite.owner import Owner
 from rlite.recovery.injectors import find
 from tests import forked_python
 from tests.integration.worlds import environment, processes_with
@@ -161,6 +166,79 @@ def test_a_stopped_job_leaves_no_process_of_its_program(tmp_path: Path) -> None:
     run.stop()
     assert not finish(run).succeeded
     wait_for(lambda: not psutil.pid_exists(pid))
+
+
+@pytest.mark.parametrize("how", ["save", "stay"])
+def test_a_program_is_asked_to_save_before_a_stopped_job_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    run = program(f"asked-to-{how}", tmp_path, config={"at_sigterm": how, "trainer": {"save_dir": str(tmp_path)}})
+    pid = wait_for(lambda: starts(tmp_path))[0][0]
+    run.stop()
+    wait_for((tmp_path / "asked").exists)
+    if how == "stay":
+        assert not run.record().state.has_ended
+        run.stop()
+    result = finish(run)
+    assert (result.succeeded, result.is_stopped, len(starts(tmp_path))) == (False, True, 1)
+    wait_for(lambda: not psutil.pid_exists(pid))
+    capsys.readouterr()
+    command.logs([str(tmp_path), "role=trainer", "--follow"])
+    shown = capsys.readouterr().out.splitlines()
+    assert "start 1" in shown
+    assert ("step 1 is saved" in shown) == (how == "save")
+
+
+def test_an_interrupted_launch_saves_and_its_job_is_found_by_its_folder(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    config = {
+        "actor": {"model_name": str(models["qwen2"])},
+        "data": {"path": "sums.jsonl", "max_length": 64, "batch_size": 1},
+        "trainer": {"save_dir": "run", "n_epochs": 100_000, "save_freq": 100_000},
+    }
+    job = {"device_per_node": 1, "device_type": "CPU", "trainer": "rlite.trainer.sft", "config": config}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    env = environment(RLITE_JOBS=str(tmp_path / "jobs"))
+
+    def rlite_command(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rlite.cli", *arguments]
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=PIPE, stderr=STDOUT, text=True)
+
+    with rlite_command("launch", "job.yaml") as launched:
+        wait_for(lambda: num_steps(tmp_path / "run") >= 2 or launched.poll() is not None)
+        with rlite_command("logs", "run", "role=trainer", "--follow") as following:
+            shown, _ = rlite_command("status", "run").communicate(timeout=START_S)
+            assert "rlite-job: RUNNING, 0 restarts" in shown
+            launched.send_signal(signal.SIGINT)
+            output, _ = launched.communicate(timeout=START_S)
+            followed, _ = following.communicate(timeout=START_S)
+    assert launched.returncode == 130
+    (saved,) = (tmp_path / "run" / "state").iterdir()
+    step = saved.name.removeprefix("step-")
+    said = f"ended by SIGTERM. Step {step} is saved. The same command goes on from there."
+    assert f"rlite launch: ended by SIGINT. Job rlite-job: rlite sft: {said}" in output
+    assert f"rlite sft: {said}" in followed
+    shown, _ = rlite_command("status", "rlite-job").communicate(timeout=START_S)
+    assert "rlite-job: STOPPED, 0 restarts" in shown
+
+
+def test_a_job_whose_launcher_was_killed_does_not_count_as_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLITE_JOBS", str(tmp_path / "jobs"))
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        owner = replace(Owner.of_this_process(), pid=launcher.pid)
+        owner = replace(owner, started=psutil.Process(launcher.pid).create_time())
+        save_entry(JobEntry("lost", "a" * 32, "127.0.0.1:1", run_folder=str(tmp_path / "run"), owner=owner))
+        launcher.kill()
+    command.status([str(tmp_path / "run")])
+    assert (
+        f"lost: ERROR, 0 restarts of the trainer, 0 of the job\n  error: process {owner.pid}" in capsys.readouterr().out
+    )
+    command.stop(["lost"])
+    assert "job lost has ended already: ERROR" in capsys.readouterr().out
 
 
 # -- the ready trainers --------------------------------------------------------------------------------------------

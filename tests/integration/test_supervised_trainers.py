@@ -285,6 +285,34 @@ def test_a_folder_has_one_run_at_a_time(model: str, tmp_path: Path, session: Ses
     assert (tmp_path / "config.yaml").exists(), "who held the folder is gone"
 
 
+def test_a_run_resumes_from_the_checkpoint_that_is_newest_when_it_has_the_folder(
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early = trainer("sft", model, tmp_path)
+    trainer("sft", model, tmp_path).fit()
+    before = sorted((tmp_path / "state").iterdir()), (tmp_path / "metrics.jsonl").read_bytes()
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    early.fit()
+    assert "finished already: step 8 of 8" in capsys.readouterr().out
+    assert (sorted((tmp_path / "state").iterdir()), (tmp_path / "metrics.jsonl").read_bytes()) == before
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(model: str, tmp_path: Path, session: Session) -> None:
+    class Failing(SftTrainer):
+        def prepare(self, batch: Any) -> Any:
+            raise ArithmeticError(f"{len(batch)} rows on fire")
+
+    learner = trainer("sft", model, tmp_path)
+    failing = Failing(learner.options, learner.rows)
+    with pytest.raises(ArithmeticError, match="on fire") as raised:
+        failing.fit()
+    assert raised.tb is not None, "as in a notebook, which keeps the failed run"
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    trainer("sft", model, tmp_path).fit()
+
+
 def test_a_finished_run_says_so_and_ends(
     model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

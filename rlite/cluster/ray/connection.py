@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -14,22 +15,38 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]  # which its stub lacks
 
 from rlite.cluster.guard import Guard
 from rlite.cluster.launcher import default_cpu_slots
 from rlite.cluster.placement import DeviceKind
 from rlite.errors import ConfigError, WorkerError
 
+logger = logging.getLogger(__name__)
+
 AUTHENTICATES_SINCE = (2, 59)
 """Ray's first version whose local clusters ask for a token unless RAY_AUTH_MODE says otherwise"""
 TOKEN = Path.home() / ".ray" / "auth_token"
+ANSWER_S = 5.0
+"""seconds in which the control service of a cluster has to answer"""
+MAX_REASON = 300
+"""characters of an error of Ray that are shown"""
 RECONNECT_S = 0.2
 CLOSE_S = 10.0
 """seconds that `close` waits for running calls of Ray, which do not return if its control service hangs"""
+
+
+_started: list[str] = []
+"""addresses of the Rays that this process has started"""
+
+
+def is_started_here(address: str) -> bool:
+    """Return True if the Ray at an address ends with this process."""
+    return address in _started
 
 
 class ControlService:
@@ -102,21 +119,23 @@ class RayConnection:
             device: kind of the devices.
             num_devices: CPU slots of a Ray that is started.
             address: address of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left here.
-            may_start: start Ray if no cluster runs.
+            may_start: start Ray if no cluster runs, or if one that was not asked for does not answer.
 
         Raises:
             ConfigError: no cluster runs, and none may be started.
+            WorkerError: Ray did not start.
         """
         self._guard: Guard | None = None
         check_version(ray.__version__)
         self._is_connected = not ray.is_initialized()
         try:
-            if self._is_connected and not _join(address):
+            if self._is_connected and not _join(address, has_to_run=not may_start):
                 if not may_start:
                     raise ConfigError("no Ray cluster runs here: give its address=, or set RAY_ADDRESS")
                 self._guard = Guard()
                 with self._guard.marking():
                     _start(device, num_devices)
+                _started.append(ray.get_runtime_context().gcs_address)
         except BaseException:
             self.close()
             raise
@@ -156,22 +175,70 @@ def check_version(version: str) -> None:
         )
 
 
-def _join(address: str | None) -> bool:
+def _join(address: str | None, has_to_run: bool = False) -> bool:
     """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine.
 
+    Args:
+        address: the address, or None.
+        has_to_run: do not wait for a cluster that starts.
+
     Returns:
-        False if there is no cluster.
+        False if there is no cluster, or if one that was found by chance does not answer or refuses this program.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: no cluster answers at the address that was asked for.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or _cluster_here()
-    if address:
-        try:
-            _init_ray(address=address)
-        except (ConnectionError, RayError) as error:
-            raise ConfigError(f"no Ray cluster answers at address={address!r}: {error}") from error
-    return bool(address)
+    asked = address or os.environ.get("RAY_ADDRESS")
+    found = asked or _cluster_here()
+    if found is None:
+        return False
+    try:
+        _show_token()
+        if re.fullmatch(r"[^/]+:\d+", found):
+            _check_access(found, has_to_run)  # `ray.init` tries for 20 s, and does not say why it was refused
+        _init_ray(address=found)
+    except WorkerError as error:
+        if asked is not None:
+            raise ConfigError(f"no Ray cluster answers at address={asked!r}: {error}") from error
+        logger.warning("the Ray cluster that `ray start` left here at %s is not used: %s", found, error)
+        return False
+    return True
+
+
+def _show_token() -> None:
+    """Use the token that is there, as a Ray that is started does. A cluster without authentication ignores it."""
+    if "RAY_AUTH_MODE" not in os.environ and ("RAY_AUTH_TOKEN" in os.environ or TOKEN.exists()):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # read when Ray was imported
+
+
+def _check_access(address: str, has_to_run: bool) -> None:
+    """Ask the control service of a cluster for anything.
+
+    Raises:
+        WorkerError: it does not answer, or refuses the token.
+    """
+    with _explained():
+        if has_to_run:
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        GcsClient(address=address).internal_kv_get(b"", b"", timeout=ANSWER_S)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise errors of Ray inside the block as one line. Ray reports time-outs of its start as plain exceptions.
+
+    Yields:
+        None.
+
+    Raises:
+        WorkerError: Ray raised an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise WorkerError(f"{type(error).__name__}: {shorten(str(error), MAX_REASON)}") from error
 
 
 def _cluster_here() -> str | None:
@@ -187,18 +254,26 @@ def _cluster_here() -> str | None:
 
 
 def _start(device: DeviceKind, num_devices: int | None) -> None:
-    """Start Ray for this program only."""
+    """Start Ray for this program only.
+
+    Raises:
+        WorkerError: Ray did not start.
+    """
     _make_token()
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
-    with _apart():
-        _init_ray(address="local", num_cpus=cpus, include_dashboard=False)
+    try:
+        with _apart():
+            _init_ray(address="local", num_cpus=cpus, include_dashboard=False)
+    except WorkerError as error:
+        raise WorkerError(f"Ray did not start on this machine: {error}. If the machine was busy, try again") from error
 
 
 def _init_ray(**options: Any) -> None:
     """Call `ray.init`, which replaces the handler of SIGTERM, and keep the program's handler if there is one."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(logging_level=logging.ERROR, **options)
+        with _explained():
+            ray.init(logging_level=logging.ERROR, **options)
     finally:
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

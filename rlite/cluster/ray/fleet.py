@@ -25,13 +25,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rlite.cluster.host import Outcome, WorkerKey
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.cluster.ray.host import HostActor, RayHandle
-from rlite.errors import CallTimeout, PlacementError, RliteError
+from rlite.errors import CallTimeout, ConfigError, JobNotFound, PlacementError, RliteError
 
 NAMESPACE = "rlite"
 SERVICE_KEY: WorkerKey = ("service", 0)
 ASK_AGAIN_S = 0.2
 PATIENCE_S = 60.0
 """seconds that a caller waits for a service that Ray restarts"""
+TAKEN = "a job of this name runs on the cluster, or has left processes there; choose another, or end it (rlite stop)"
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -121,6 +122,11 @@ class Fleet:
             if is_chosen(name.removeprefix(f"{self._job}/")):
                 remove_placement_group(group)
 
+    def end(self) -> None:
+        """End every process of the job except its master, and return the devices."""
+        self.kill(lambda name: name != "master")
+        self.release(lambda _: True)
+
     def start(
         self, name: str, actor_class: Any, place: tuple[Reserved, int] | None, gpu_share: float, env: Mapping[str, str]
     ) -> Any:
@@ -172,9 +178,16 @@ class Fleet:
         return RayHandle(actor, f"{self._job}/{name}")
 
     def serve(self, factory: Callable[[], Any]) -> None:
-        """Start the job's service, which Ray restarts whenever it dies. `Service` talks to it."""
+        """Start the job's service, which Ray restarts whenever it dies. `Service` talks to it.
+
+        Raises:
+            ConfigError: a job of this name has one.
+        """
         made = self._named("master", HostActor, max_restarts=-1)
-        made.remote(SERVICE_KEY, cloudpickle.dumps(factory))
+        try:
+            made.remote(SERVICE_KEY, cloudpickle.dumps(factory))
+        except ValueError as error:  # names are unique: only one of several submissions gets here
+            raise ConfigError(f"job_name={self._job!r}: {TAKEN}") from error
 
     def names(self) -> list[str]:
         """Return the names of the job's actors."""
@@ -220,12 +233,12 @@ class Service:
         """Ray actor handle of the service.
 
         Raises:
-            RliteError: the job has no service.
+            JobNotFound: the job has no service.
         """
         try:
             return ray.get_actor(f"{self._job}/master", NAMESPACE)
         except ValueError:
-            raise RliteError(f"job {self._job!r} does not run on this cluster") from None
+            raise JobNotFound(f"job {self._job!r} does not run on this cluster") from None
 
     def ask(self, method: str, *args: Any, timeout: float = PATIENCE_S) -> Any:
         """Call a method of the service, again if the service is restarted meanwhile.
@@ -240,7 +253,7 @@ class Service:
 
         Raises:
             CallTimeout: no answer.
-            error: RliteError, the job has no service.
+            error: JobNotFound, the job has no service.
         """
         deadline, died = time.monotonic() + timeout, None
         while (left := deadline - time.monotonic()) > 0:
@@ -250,8 +263,8 @@ class Service:
                 died = error
                 time.sleep(ASK_AGAIN_S)
                 continue
-            except RliteError as error:
-                raise error if died is None else RliteError(f"{error}: {died}") from died
+            except JobNotFound as error:
+                raise error if died is None else JobNotFound(f"{error}: {died}") from died
             except GetTimeoutError:
                 break
             if outcome.error is not None:
@@ -285,19 +298,37 @@ class RayStore:
         return sorted(key.decode() for key in _internal_kv_list("", namespace=NAMESPACE) if b"/" not in key)
 
 
-def keep_plan(job: str, plan: Any) -> None:
-    """Keep a job's plan in Ray's key-value store, for a master that Ray restarts."""
-    _internal_kv_put(f"{job}/plan", cloudpickle.dumps(plan), overwrite=True, namespace=NAMESPACE)
+def keep_plan(job: str, submission: str, plan: Any) -> None:
+    """Keep the plan of a submission in Ray's key-value store, for a master that Ray restarts.
+
+    Args:
+        job: name of the job.
+        submission: its submission.
+        plan: the plan.
+    """
+    _internal_kv_put(f"{job}/plan/{submission}", cloudpickle.dumps(plan), namespace=NAMESPACE)
 
 
-def kept_plan(job: str) -> Any:
-    """Return a job's plan."""
-    return cloudpickle.loads(_internal_kv_get(f"{job}/plan", namespace=NAMESPACE))
+def kept_plan(job: str, submission: str) -> Any:
+    """Return the plan of a submission.
+
+    Raises:
+        RliteError: there is none.
+    """
+    plan = _internal_kv_get(f"{job}/plan/{submission}", namespace=NAMESPACE)
+    if plan is None:
+        raise RliteError("Ray's key-value store has lost the plan of the job")
+    return cloudpickle.loads(plan)
 
 
-def drop_plan(job: str) -> None:
-    """Forget a job's plan."""
-    _internal_kv_del(f"{job}/plan", namespace=NAMESPACE)
+def drop_plan(job: str, submission: str) -> None:
+    """Forget the plan of a submission."""
+    _internal_kv_del(f"{job}/plan/{submission}", namespace=NAMESPACE)
+
+
+def is_restarted() -> bool:
+    """Return True in an actor that Ray has restarted."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def capacities(kind: DeviceKind) -> list[int]:

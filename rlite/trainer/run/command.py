@@ -22,6 +22,7 @@ from rlite.errors import (
     RemoteTraceback,
     RliteError,
     StorageError,
+    UnknownOptionError,
     why_not_written,
 )
 from rlite.help import help_topic
@@ -30,7 +31,7 @@ from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
-FINAL = (ConfigError, DataError, DivergedError)
+FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
 """errors that the same command would repeat"""
 
 
@@ -120,7 +121,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         sys.exit(f"rlite {name}: {reason}{f': {error.filename}' if error.filename else ''}")
     except KeyboardInterrupt as error:
         ended_by, status = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)
-        print(f"rlite {name}: ended by {ended_by}. {INTERRUPTION.advice}", file=sys.stderr)
+        advice = error.args[0] if error.args else INTERRUPTION.advice  # `launch` knows what its trainer has said
+        print(f"rlite {name}: ended by {ended_by}. {advice}", file=sys.stderr)
         sys.exit(status)
     finally:
         INTERRUPTION.release()

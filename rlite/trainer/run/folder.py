@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import WeakValueDictionary
 
 from rlite.arguments import read_saved, shown
 from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError, FolderInUse
 from rlite.observability.record.files import FOLDER as RECORD
 from rlite.observability.trace import earlier_traces
+from rlite.owner import LOCK, Owner, to_json
 from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"
@@ -92,26 +95,59 @@ def checkpoint_to_load(
     )
 
 
-def lock(folder: Path) -> TextIO:
-    """Keep runs of other processes out of a folder, which is made if it is not there.
+class RunLock:
+    """Lock of a run's folder, held until `close` or the end of the process. The file names the process."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._pid = file, os.getpid()
+        self._name(Owner.of_this_process())
+
+    def close(self) -> None:
+        """Let other runs use the folder. Safe to call again."""
+        if not self._file.closed and os.getpid() == self._pid:  # a forked child holds no lock
+            self._name(Owner())
+            self._file.close()
+
+    def _name(self, owner: Owner) -> None:
+        self._file.truncate(0)
+        self._file.write(to_json(owner))
+        self._file.flush()
+
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return not self._file.closed
+
+
+_held: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
+"""locks of this process, which the system would give it again, by device and number of the file"""
+
+
+def lock(folder: Path) -> RunLock:
+    """Keep other runs out of a folder, which is made if it is not there.
 
     Returns:
-        The file that holds the lock until it is closed, or the process ends.
+        The lock.
 
     Raises:
-        FolderInUse: another run is using the folder.
+        FolderInUse: another run of this or another process is using the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("a")
+    path = folder / LOCK
+    path.touch()
+    key = (path.stat().st_dev, path.stat().st_ino)
+    in_use = FolderInUse(f"trainer.save_dir={folder}: another run is under way there; choose another folder")
+    if (held := _held.get(key)) is not None and held.is_open:  # before the file is opened: its close ends all locks
+        raise in_use
+    file = path.open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise FolderInUse(
-                f"trainer.save_dir={folder}: another run is under way there; choose another folder"
-            ) from error
+            raise in_use from error
         # a file system without locks
-    return file
+    _held[key] = made = RunLock(file)
+    return made
 
 
 def clear(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config
+from rlite.cluster.session import at_shutdown
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
@@ -21,7 +22,7 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.folder import RunLock, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
@@ -68,13 +69,35 @@ class TrainingRun:
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
+        self._lock: RunLock | None = None
+        self._checkpoints = self._find_checkpoints()
+
+    def _find_checkpoints(self) -> Checkpoints:
+        options = self._options
         wanted = checkpoint_to_load(
-            self.folder, options.load_ckpt_from, self._overwrites, config.to_container(resolved)
+            self.folder, options.load_ckpt_from, self._overwrites, config.to_container(self.config)
         )
-        self._checkpoints = Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
+        return Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder, from `restore` to the end of the `with` block at the latest.
+
+        Yields:
+            None.
+        """
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let other runs use the folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
-        """Take the engines that this run saves, and load the checkpoint to resume from into them.
+        """Lock the folder, take the engines that this run saves, and load the checkpoint to resume from into them.
 
         Args:
             engine: the engine of the main model. Its weights go into latest/.
@@ -87,8 +110,13 @@ class TrainingRun:
             CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
                 finite.
             CallbackError: a callback does not take its state.
+            ConfigError: the folder cannot be written to, or another run is under way there.
         """
         self._engine, self._others = engine, others
+        with self._writing():
+            self._lock = lock(self.folder)
+        at_shutdown(self._lock.close)  # for a trainer whose loop is not `fit`
+        self._checkpoints = self._find_checkpoints()  # another run may have gone on since
         facts = self._checkpoints.restore(engine, others)
         if facts and (damage := self._nonfinite_weights()):
             raise CheckpointError(f"{self._checkpoints.found}: {damage}; resume from an earlier one")
@@ -114,21 +142,16 @@ class TrainingRun:
         end of the step.
 
         Raises:
-            ConfigError: the folder cannot be written to, or another process has a run there.
+            ConfigError: the folder cannot be written to.
             CallbackError: a callback raised an exception.
         """
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
-        try:
-            self._locked = lock(self.folder)
+        with self._writing():
             if self._begins_empty:
                 clear(self.folder)
             if self._checkpoints.found is not None:
                 self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
             config.save(self.config, self.folder / "config.yaml")
-        except OSError as error:
-            raise ConfigError(
-                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
-            ) from error
         options = self._options
         self._sinks = open_sinks(
             options.all_sinks,
@@ -154,6 +177,15 @@ class TrainingRun:
         self._callbacks.call("on_start", self, {})
         if self._callbacks.failure is not None:
             self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
+            ) from error
 
     def show_plan(self, title: str, plan: Callable[[], Mapping[str, str]]) -> None:
         """Report how the work is divided, if there is work left.
@@ -408,7 +440,7 @@ class TrainingRun:
             self._trace.close()
             self._sinks.close()
             self.console.close()
-            self._locked.close()
+            self.release()
             INTERRUPTION.end()
         how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
         self._report.end(f"{how} after step {self.step} of {self.total_steps}", self._best.describe())

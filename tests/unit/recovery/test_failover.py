@@ -13,6 +13,7 @@ from rlite.recovery.failover import (
     EndJob,
     Event,
     FailoverPolicy,
+    InterruptTrainer,
     JobState,
     JobSubmitted,
     MasterRestarted,
@@ -243,7 +244,33 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
         [(CreateJob(2, 1),), (CreateJob(3, 2),), (), (StartTrainer(2),)],
         "RUNNING",
     ),
-    "a request ends the job": ([StopRequested(0.0), dead("ACTOR")], [(EndJob(False),), ()], "ERROR"),
+    "a request ends the job": ([StopRequested(0.0), dead("ACTOR")], [(EndJob(False),), ()], "STOPPED"),
+    "the master's own failure is an error": ([StopRequested(0.0, "bug", is_failure=True)], [(EndJob(False),)], "ERROR"),
+    "a trainer that may save ends by itself": (
+        [StopRequested(0.0, may_save=True), TrainerFailed(0.0, 1, "ended by SIGTERM")],
+        [(InterruptTrainer(1),), (EndJob(False),)],
+        "STOPPED",
+    ),
+    "unless it finishes meanwhile": (
+        [StopRequested(0.0, may_save=True), TrainerFinished(0.0, 1)],
+        [(InterruptTrainer(1),), (EndJob(True),)],
+        "FINISHED",
+    ),
+    "or meets an error that is final": (
+        [StopRequested(0.0, may_save=True), TrainerFailed(0.0, 1, "diverged", is_final=True)],
+        [(InterruptTrainer(1),), (EndJob(False),)],
+        "ERROR",
+    ),
+    "or is asked a second time": (
+        [StopRequested(0.0, may_save=True), StopRequested(0.0, may_save=True)],
+        [(InterruptTrainer(1),), (EndJob(False),)],
+        "STOPPED",
+    ),
+    "a trainer that has not begun has nothing to save": (
+        [dead("ACTOR"), StopRequested(0.0, may_save=True)],
+        [(CreateJob(2, 1),), (EndJob(False),)],
+        "STOPPED",
+    ),
 }
 
 

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from rlite.errors import ConfigError
 from rlite.observability.record.gaps import Gap, write_gaps
-from rlite.viewer.run import UNFINISHED, open_runs
+from rlite.trainer.run.folder import lock
+from rlite.viewer.run import UNFINISHED, ViewedRun, open_runs
 from tests.unreadable import UNREADABLE
+
+HELD = """
+import sys
+from pathlib import Path
+from rlite.trainer.run.folder import lock
+held = lock(Path(sys.argv[1]))
+print("held", flush=True)
+input()
+"""
 
 
 def test_paths_without_a_run_are_refused_together(tmp_path: Path) -> None:
@@ -123,3 +137,29 @@ def test_a_run_of_long_steps_counts_as_live_between_them(tmp_path: Path, seconds
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     [run] = open_runs([str(tmp_path)])
     assert run.live_s == live_s
+
+
+def test_a_run_whose_process_has_ended_is_not_live(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        run = ViewedRun(tmp_path, "run")
+        assert "run" in run.refresh()
+        assert run.live_s == 60.0
+        process.kill()
+    assert run.refresh() == {"run"}, "pages hear of the end at once"
+    assert run.live_s == 0.0
+    with closing(lock(tmp_path)):
+        run.refresh()
+        assert run.live_s == 60.0, "it goes on in this process"
+    run.refresh()
+    assert run.live_s == 0.0, "and has let go of its folder"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"host": "another machine", "pid": 1, "started": 1.0}'])
+def test_a_run_whose_process_is_not_known_counts_as_live_for_a_while(tmp_path: Path, content: str) -> None:
+    (tmp_path / ".lock").write_text(content)
+    run = ViewedRun(tmp_path, "run")
+    run.refresh()
+    assert run.live_s == 60.0

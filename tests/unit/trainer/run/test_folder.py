@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, FolderInUse
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.run.folder import MAY_DIFFER, begins_anew, checkpoint_to_load, clear
+from rlite.trainer.run.folder import MAY_DIFFER, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.supervised_options import EpochOptions
 from tests.unreadable import UNREADABLE
 
@@ -162,3 +164,24 @@ def test_an_overwritten_run_leaves_no_checkpoint_no_record_and_no_results(used: 
     clear(used)
     assert not [name for name in ("record", "trace.json", "trace.1.json", "results.json") if (used / name).exists()]
     assert not (used / "state").exists()
+
+
+def test_a_folder_has_one_run_at_a_time_within_a_process_too(tmp_path: Path) -> None:
+    first = lock(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(FolderInUse, match=r"save_dir=.*run: another run is under way there"):
+            lock(tmp_path / "run")
+    assert _is_locked(tmp_path / "run"), "a refused attempt leaves the lock as it is"
+    first.close()
+    assert not _is_locked(tmp_path / "run")
+    second = lock(tmp_path / "run")
+    first.close()
+    assert _is_locked(tmp_path / "run"), "who has let go does so once"
+    second.close()
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether another process finds the folder locked."""
+    code = "import sys, fcntl; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    command = [sys.executable, "-c", code, str(folder / ".lock")]
+    return subprocess.run(command, capture_output=True).returncode != 0

@@ -1,0 +1,167 @@
+"""Entries of submitted jobs in a folder of their user: `rlite status`, `logs` and `stop` find a job without Ray.
+
+~/.rlite/jobs/NAME-SUBMISSION/   job.json     the entry
+                                 NAME.json    record of the job, when it has ended
+                                 output/      links to Ray's files with the output of the job's processes here
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlite import files
+from rlite.cluster.guard import own_children
+from rlite.cluster.host import WorkerContext
+from rlite.owner import Owner
+from rlite.recovery.record import JobRecord, save_record
+from rlite.recovery.store import FileStore
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "RLITE_JOBS"
+"""environment variable with the folder of entries"""
+RAYS_OWN = (b":job_id:", b":actor_name:", b":task_name:")
+"""beginnings of lines that Ray writes into the output of a process"""
+KEPT = 50
+"""entries that are kept, the latest"""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """Place of a job: its cluster, its state and its run."""
+
+    name: str
+    submission: str
+    address: str | None
+    """address of its Ray cluster; None: the cluster of this program"""
+    store: str = "ray"
+    """place of its state"""
+    run_folder: str = ""
+    """`trainer.save_dir` of a program"""
+    owner: Owner | None = None
+    """process with which the Ray ends; None: the cluster goes on"""
+    at: float = field(default_factory=time.time)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the entry."""
+        return folder_of(self.name, self.submission)
+
+
+_JSON = TypeAdapter(JobEntry)
+
+
+def folder_of(name: str, submission: str) -> Path:
+    """Return the folder of a job's entry."""
+    return Path(os.environ.get(FOLDER) or Path.home() / ".rlite" / "jobs") / f"{name}-{submission[:8]}"
+
+
+def save_entry(entry: JobEntry) -> None:
+    """Write an entry, and delete the oldest ones."""
+    try:
+        entry.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files.replace(entry.folder / "job.json", _JSON.dump_json(entry))
+    except OSError as error:
+        logger.warning("job %s will be found on its cluster alone: %s", entry.name, error)
+    for old in entries()[KEPT:]:
+        shutil.rmtree(old.folder, ignore_errors=True)
+
+
+def entries(wanted: str | None = None) -> list[JobEntry]:
+    """Return the entries, newest first.
+
+    Args:
+        wanted: name or run folder of the jobs; None: all jobs.
+    """
+    found = []
+    for path in folder_of("", "").parent.glob("*/job.json"):
+        with suppress(OSError, ValidationError):
+            found.append(_JSON.validate_json(path.read_bytes()))
+    folder = None if wanted is None else os.path.realpath(wanted)
+    chosen = [each for each in found if wanted in (None, each.name) or folder == each.run_folder]
+    return sorted(chosen, key=lambda each: each.at, reverse=True)
+
+
+def keep_record(name: str, record: JobRecord) -> None:
+    """Keep the record of a job with its entry, if the job has ended and the entry is here: its cluster may end, too."""
+    folder = folder_of(name, record.submission)
+    with suppress(OSError):  # its store has the record as well
+        if record.state.has_ended and folder.exists():
+            save_record(FileStore(folder), name, record)
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """Maker of the worker of a job's process.
+
+    Programs that the process starts end with it. `rlite logs` finds its output, which Ray writes into files.
+    """
+
+    job: str
+    submission: str
+    role: str
+    factory: Callable[[WorkerContext], Any]
+    """makes the worker"""
+
+    def __call__(self, context: WorkerContext) -> Any:
+        """Return the worker."""
+        own_children()
+        folder = folder_of(self.job, self.submission) / "output"
+        for stream, number in (("out", 1), ("err", 2)):
+            with suppress(OSError):  # a system without /proc, or a folder that cannot be written
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                link = folder / f"{self.role}-{context.rank}.{os.getpid()}.{stream}"
+                link.symlink_to(os.readlink(f"/proc/self/fd/{number}"))
+        return self.factory(context)
+
+
+class JobOutput:
+    """Output of a job's processes on this machine, printed as far as it is new.
+
+    Args:
+        name: name of the job.
+        submission: its submission.
+        role: role of the processes; "" for all.
+    """
+
+    def __init__(self, name: str, submission: str, role: str) -> None:
+        self._folder, self._pattern = folder_of(name, submission) / "output", f"{role.upper()}*"
+        self._read: dict[Path, int] = {}
+        self._shown: Path | None = None
+
+    def show(self) -> int:
+        """Print new lines under the names of their processes.
+
+        Returns:
+            Their number.
+        """
+        return sum(self._show(path) for path in sorted(self._folder.glob(self._pattern)))
+
+    def _show(self, path: Path) -> int:
+        lines = list(self._new_lines(path))
+        if lines and path != self._shown:
+            self._shown = path
+            print(f"== {path.name} ==")
+        for line in lines:
+            print(line, flush=True)
+        return len(lines)
+
+    def _new_lines(self, path: Path) -> Iterator[str]:
+        with suppress(OSError), path.open("rb") as output:  # Ray's file may be gone
+            output.seek(self._read.get(path, 0))
+            for line in output:
+                if not line.endswith(b"\n"):
+                    return
+                self._read[path] = output.tell()
+                if not line.startswith(RAYS_OWN):
+                    yield line.decode(errors="replace").rstrip()
