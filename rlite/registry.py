@@ -6,13 +6,23 @@ the annotation, is an error before anything is computed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import (
+    ConfigError,
+    OwnCodeError,
+    RliteError,
+    UnknownOptionError,
+    did_you_mean,
+    has_own_frames,
+    own_traceback,
+)
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
@@ -31,6 +41,8 @@ class Table(dict[str, Algorithm]):
         self.kind, self._given, self._reserved = kind, given, reserved
         self.needs: dict[str, tuple[str, ...]] = {}
         """further keyword arguments that the library gives some of the algorithms, by name of the algorithm"""
+        self._called: set[str] = set()
+        """descriptions of the algorithms that have returned a result in this process"""
 
     def register(self, name: str, needs: tuple[str, ...] = ()) -> Callable[[Algorithm], Algorithm]:
         """Return a decorator that adds a function under a name, and returns it unchanged.
@@ -66,6 +78,21 @@ class Table(dict[str, Algorithm]):
         names = (name for name, known in self.items() if known is algorithm)
         return next(names, getattr(algorithm, "__name__", "without a name"))
 
+    def describe(self, algorithm: str | Algorithm) -> str:
+        """Return the kind and the name of an algorithm, and the place where it is defined."""
+        function = algorithm if callable(algorithm) else self[algorithm]
+        return f"{self.kind} {self.name_of(algorithm)!r}: {located(function)}"
+
+    def is_first_call(self, algorithm: str | Algorithm) -> bool:
+        """Return whether this process asks for the first time. At the first call, the values of a result are checked.
+
+        Later calls skip the check, which waits for the device.
+        """
+        described = self.describe(algorithm)
+        is_first = described not in self._called
+        self._called.add(described)
+        return is_first
+
     def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
         """Return the function of this name, or the given function, which can be called with the options.
 
@@ -79,6 +106,37 @@ class Table(dict[str, Algorithm]):
         reserved = (*self._reserved, *self.needs.get(name, ()))
         check_options(function, options, f"{self.kind} {name}", self._given, reserved)
         return function
+
+
+def located(function: Callable[..., Any]) -> str:
+    """Return a function's name, its file and its line, such as "plain (my_loss.py:5)"."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Name the function under way if the block raises an exception in the user's own code.
+
+    Args:
+        what: description of the function.
+
+    Yields:
+        None.
+
+    Raises:
+        OwnCodeError: the block raised an exception. The message holds the user's own frames.
+    """
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(error, RliteError) or not has_own_frames(error):
+            raise
+        raise OwnCodeError(f"{what} raised {type(error).__name__}\n{own_traceback(error)}") from error
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:

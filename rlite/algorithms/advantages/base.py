@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rlite.algorithms.results import check_finite, check_values
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
-from rlite.registry import Table
+from rlite.registry import Table, blamed
 
 AdvantageFunction = Callable[..., Tensor]
 ADVANTAGES: Table[AdvantageFunction] = Table("advantage", given=("rewards", "group_ids"))
@@ -56,16 +57,38 @@ def outcome_advantages(
         options: keyword arguments of the estimator.
 
     Raises:
-        ConfigError: the name is unknown, a tensor that the estimator needs is missing, or an option has a value of
-            the wrong kind.
+        ConfigError: the name is unknown, a tensor that the estimator needs is missing, an option has a value of the
+            wrong kind, or the estimator returns something else than a finite advantage for each sequence.
+        OwnCodeError: the estimator is the user's, and raised an exception.
         UnknownOptionError: the estimator has no such option.
     """
-    name, function = ADVANTAGES.name_of(estimator), ADVANTAGES.check(estimator, options or {})
-    given = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+    needed = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+    advantages = _estimated(estimator, rewards, group_ids, needed, options or {})
+    check_finite(ADVANTAGES.describe(estimator), advantages, [*rewards.reshape(-1, *group_ids.shape)])
+    return advantages
+
+
+def _estimated(
+    estimator: str | AdvantageFunction,
+    rewards: Tensor,
+    group_ids: Tensor,
+    given: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+    note: str = "",
+) -> Tensor:
+    """Return the advantages, which may be NaN. A note says for messages which rewards are given.
+
+    Raises:
+        ConfigError: as `outcome_advantages`.
+    """
+    name, function = ADVANTAGES.name_of(estimator), ADVANTAGES.check(estimator, options)
     needed = {key: given[key] for key in ADVANTAGES.needs.get(name, ())}
     if missing := [key for key, value in needed.items() if value is None]:
         raise ConfigError(f"advantage {name} needs {', '.join(missing)}")
-    return function(rewards, group_ids, **needed, **(options or {}))
+    what = ADVANTAGES.describe(estimator) + note
+    with blamed(what):
+        advantages = function(rewards, group_ids, **needed, **options)
+    return check_values(what, advantages, group_ids)
 
 
 def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
@@ -77,6 +100,10 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
         estimator: a name of `ADVANTAGES`, or a function with the same signature.
         options: keyword arguments of the estimator.
         group_size: sequences in a group, at least 2.
+
+    Raises:
+        ConfigError: the estimator returns something else than one advantage for each sequence.
+        OwnCodeError: the estimator is the user's, and raised an exception.
     """
     mixed = torch.arange(group_size) % 2
     groups = torch.stack([torch.full_like(mixed, value) for value in (0, 1, -2)] + [mixed, 3 * mixed - 1]).double()
@@ -85,7 +112,8 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
     def advantages(chosen: slice) -> Tensor:
         ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
         rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
-        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options)
+        note = f", called at the start with {len(rewards)} example rewards,"
+        return _estimated(estimator, rewards, ids, {"lengths": counts, "greedy_rewards": None}, options, note)
 
     together = advantages(slice(None))
     alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])

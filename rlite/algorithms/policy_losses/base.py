@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
+from rlite.algorithms.results import check_finite, check_learns, check_metrics, check_values, found
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
-from rlite.registry import Table
+from rlite.registry import Table, blamed, located
 
 MAX_LOG_RATIO = 20.0
 """ratios are held between exp(-20) and exp(20); beyond them there is no gradient"""
@@ -135,12 +136,22 @@ def policy_loss(
         options: keyword arguments of the loss.
 
     Raises:
-        ConfigError: the name is unknown, an option has a value of the wrong kind, or `inputs` lacks a tensor that the
-            loss needs.
+        ConfigError: the name is unknown, an option has a value of the wrong kind, `inputs` lacks a tensor that the
+            loss needs, or the loss returns something else than a TokenLoss of the shape of the inputs. At the first
+            call of a loss: it has no gradient, or it is not finite although the inputs are.
+        OwnCodeError: the loss is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
-    function = POLICY_LOSSES.check(loss, options or {})
-    token = function(inputs, **(options or {}))
+    function, what = POLICY_LOSSES.check(loss, options or {}), POLICY_LOSSES.describe(loss)
+    with blamed(what):
+        token = function(inputs, **(options or {}))
+    if not (isinstance(token, tuple) and len(token) == 2 and isinstance(token[1], Mapping)):
+        raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
+    check_values(what, token[0], inputs.logprobs)
+    check_metrics(what, token[1], inputs.logprobs)
+    if POLICY_LOSSES.is_first_call(loss) and inputs.mask.any():
+        check_learns(what, token[0], inputs.logprobs)
+        check_finite(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask)
     return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
 
 
@@ -158,10 +169,15 @@ def select_tokens(
 
     Raises:
         ConfigError: the name is unknown, or an option has a value of the wrong kind.
+        OwnCodeError: the function that chooses is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
     POLICY_LOSSES.check(loss, options or {})
-    return SELECTIONS[POLICY_LOSSES.name_of(loss)](inputs, **(options or {}))
+    choose_tokens = SELECTIONS[POLICY_LOSSES.name_of(loss)]
+    what = f"selection of policy loss {POLICY_LOSSES.name_of(loss)!r}: {located(choose_tokens)}"
+    with blamed(what):
+        chosen = choose_tokens(inputs, **(options or {}))
+    return check_values(what, chosen, inputs.logprobs)
 
 
 def is_selective(loss: str | PolicyLossFunction) -> bool:

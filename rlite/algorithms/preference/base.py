@@ -11,9 +11,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlite.algorithms.results import check_finite, check_learns, check_values
 from rlite.algorithms.shapes import Pairs
 from rlite.errors import ConfigError
-from rlite.registry import Table
+from rlite.registry import Table, blamed
 from rlite.types import PreferenceDivergence
 
 
@@ -96,7 +97,10 @@ def preference_loss(
         `accuracy` and `margin`. The metrics do not depend on the loss.
 
     Raises:
-        ConfigError: the loss or the divergence is unknown, or only one of the two lengths is given.
+        ConfigError: the loss or the divergence is unknown, only one of the two lengths is given, or the loss returns
+            something else than one value for each pair. At the first call of a loss: it has no gradient, or it is not
+            finite although the log ratios are.
+        OwnCodeError: the loss is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
     chosen = chosen_logps - ref_chosen_logps.detach()
@@ -109,11 +113,22 @@ def preference_loss(
     chosen, rejected = _implicit_reward(chosen, divergence), _implicit_reward(rejected, divergence)
     options = options or {}
     parts = loss.items() if isinstance(loss, Mapping) else [(loss, 1.0)]
-    terms = [
-        weight * PREFERENCE_LOSSES.check(part, options)(chosen, rejected, beta=beta, **options)
-        for part, weight in parts
-    ]
+    terms = [weight * _term(part, chosen, rejected, beta, options) for part, weight in parts]
     return PairLoss(torch.stack(terms).sum(0), metrics)
+
+
+def _term(
+    loss: str | PreferenceLossFunction, chosen: Tensor, rejected: Tensor, beta: float, options: Mapping[str, Any]
+) -> Tensor:
+    """Return one loss of the sum, checked."""
+    function, what = PREFERENCE_LOSSES.check(loss, options), PREFERENCE_LOSSES.describe(loss)
+    with blamed(what):
+        values = function(chosen, rejected, beta=beta, **options)
+    check_values(what, values, chosen)
+    if PREFERENCE_LOSSES.is_first_call(loss):
+        check_learns(what, values, chosen)
+        check_finite(what, values, [chosen, rejected])
+    return values
 
 
 def _implicit_reward(log_ratio: Tensor, divergence: PreferenceDivergence) -> Tensor:

@@ -14,12 +14,23 @@ from torch import Tensor
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
 from rlite.data.packs import Pack, lazy_pack, pair_rows
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens
-from rlite.errors import ConfigError
+from rlite.engine.microbatches import (
+    BatchShare,
+    Loss,
+    LossSums,
+    TokenValues,
+    Weight,
+    call_loss,
+    call_weight,
+    check_gradient,
+    own_tokens,
+)
+from rlite.errors import ConfigError, shortened
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
 from rlite.parallel.mesh import TrainMesh
+from rlite.registry import located
 
 
 class BatchRunner:
@@ -85,6 +96,8 @@ class BatchRunner:
                 if weight == 0:
                     computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
                     loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                else:
+                    check_gradient(loss_fn, loss)
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.num_averaged)).backward()
                 sums.add(means, weight)
@@ -167,6 +180,9 @@ class BatchRunner:
 
         Returns:
             The values [T, ...] of the tokens of the share's own rows, on CPU.
+
+        Raises:
+            ConfigError: post_hook returned no tensor.
         """
         found: list[Tensor] = []
         base = self.module.without_adapters() if without_adapters else nullcontext()
@@ -176,6 +192,9 @@ class BatchRunner:
                 outputs = self._outputs(post_hook, data)
                 with _counting(rows):
                     values = post_hook(outputs, data)
+                if not isinstance(values, Tensor):
+                    what = f"post_hook {located(post_hook)} returned {shortened(values)}"
+                    raise ConfigError(f"{what}; expected a tensor [T, ...], a value for each token of the pack")
                 found.append(own_tokens(rows, values).cpu())
         return torch.cat(found)  # a copy: a slice would be sent with all that it is a slice of
 
@@ -183,7 +202,7 @@ class BatchRunner:
         """Return this rank's packs, their weights, and the weight of the whole batch."""
         packs = [self._pack(share, rows) for rows in share.microbatches]
         given: Any = zip(share.microbatches, packs, strict=True)
-        weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
+        weights = [call_weight(loss_weight_fn, data) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
 
     def _pack(self, share: BatchShare, rows: list[int]) -> Pack:

@@ -19,6 +19,7 @@ from rlite.errors import (
     DataError,
     DivergedError,
     FolderInUse,
+    OwnCodeError,
     RemoteTraceback,
     RliteError,
     StorageError,
@@ -29,7 +30,7 @@ from rlite.recovery import reporting
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
-EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
+EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
 FINAL = (ConfigError, DataError, DivergedError)
 """errors that the same command would repeat"""
 

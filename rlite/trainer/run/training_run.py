@@ -244,11 +244,12 @@ class TrainingRun:
         if damage or self._watch.has_diverged:
             raise self._diverged(cause)
         values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
+        remedy = "look at the data and the loss" if self.step <= 1 else "a lower lr is the usual remedy"
         self.console.alarm(
             f"ALARM at step {self.step}: "
             + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
             {
-                "cause": f"{cause} ({values}); a lower lr is the usual remedy",
+                "cause": f"{cause} ({values}); {remedy}",
                 "from here": f"no checkpoint is written until a step is good, and the run stops after "
                 f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
             },
