@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -141,6 +141,11 @@ class Options(BaseModel):
     @functools.cached_property
     def _interpolated(self) -> Interpolations:
         return {}
+
+    @classmethod
+    def unread(cls, given: Mapping[str, Any]) -> Collection[str]:
+        """Return the options that given options of the group leave without a meaning: a preset's give way to them."""
+        return ()
 
     def problems(self) -> Iterable[str]:
         """Return one message for each rule between several options that does not hold.
@@ -301,11 +306,14 @@ def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
 
 def _preset(cls: type[Options]) -> str:
     """Return the command that a preset stands for, such as `rlite ppo kl.coef=1`; "" without a preset."""
-    if not cls.preset_of:
-        return ""
-    before = {path: value for path, _, value in _keys(cls.__mro__[1])}
-    changed = [f"{path}={_show(to_container(value))}" for path, _, value in _keys(cls) if value != before[path]]
-    return f"rlite {cls.preset_of} {' '.join(changed)}"
+    changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
+    return f"rlite {cls.preset_of} {' '.join(changed)}" if cls.preset_of else ""
+
+
+def _preset_values(cls: type[Options]) -> dict[str, Any]:
+    """Return the defaults in which a preset differs from the options of its base class, by key."""
+    before = {path: value for path, _, value in _keys(cls.__mro__[1])} if cls.preset_of else {}
+    return {path: value for path, _, value in _keys(cls) if path in before and value != before[path]}
 
 
 def schema(cls: type[Options]) -> dict[str, Any]:
@@ -359,8 +367,8 @@ def _read_text(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def _over(default: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's values: those given, else those of the default instance."""
-    values = dict(default)
+    """Return a group's values: those given, else those of the default instance, unless the given rule them out."""
+    values = {name: value for name, value in default if name not in type(default).unread(given)}
     for name, value in given.items():
         own = values.get(name)
         values[name] = _over(own, value) if isinstance(own, Options) and isinstance(value, Mapping) else value
@@ -468,7 +476,8 @@ class _Problems(Generic[C]):
                 self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
-                self.wrong.update({line: _prefixed(line, at, found["input"]) for line in lines})
+                whole = [_prefixed(line, at, found["input"]) for line in lines]
+                self.wrong.update({line: f"{line}{self._set_by(line, at.key)}" for line in whole})
             else:
                 value = found["input"] if at.is_exact else _select(self.given, at.key.split("."))
                 value = self.interpolated.get(at.key, (value,))[0]
@@ -483,6 +492,18 @@ class _Problems(Generic[C]):
             keys = ", ".join(dict.fromkeys(self.missing))
             lines.append(f"required and not set: {keys} (give KEY=VALUE, or --help for all keys)")
         return (UnknownOptionError if self.unknown else ConfigError)("\n".join(lines))
+
+    def _set_by(self, line: str, group: str) -> str:
+        """Return which options of a message a file or a preset has set, and not the command line."""
+        setters = {key: f"set by {source}" for key, source in self.sources.items()}
+        setters = {**dict.fromkeys(_preset_values(self.root), "the default of this preset"), **setters}
+        named = sorted(
+            f"{key}: {setter}"
+            for key, setter in setters.items()
+            if not setter.endswith((_COMMAND_LINE, _ARGUMENT))
+            and re.search(rf"(?<![\w.])({re.escape(key)}\b|{re.escape(key.removeprefix(f'{group}.'))}=)", line)
+        )
+        return f" ({'; '.join(named)})" if named else ""
 
     def _source(self, key: str) -> str:
         while key and key not in self.sources:
@@ -596,7 +617,8 @@ def _unknown(cls: type[Options], key: str) -> str:
     at = _locate(cls, key.split(".")[:-1])
     if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
-    return f"unknown key {key!r}; {nearest_key(key, known, cls.help_first)}"
+    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
+    return f"unknown key {key!r}; {nearest_key(key, known, [*required, *cls.help_first])}"
 
 
 def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

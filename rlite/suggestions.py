@@ -20,6 +20,7 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("num_iterations", "ppo_epochs"), ("update_per_rollout",)),
     "report_to": ("sinks",),
     "kl_coef": ("coef",),
+    "model": ("model_name",),
 }
 """names of options in TRL, verl and prime-rl -> the last parts of the keys that they mean here, the best first"""
 
@@ -41,8 +42,8 @@ def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> 
         usual: keys that are preferred among several that contain the words of the unknown key.
     """
     same = ".".join(OTHER_COMMANDS.get(part, part) for part in key.split("."))
-    if same != key and same in known:
-        return _any_of([same])
+    if same != key and (meant := [path for path in (same, f"{same}.path") if path in known]):
+        return _any_of(meant)
     group, _, leaf = key.rpartition(".")
     for name in ELSEWHERE.get(leaf, ()):
         if meant := _same_leaf(name, known):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from rlite.errors import did_you_mean
@@ -53,7 +53,8 @@ class Columns:
 
     def __init__(self, choice: Choice, auto: Sequence[str], evaluated: Collection[str] = ()) -> None:
         self._wanted = None if choice == "all" else tuple(auto if isinstance(choice, str) else choice)
-        self._may_drop = choice == "auto"
+        self.may_drop = choice == "auto"
+        """whether a line without room leaves the last metrics out"""
         self._evaluated = frozenset(evaluated)
         self._seen: dict[str, None] = {}
 
@@ -70,22 +71,26 @@ class Columns:
             metrics: metrics of a step.
             later: further metrics, which other steps have.
         """
-        names = () if self._may_drop else self._wanted or ()
+        names = () if self.may_drop else self._wanted or ()
         known = {*metrics, *later, *self._evaluated}
         return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
 
-    def fit(self, metrics: Mapping[str, float], width: int) -> list[str] | None:
+    def fit(
+        self, metrics: Mapping[str, float], width: int, width_of: Callable[[str], int] | None = None
+    ) -> list[str] | None:
         """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.
 
         Args:
             metrics: metrics of the step.
             width: characters of the line that columns may take.
+            width_of: characters of a metric's column; default: those in a table.
         """
         self._seen |= dict.fromkeys(self.chosen(metrics))
         columns = [key for key in self._wanted or self._seen if key in self._seen]
-        ends = [sum(GAP + _width(key) for key in columns[: index + 1]) for index in range(len(columns))]
+        own = width_of or _width
+        ends = [sum(GAP + own(key) for key in columns[: index + 1]) for index in range(len(columns))]
         fitting = [key for key, end in zip(columns, ends, strict=True) if end <= width]
-        return fitting if self._may_drop or len(fitting) == len(columns) else None
+        return fitting if self.may_drop or len(fitting) == len(columns) else None
 
 
 def header(columns: Sequence[str]) -> str:

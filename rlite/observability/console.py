@@ -36,6 +36,8 @@ _QUIET_S = 30.0
 """seconds without a line after which a pipe gets a line of progress"""
 _PLAIN_WIDTH = 9
 """characters of a value in a pipe, so that the values of consecutive lines are aligned"""
+_PLAIN_COLUMNS = 165
+"""characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
 
 
 class ConsoleReporter:
@@ -201,7 +203,8 @@ class ConsoleReporter:
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
         numbers = {key: plain_number(value) for key, value in values.items()}
-        columns = self._columns.fit(metrics, sys.maxsize) or ()
+        room = _PLAIN_COLUMNS if self._columns.may_drop else sys.maxsize
+        columns = self._columns.fit(metrics, room, lambda key: len(key) + 1 + _PLAIN_WIDTH) or ()
         pairs = [
             f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
@@ -227,6 +227,11 @@ class AdvantageOptions(Options):
         if self.gamma != 1 and self.estimator in ("gdpo", "reinforce_pp_baseline"):
             yield f"adv.gamma={self.gamma}: adv.estimator={self.estimator} discounts nothing; leave it out"
 
+    @classmethod
+    def unread(cls, given: Mapping[str, Any]) -> Collection[str]:
+        """Return the options of other estimators than the given one."""
+        return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
+
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in OWN_ESTIMATORS
@@ -238,12 +243,9 @@ class AdvantageOptions(Options):
             yield "adv.estimator=remax needs a greedy response to each prompt, which this trainer does not sample"
         if is_named:
             known.check(self.estimator, self.options)
-        is_normed = self.global_norm or self.norm_var
-        if (self.options and not is_named) or (is_normed and self.estimator not in ("reinforce", "gae")):
-            yield (
-                f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
-                "adv.norm_var of reinforce and gae"
-            )
+        unread = [*([] if is_named else ["options"]), *self.unread({"estimator": self.estimator})]
+        if odd := [f"adv.{name}={value}" for name, value in self if name in unread and value]:
+            yield f"adv.estimator={self.estimator}: it has no {', '.join(odd).lower()}; leave it out"
 
 
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
@@ -510,9 +512,11 @@ class PpoConfig(LaunchOptions):
 
     def without_effect(self) -> str:
         """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
+        groups = {"critic": self.critic, "ref_actor": self.ref_actor, "kl": self.kl}
+        defaults = {name: option.default for name, option in type(self).model_fields.items()}
         critic, reference, kl = (
-            [f"{name}.{field}" for field in _changed(group)]
-            for name, group in (("critic", self.critic), ("ref_actor", self.ref_actor), ("kl", self.kl))
+            [f"{name}.{field}" for field in _changed(group, defaults[name]) if field != "type"]
+            for name, group in groups.items()
         )
         unread = []
         if critic and not self.has_critic:
@@ -565,7 +569,7 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
     return rollout.replace(**{name: type(group)(**said)})
 
 
-def _changed(group: Options) -> list[str]:
-    """Return the options of a group that are not at their defaults."""
-    default = dict(type(group)())
+def _changed(group: Options, own: Options | None = None) -> list[str]:
+    """Return the options of a group that are not at their defaults, which may be those of a preset."""
+    default = dict(own or type(group)())
     return [name for name, value in group if value != default[name]]

@@ -12,6 +12,7 @@ from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.held_out.evaluation_plan import answers_plan, sampling_plan, topic_of
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.prompt_lengths import has_end_token
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.lengths import Context
 from rlite.trainer.rl.options import PpoConfig
@@ -75,6 +76,11 @@ def batch_plan(
     plan |= {topic_of(name): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
         plan["without effect"] = unread
+    if not sampling.stop and not has_end_token(actor.model_name):
+        plan["no end"] = (
+            "neither generation_config.json nor config.json of the model has an eos_token_id: no response ends before "
+            "max_new_tokens; add it there, or give rollout.train_sampling_params.stop"
+        )
     if options.is_greedy:
         plan["greedy"] = "training takes the most likely tokens and explores nothing"
     return plan

@@ -412,7 +412,8 @@ class TrainingRun:
             self._locked.close()
             INTERRUPTION.end()
         how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
-        self._report.end(f"{how} after step {self.step} of {self.total_steps}", self._best.describe())
+        reason = f": {self._stop_reason}" if how == "stopped" else ""
+        self._report.end(f"{how} after step {self.step} of {self.total_steps}{reason}", self._best.describe())
 
 
 def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:
