@@ -31,6 +31,10 @@ FORKED = (
 )
 
 
+REBUILD = "Build the engine again."
+"""advice for programs at the end of messages; a command replaces it by its own"""
+
+
 class ConfigError(RliteError, ValueError):
     """An option, a config file or an argument has a value that cannot work."""
 

@@ -100,9 +100,9 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
     out: str | None = f"runs/eval-{NAME}-{DATA}"
-    """folder for results.json, samples and the record, which `rlite view` shows; save_dir is another name of this
-    option, that of the trainers. The same command continues what it holds. {name} stands for the model's name, or for BEFORE-vs-AFTER, and {data} for the data, environment or
-    tasks. null writes nothing"""
+    """folder for results.json, samples and the record, which `rlite view` shows; save_dir, the trainers' name, means
+    the same. The same command continues what it holds. {name} stands for the model's name, or for BEFORE-vs-AFTER, and
+    {data} for the data, environment or tasks. null writes nothing"""
     name: Annotated[str, AfterValidator(check_name)] | None = None
     """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 from rlite import config
 from rlite.errors import (
+    REBUILD,
     CheckpointError,
     ConfigError,
     DataError,
@@ -114,7 +115,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         # what a worker raised has its traceback there; these errors say all that a user can act on
         is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
         details = f"{error.__cause__}" if is_traced else ""
-        sys.exit(f"rlite {name}: {type(error).__name__}: {error}{details}")
+        told = str(error).replace(REBUILD, INTERRUPTION.advice)
+        sys.exit(f"rlite {name}: {type(error).__name__}: {told}{details}")
     except OSError as error:
         if (reason := why_not_written(error)) == str(error):
             raise

@@ -15,7 +15,7 @@ from rlite.observability.record.rewrite import drop_later
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
-from rlite.trainer.callbacks import Callback, Callbacks
+from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
@@ -151,7 +151,7 @@ class TrainingRun:
         INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or starts over if there is none.")
         if self.is_over:
             self._callbacks = Callbacks(())  # they were notified when the run ended
-        self._callbacks.call("on_start", self, {})
+        self._notify("on_start", {})
         if self._callbacks.failure is not None:
             self.close()
 
@@ -215,7 +215,7 @@ class TrainingRun:
             self._alarm(metrics)
         self._metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
-            self._callbacks.call("on_step", self, metrics)
+            self._notify("on_step", metrics)
 
     def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
         """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
@@ -224,9 +224,14 @@ class TrainingRun:
             metrics: metrics of the evaluation.
             is_trained: whether the evaluated model has been trained.
         """
-        self._callbacks.call("on_evaluate", self, metrics)
+        self._notify("on_evaluate", metrics)
         if is_trained and (reason := self._thresholds.see(metrics)):
             self.stop(reason)
+
+    def _notify(self, event: Event, metrics: Mapping[str, float]) -> None:
+        """Call the callbacks, and log the metrics that they add."""
+        if added := self._callbacks.call(event, self, metrics):
+            self._sinks.log(self.step, added)
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of an evaluation in a line of their own."""
@@ -345,7 +350,7 @@ class TrainingRun:
                 facts = {**own, "callbacks": self._callbacks.state_dict(), **facts}
                 self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
         if not is_suspect:
-            self._callbacks.call("on_save", self, self._metrics)
+            self._notify("on_save", self._metrics)
         saved = f"Step {self.step} is saved. {self._way_on()} goes on from there."
         self.end_if_interrupted("" if is_suspect else saved)
 
@@ -402,7 +407,7 @@ class TrainingRun:
             if self._watch.num_bad and not self.is_interrupted and self._callbacks.failure is None:
                 raise self._diverged(f"the last steps were bad: {self._watch.cause}")
             self._checkpoints.confirm()
-            self._callbacks.call("on_end", self, self._metrics)
+            self._notify("on_end", self._metrics)
             if self._callbacks.failure is not None:
                 raise self._callbacks.failure
         finally:
