@@ -25,6 +25,7 @@ WHERE = {
     "snapshot": "beside training, on the devices of the rollouts",
 }
 """description of the place of evaluations, by trainer.evaluate"""
+PRINTS = "what a function prints in its process is discarded, in_process=true shows it"
 LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 
@@ -104,7 +105,8 @@ def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
     if options.reward:
         parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
         is_of_lists = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
-        return f"{parts}; {LISTS_OF_ONE}" if is_of_lists else parts
+        is_silent = not all(one.in_process for one in options.reward.values())
+        return "; ".join([parts, *([LISTS_OF_ONE] if is_of_lists else []), *([PRINTS] if is_silent else [])])
     rollout = options.rollout
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")

@@ -20,6 +20,7 @@ from rlite.errors import (
     WorkerError,
 )
 from rlite.trainer.run.command import at_end, run
+from rlite.trainer.run.interruption import INTERRUPTION
 
 SLEEP = """
 import time
