@@ -6,23 +6,17 @@ the annotation, is an error before anything is computed.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import numbers
+import sys
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rlite.errors import (
-    ConfigError,
-    OwnCodeError,
-    RliteError,
-    UnknownOptionError,
-    did_you_mean,
-    has_own_frames,
-    own_traceback,
-)
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
@@ -108,6 +102,60 @@ class Table(dict[str, Algorithm]):
         return function
 
 
+_TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "policy loss": ("POLICY_LOSSES", ("inputs",), ()),
+    "advantage": ("ADVANTAGES", ("rewards", "group_ids"), ()),
+    "preference loss": ("PREFERENCE_LOSSES", ("chosen", "rejected"), ("beta",)),
+}
+"""kind -> name of its table in `rlite.algorithms`, and the arguments of `Table`"""
+
+
+def algorithms(kind: str) -> Table[Callable[..., Any]]:
+    """Return the table of a kind of algorithms, without an import of torch.
+
+    Before `rlite.algorithms` is imported, no code can have registered another algorithm than the library's. The table
+    is then read from the sources, and its functions only have a signature.
+
+    Args:
+        kind: kind of the algorithms, such as "policy loss".
+    """
+    home = sys.modules.get("rlite.algorithms")
+    return _declared(kind) if home is None else getattr(home, _TABLES[kind][0])
+
+
+@functools.cache
+def _declared(kind: str) -> Table[Callable[..., Any]]:
+    table: Table[Callable[..., Any]] = Table(kind, *_TABLES[kind][1:])
+    for path in (Path(__file__).parent / "algorithms").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        decorated = {id(call): function for function in functions for call in function.decorator_list}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"register_{kind.replace(' ', '_')}":
+                needs = next((ast.literal_eval(word.value) for word in node.keywords if word.arg == "needs"), ())
+                table.register(ast.literal_eval(node.args[0]), needs)(_stub(decorated.get(id(node))))
+    return table
+
+
+def _stub(node: ast.FunctionDef | None) -> Callable[..., Any]:
+    """Return a function with the signature of a definition; without a definition it takes everything."""
+    if node is None:
+        return lambda *given, **options: None
+    kinds = {kind.__name__: kind for kind in (int, float, bool, str)}
+    given, named, empty = (
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.empty,
+    )
+    parameters = [inspect.Parameter(each.arg, given) for each in node.args.args]
+    for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        kind = kinds.get(ast.unparse(each.annotation), Any) if each.annotation else Any
+        parameters.append(inspect.Parameter(each.arg, named, default=empty if value is None else None, annotation=kind))
+    stub: Any = functools.partial(print)
+    stub.__signature__ = inspect.Signature(parameters)
+    return stub
+
+
 def located(function: Callable[..., Any]) -> str:
     """Return a function's name, its file and its line, such as "plain (my_loss.py:5)"."""
     while isinstance(function, functools.partial):
@@ -116,27 +164,6 @@ def located(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
-
-
-@contextmanager
-def blamed(what: str) -> Iterator[None]:
-    """Name the function under way if the block raises an exception in the user's own code.
-
-    Args:
-        what: description of the function.
-
-    Yields:
-        None.
-
-    Raises:
-        OwnCodeError: the block raised an exception. The message holds the user's own frames.
-    """
-    try:
-        yield
-    except Exception as error:  # the user's code may raise anything
-        if isinstance(error, RliteError) or not has_own_frames(error):
-            raise
-        raise OwnCodeError(f"{what} raised {type(error).__name__}\n{own_traceback(error)}") from error
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:

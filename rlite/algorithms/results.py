@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlite.algorithms.shapes import Mask
 from rlite.errors import ConfigError, shortened
+
+WITHOUT_GRADIENT = (
+    "returned a loss without a gradient, from which nothing is learnt: it may have no detach(), no_grad()"
+)
 
 
 def found(value: Any) -> str:
@@ -17,79 +20,32 @@ def found(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shortened(value)
 
 
-def check_values(what: str, values: Any, like: Tensor) -> Tensor:
-    """Return the values if there is one for each element of an input.
+def check_result(what: str, values: Any, inputs: Sequence[Tensor], mask: Any = None, is_deep: bool = True) -> Tensor:
+    """Return the result of a function if there is a value for each element of its inputs.
 
     Args:
-        what: description of the function that returned the values.
-        values: result of the function.
-        like: the input.
+        what: description of the function.
+        values: its result.
+        inputs: tensors of the shape that the result has. If the first one carries a gradient, the result does, too.
+        mask: elements that count; None for all.
+        is_deep: also check the gradient, and that the values are finite if the inputs are, which waits for the device.
 
     Raises:
-        ConfigError: the values are no tensor, or a tensor of another shape.
+        ConfigError: the result is something else.
     """
+    like = inputs[0]
     if not isinstance(values, Tensor) or values.shape != like.shape:
+        raise ConfigError(f"{what} returned {found(values)}; expected a tensor of shape {list(like.shape)}")
+    if not is_deep:
+        return values
+    if like.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
+        raise ConfigError(f"{what} {WITHOUT_GRADIENT}")
+    result, *given = (x.detach() if mask is None else x.detach()[mask.bool()] for x in (values, *inputs))
+    bad = ~result.isfinite()
+    if bad.any() and all(x.isfinite().all() for x in given):
+        shown = ", ".join(f"{x[bad][0].item():.4g}" for x in given)
         raise ConfigError(
-            f"{what} returned {found(values)}; expected a tensor of shape {list(like.shape)}, a value for each input"
+            f"{what} returned {result[bad][0].item()} for finite inputs ({shown}): look for a logarithm of 0, or for a "
+            "division by 0, such as by the deviation of equal rewards"
         )
     return values
-
-
-def check_metrics(what: str, metrics: Mapping[str, Any], like: Tensor) -> None:
-    """Check that metrics are tensors of the shape of the loss, or of one element.
-
-    Args:
-        what: description of the function that returned the metrics.
-        metrics: result of the function.
-        like: the loss.
-
-    Raises:
-        ConfigError: a metric is something else.
-    """
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor) or value.shape not in (like.shape, ()):
-            raise ConfigError(
-                f"{what} returned {found(value)} as the metric {name!r}; expected a tensor of shape {list(like.shape)}"
-            )
-
-
-def check_learns(what: str, loss: Tensor, learnt: Tensor) -> None:
-    """Check that a loss carries a gradient if its input does.
-
-    Args:
-        what: description of the function that returned the loss.
-        loss: result of the function.
-        learnt: the input that carries the gradient.
-
-    Raises:
-        ConfigError: the loss carries no gradient.
-    """
-    is_wanted = learnt.requires_grad and torch.is_grad_enabled()
-    if is_wanted and not loss.requires_grad:
-        raise ConfigError(
-            f"{what} returned a loss without a gradient, from which nothing is learnt; compute the loss from the "
-            "log-probabilities, without detach(), no_grad() or numbers of Python"
-        )
-
-
-def check_finite(what: str, values: Tensor, inputs: Sequence[Tensor | None], mask: Mask | None = None) -> None:
-    """Check that values are finite if the inputs are.
-
-    Args:
-        what: description of the function that returned the values.
-        values: result of the function.
-        inputs: the inputs, of the shape of the values.
-        mask: elements that count; None for all.
-
-    Raises:
-        ConfigError: a value is NaN or infinite.
-    """
-    chosen = slice(None) if mask is None else mask.bool()
-    bad = ~values.detach()[chosen].isfinite()
-    known = [x.detach()[chosen] for x in inputs if x is not None]
-    if bad.any() and all(x.isfinite().all() for x in known):
-        given = ", ".join(f"{x[bad][0].item():.4g}" for x in known)
-        raise ConfigError(
-            f"{what} returned {values.detach()[chosen][bad][0].item()} for finite inputs ({given}): look for a "
-            "logarithm of 0, or for a division by 0, such as by the deviation of equal rewards"
-        )

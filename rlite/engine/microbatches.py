@@ -136,33 +136,16 @@ def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[s
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     loss, report = result if is_pair else (result, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ConfigError(
-            f"loss_fn {located(loss_fn)} returned {found(loss)}; expected a mean, one number in a tensor, or (mean, "
-            "dict of means)"
-        )
+        what = f"loss_fn {located(loss_fn)} returned {found(loss)}"
+        raise ConfigError(f"{what}; expected a mean, one number in a tensor, or (mean, dict of means)")
     for name, value in report.items():
         if not isinstance(value, Mean | PerToken) and not _is_number(value):
-            raise ConfigError(
-                f"loss_fn {located(loss_fn)} reports {found(value)} as {name!r}; expected a number, an "
-                "rlite.algorithms.Mean or an rlite.algorithms.PerToken"
-            )
+            what = f"loss_fn {located(loss_fn)} reports {found(value)} as {name!r}"
+            raise ConfigError(f"{what}; expected a number, or a Mean or PerToken of rlite.algorithms")
     return loss, report
 
 
-def check_gradient(loss_fn: Loss, loss: Tensor) -> None:
-    """Check that the loss of a pack with a weight carries a gradient.
-
-    Raises:
-        ConfigError: it carries none.
-    """
-    if not loss.requires_grad:
-        raise ConfigError(
-            f"loss_fn {located(loss_fn)} returned a loss without a gradient, from which nothing is learnt; compute it "
-            "from its first argument, without detach(), no_grad() or numbers of Python"
-        )
-
-
-def call_weight(loss_weight_fn: Weight, data: Any) -> float:
+def weigh(loss_weight_fn: Weight, data: Any) -> float:
     """Return the weight of a pack's mean.
 
     Args:
@@ -174,10 +157,8 @@ def call_weight(loss_weight_fn: Weight, data: Any) -> float:
     """
     weight = loss_weight_fn(data)
     if not _is_number(weight) or not 0 <= (number := float(weight)) < math.inf:
-        raise ConfigError(
-            f"loss_weight_fn {located(loss_weight_fn)} returned {found(weight)}; expected the weight of a pack's mean, "
-            "a finite number of at least 0, such as its number of tokens"
-        )
+        what = f"loss_weight_fn {located(loss_weight_fn)} returned {found(weight)}"
+        raise ConfigError(f"{what}; expected the weight of a pack's mean, a finite number of at least 0")
     return number
 
 

@@ -11,6 +11,7 @@ from rlite.errors import did_you_mean
 Choice = Literal["auto", "all"] | Sequence[str]
 """auto: the trainer's own choice; all metrics; or a list of names"""
 
+WidthOf = Callable[[str], int]
 LABELS = {
     "tokens_per_second": "tokens/s",
     "response_length": "length",
@@ -75,9 +76,7 @@ class Columns:
         known = {*metrics, *later, *self._evaluated}
         return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
 
-    def fit(
-        self, metrics: Mapping[str, float], width: int, width_of: Callable[[str], int] | None = None
-    ) -> list[str] | None:
+    def fit(self, metrics: Mapping[str, float], width: int, width_of: WidthOf | None = None) -> list[str] | None:
         """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.
 
         Args:

@@ -12,6 +12,7 @@ from rlite.observability.columns import LAG, find, number
 from rlite.observability.sinks.jsonl import read_metrics
 
 TENTH = 10
+Names = Sequence[str]
 
 
 class History:
@@ -25,11 +26,7 @@ class History:
     """
 
     def __init__(
-        self,
-        evaluated: Sequence[str],
-        trained: Sequence[str],
-        lowest: Collection[str] = (),
-        chosen: str | None = None,
+        self, evaluated: Names, trained: Names, lowest: Collection[str] = (), chosen: str | None = None
     ) -> None:
         self._evaluated, self._trained, self._lowest, self._chosen = evaluated, trained, lowest, chosen
         self._values: dict[str, dict[int, float]] = {name: {} for name in (*evaluated, *trained)}

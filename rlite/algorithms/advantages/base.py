@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlite.algorithms.results import check_finite, check_values
+from rlite.algorithms.results import check_result
 from rlite.algorithms.shapes import GroupIds, Sequences
-from rlite.errors import ConfigError
-from rlite.registry import Table, blamed
+from rlite.errors import ConfigError, blamed
+from rlite.registry import Table
 
 AdvantageFunction = Callable[..., Tensor]
 ADVANTAGES: Table[AdvantageFunction] = Table("advantage", given=("rewards", "group_ids"))
@@ -62,10 +62,9 @@ def outcome_advantages(
         OwnCodeError: the estimator is the user's, and raised an exception.
         UnknownOptionError: the estimator has no such option.
     """
-    needed = {"lengths": lengths, "greedy_rewards": greedy_rewards}
-    advantages = _estimated(estimator, rewards, group_ids, needed, options or {})
-    check_finite(ADVANTAGES.describe(estimator), advantages, [*rewards.reshape(-1, *group_ids.shape)])
-    return advantages
+    return _estimated(
+        estimator, rewards, group_ids, {"lengths": lengths, "greedy_rewards": greedy_rewards}, options or {}
+    )
 
 
 def _estimated(
@@ -76,7 +75,7 @@ def _estimated(
     options: Mapping[str, Any],
     note: str = "",
 ) -> Tensor:
-    """Return the advantages, which may be NaN. A note says for messages which rewards are given.
+    """Return the advantages. If a note says for messages that the rewards are examples, they may be NaN.
 
     Raises:
         ConfigError: as `outcome_advantages`.
@@ -88,7 +87,7 @@ def _estimated(
     what = ADVANTAGES.describe(estimator) + note
     with blamed(what):
         advantages = function(rewards, group_ids, **needed, **options)
-    return check_values(what, advantages, group_ids)
+    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not note)
 
 
 def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:

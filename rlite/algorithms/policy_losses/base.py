@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
-from rlite.algorithms.results import check_finite, check_learns, check_metrics, check_values, found
+from rlite.algorithms.results import check_result, found
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
-from rlite.errors import ConfigError
-from rlite.registry import Table, blamed, located
+from rlite.errors import ConfigError, blamed
+from rlite.registry import Table
 
 MAX_LOG_RATIO = 20.0
 """ratios are held between exp(-20) and exp(20); beyond them there is no gradient"""
@@ -147,11 +147,11 @@ def policy_loss(
         token = function(inputs, **(options or {}))
     if not (isinstance(token, tuple) and len(token) == 2 and isinstance(token[1], Mapping)):
         raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
-    check_values(what, token[0], inputs.logprobs)
-    check_metrics(what, token[1], inputs.logprobs)
-    if POLICY_LOSSES.is_first_call(loss) and inputs.mask.any():
-        check_learns(what, token[0], inputs.logprobs)
-        check_finite(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask)
+    is_deep = POLICY_LOSSES.is_first_call(loss) and bool(inputs.mask.any())
+    check_result(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask, is_deep)
+    for name, value in token[1].items():
+        if not isinstance(value, Tensor) or value.shape not in (inputs.logprobs.shape, ()):
+            raise ConfigError(f"{what} returned {found(value)} as the metric {name!r}; expected the loss's shape")
     return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
 
 
@@ -169,15 +169,10 @@ def select_tokens(
 
     Raises:
         ConfigError: the name is unknown, or an option has a value of the wrong kind.
-        OwnCodeError: the function that chooses is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
     POLICY_LOSSES.check(loss, options or {})
-    choose_tokens = SELECTIONS[POLICY_LOSSES.name_of(loss)]
-    what = f"selection of policy loss {POLICY_LOSSES.name_of(loss)!r}: {located(choose_tokens)}"
-    with blamed(what):
-        chosen = choose_tokens(inputs, **(options or {}))
-    return check_values(what, chosen, inputs.logprobs)
+    return SELECTIONS[POLICY_LOSSES.name_of(loss)](inputs, **(options or {}))
 
 
 def is_selective(loss: str | PolicyLossFunction) -> bool:

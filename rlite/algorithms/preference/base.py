@@ -11,10 +11,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlite.algorithms.results import check_finite, check_learns, check_values
+from rlite.algorithms.results import check_result
 from rlite.algorithms.shapes import Pairs
-from rlite.errors import ConfigError
-from rlite.registry import Table, blamed
+from rlite.errors import ConfigError, blamed
+from rlite.registry import Table
 from rlite.types import PreferenceDivergence
 
 
@@ -124,11 +124,7 @@ def _term(
     function, what = PREFERENCE_LOSSES.check(loss, options), PREFERENCE_LOSSES.describe(loss)
     with blamed(what):
         values = function(chosen, rejected, beta=beta, **options)
-    check_values(what, values, chosen)
-    if PREFERENCE_LOSSES.is_first_call(loss):
-        check_learns(what, values, chosen)
-        check_finite(what, values, [chosen, rejected])
-    return values
+    return check_result(what, values, [chosen, rejected], is_deep=PREFERENCE_LOSSES.is_first_call(loss))
 
 
 def _implicit_reward(log_ratio: Tensor, divergence: PreferenceDivergence) -> Tensor:

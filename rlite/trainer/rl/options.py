@@ -14,6 +14,7 @@ from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positi
 from rlite.errors import ConfigError, did_you_mean
 from rlite.group_names import single_or_named
 from rlite.nn.options import LoraOptions
+from rlite.registry import algorithms
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
@@ -45,9 +46,9 @@ class PolicyLossOptions(Options):
     options: dict[str, Any] = {}
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
-    def slow_problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """Yield a message for an unknown loss; raise ConfigError or UnknownOptionError for options that it refuses."""
-        if self.name in (known := rlite.algorithms.POLICY_LOSSES):
+        if self.name in (known := algorithms("policy loss")):
             known.check(self.name, self.options)
         else:
             yield f"name={self.name}: {known.unknown(self.name)}"
@@ -223,19 +224,11 @@ class AdvantageOptions(Options):
     centres nothing: that is global_norm"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a discount that the estimator does not apply."""
+        """Yield a message for an unknown estimator, and for options that it does not have."""
         if self.gamma != 1 and self.estimator in ("gdpo", "reinforce_pp_baseline"):
             yield f"adv.gamma={self.gamma}: adv.estimator={self.estimator} discounts nothing; leave it out"
-
-    @classmethod
-    def unread(cls, given: Mapping[str, Any]) -> Collection[str]:
-        """Return the options of other estimators than the given one."""
-        return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
-
-    def slow_problems(self) -> Iterator[str]:
-        """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in OWN_ESTIMATORS
-        if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
+        if is_named and self.estimator not in (known := algorithms("advantage")):
             hint = did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])
             yield f"adv.estimator={self.estimator}: unknown estimator; {hint}"
             return
@@ -246,6 +239,11 @@ class AdvantageOptions(Options):
         unread = [*([] if is_named else ["options"]), *self.unread({"estimator": self.estimator})]
         if odd := [f"adv.{name}={value}" for name, value in self if name in unread and value]:
             yield f"adv.estimator={self.estimator}: it has no {', '.join(odd).lower()}; leave it out"
+
+    @classmethod
+    def unread(cls, given: Mapping[str, Any]) -> Collection[str]:
+        """Return the options of other estimators than the given one."""
+        return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
 
 
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
