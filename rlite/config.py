@@ -135,7 +135,7 @@ class Options(BaseModel):
             except RliteError as error:
                 problems.append(str(error))
         if problems:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
         return self
 
     @functools.cached_property

@@ -16,6 +16,7 @@ from rlite.trainer.held_out.options import HeldOutOptions, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.model.options import FrozenModelOptions, LayoutOptions, ModelOptions
 from rlite.trainer.options import LaunchOptions, RecordOptions, RunOptions, ServingOptions, TableOptions
+from rlite.trainer.run.best import check_evaluated
 from rlite.types import PreferenceDivergence
 
 
@@ -78,6 +79,11 @@ class SupervisedConfig(LaunchOptions):
             yield f"trainer.n_epochs={self.trainer.n_epochs}: data.streaming=true ends after trainer.total_steps steps"
         if self.trainer.total_steps is not None and not self.data.streaming:
             yield "trainer.total_steps is an option of data.streaming=true; use trainer.n_epochs"
+
+    def check_complete(self) -> None:
+        """Check that a run that chooses by evaluations has data for them."""
+        if not self.test_data:
+            check_evaluated(self.trainer, ())
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""

@@ -27,6 +27,7 @@ from rlite.trainer.model.options import (
     schedule_problems,
 )
 from rlite.trainer.options import LaunchOptions, ServingOptions, TableOptions, TrainerOptions
+from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, Schedule
 
@@ -351,6 +352,8 @@ class PpoConfig(LaunchOptions):
         }
         if missing := [key for key, value in needed.items() if not value]:
             raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+        if not self.test_data:
+            check_evaluated(self.trainer, ())
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""
@@ -367,13 +370,15 @@ class PpoConfig(LaunchOptions):
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
             )
-        num_rows = self.train_data.prompts_per_rollout * self.responses_per_prompt
+        num_rows = self.num_sequences
         if self.actor.update_per_rollout > num_rows:
             yield (
                 f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
             )
         yield from self._problems_of_gdpo()
+        if self.adv.estimator in OWN_ESTIMATORS:
+            yield from self.slow_problems()
         rollout = self.rollout
         serves_alike = rollout.deterministic and rollout.dtype == "float32" and rollout.tp_size == self.actor.tp_size
         if self.actor.deterministic and not (serves_alike and rollout.executor == "torch"):
@@ -467,6 +472,11 @@ class PpoConfig(LaunchOptions):
         """Responses in a group."""
         chosen = self.train_data.responses_per_prompt
         return (1 if self.has_critic else 8) if chosen is None else chosen
+
+    @property
+    def num_sequences(self) -> int:
+        """Responses in a rollout batch."""
+        return self.train_data.prompts_per_rollout * self.responses_per_prompt
 
     @property
     def is_greedy(self) -> bool:

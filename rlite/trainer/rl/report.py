@@ -50,7 +50,7 @@ def batch_plan(
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
-    sequences = data.prompts_per_rollout * options.responses_per_prompt
+    sequences = options.num_sequences
     per_update = sequences // actor.update_per_rollout
     is_chat = isinstance(workflow, PromptWorkflow) and has_chat_template(engines.rollout.tokenizer)
     form = described(rows, is_chat)
@@ -62,7 +62,8 @@ def batch_plan(
         **data_plan(data),
         "reward": reward_plan(options, workflow),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}",
+        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}, "
+        f"with at most {context.host_gib(sequences, context.length):.2g} GiB of host memory",
         "sampling": sampling_plan(sampling.temperature, sampling.top_p, sampling.top_k),
         "context": context.describe(sampling.max_new_tokens),
         "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "

@@ -87,8 +87,8 @@ def announce(name: str, options: AnnouncedOptions) -> None:
         name: name of the command.
         options: the checked options.
     """
-    if os.environ.get("RANK", "0") == "0":
-        print(f"rlite {name}: {options.headline()}; loading torch", flush=True)
+    if os.environ.get("RANK", "0") == "0" and (headline := options.headline()):
+        print(f"rlite {name}: {headline}; loading torch", flush=True)
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
