@@ -102,10 +102,10 @@ class Table(dict[str, Algorithm]):
         return function
 
 
-_TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "policy loss": ("POLICY_LOSSES", ("inputs",), ()),
-    "advantage": ("ADVANTAGES", ("rewards", "group_ids"), ()),
-    "preference loss": ("PREFERENCE_LOSSES", ("chosen", "rejected"), ("beta",)),
+_TABLES = {
+    "policy loss": ("POLICY_LOSSES", ["inputs"], []),
+    "advantage": ("ADVANTAGES", ["rewards", "group_ids"], []),
+    "preference loss": ("PREFERENCE_LOSSES", ["chosen", "rejected"], ["beta"]),
 }
 """kind -> name of its table in `rlite.algorithms`, and the arguments of `Table`"""
 
@@ -114,7 +114,7 @@ def algorithms(kind: str) -> Table[Callable[..., Any]]:
     """Return the table of a kind of algorithms, without an import of torch.
 
     Before `rlite.algorithms` is imported, no code can have registered another algorithm than the library's. The table
-    is then read from the sources, and its functions only have a signature.
+    is then read from the sources. Its functions only have the names of their parameters, of which each has a default.
 
     Args:
         kind: kind of the algorithms, such as "policy loss".
@@ -129,30 +129,20 @@ def _declared(kind: str) -> Table[Callable[..., Any]]:
     for path in (Path(__file__).parent / "algorithms").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        decorated = {id(call): function for function in functions for call in function.decorator_list}
+        decorated = {id(call): function.args for function in functions for call in function.decorator_list}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"register_{kind.replace(' ', '_')}":
-                needs = next((ast.literal_eval(word.value) for word in node.keywords if word.arg == "needs"), ())
-                table.register(ast.literal_eval(node.args[0]), needs)(_stub(decorated.get(id(node))))
+                table[ast.literal_eval(node.args[0])] = _stub(decorated.get(id(node)))
     return table
 
 
-def _stub(node: ast.FunctionDef | None) -> Callable[..., Any]:
-    """Return a function with the signature of a definition; without a definition it takes everything."""
-    if node is None:
+def _stub(arguments: ast.arguments | None) -> Callable[..., Any]:
+    """Return a function with the parameters of a definition; without a definition it takes everything."""
+    if arguments is None:
         return lambda *given, **options: None
-    kinds = {kind.__name__: kind for kind in (int, float, bool, str)}
-    given, named, empty = (
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-        inspect.Parameter.empty,
-    )
-    parameters = [inspect.Parameter(each.arg, given) for each in node.args.args]
-    for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        kind = kinds.get(ast.unparse(each.annotation), Any) if each.annotation else Any
-        parameters.append(inspect.Parameter(each.arg, named, default=empty if value is None else None, annotation=kind))
+    named = [inspect.Parameter(each.arg, inspect.Parameter.KEYWORD_ONLY, default=None) for each in arguments.kwonlyargs]
     stub: Any = functools.partial(print)
-    stub.__signature__ = inspect.Signature(parameters)
+    stub.__signature__ = inspect.Signature([inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL), *named])
     return stub
 
 

@@ -55,7 +55,7 @@ class Columns:
     def __init__(self, choice: Choice, auto: Sequence[str], evaluated: Collection[str] = ()) -> None:
         self._wanted = None if choice == "all" else tuple(auto if isinstance(choice, str) else choice)
         self.may_drop = choice == "auto"
-        """whether a line without room leaves the last metrics out"""
+        """true if a line without room leaves the last metrics out"""
         self._evaluated = frozenset(evaluated)
         self._seen: dict[str, None] = {}
 
