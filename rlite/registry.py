@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, UnknownOptionError, blamed, did_you_mean
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
@@ -72,20 +72,34 @@ class Table(dict[str, Algorithm]):
         names = (name for name, known in self.items() if known is algorithm)
         return next(names, getattr(algorithm, "__name__", "without a name"))
 
-    def describe(self, algorithm: str | Algorithm) -> str:
-        """Return the kind and the name of an algorithm, and the place where it is defined."""
-        function = algorithm if callable(algorithm) else self[algorithm]
-        return f"{self.kind} {self.name_of(algorithm)!r}: {located(function)}"
+    def call(
+        self, algorithm: str | Algorithm, options: Mapping[str, Any], *given: Any, note: str = "", **reserved: Any
+    ) -> tuple[str, Any]:
+        """Call an algorithm, and blame it for what it raises.
+
+        Args:
+            algorithm: its name, or the function.
+            options: its options.
+            *given: the positional arguments that the library gives.
+            note: text for messages about the arguments.
+            **reserved: the keyword arguments that the library gives.
+
+        Returns:
+            The algorithm's kind, name and place in words, for messages; and its result.
+        """
+        function = self.check(algorithm, options)
+        what = f"{self.kind} {self.name_of(algorithm)!r}: {located(function)}{note}"
+        with blamed(what):
+            return what, function(*given, **reserved, **options)
 
     def is_first_call(self, algorithm: str | Algorithm) -> bool:
         """Return whether this process asks for the first time. At the first call, the values of a result are checked.
 
         Later calls skip the check, which waits for the device.
         """
-        described = self.describe(algorithm)
-        is_first = described not in self._called
-        self._called.add(described)
-        return is_first
+        before = len(self._called)
+        self._called.add(f"{self.name_of(algorithm)} {located(algorithm if callable(algorithm) else self[algorithm])}")
+        return len(self._called) > before
 
     def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
         """Return the function of this name, or the given function, which can be called with the options.

@@ -71,5 +71,5 @@ def has_end_token(name: str) -> bool:
     folder = local_checkpoint(name, weights=False)
     if (folder / "generation_config.json").exists():
         return GenerationConfig.from_pretrained(folder).eos_token_id is not None
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return getattr(config.get_text_config(), "eos_token_id", None) is not None
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    return getattr(config, "eos_token_id", None) is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlite.algorithms.results import check_result
 from rlite.algorithms.shapes import GroupIds, Sequences
-from rlite.errors import ConfigError, blamed
+from rlite.errors import ConfigError
 from rlite.registry import Table
 
 AdvantageFunction = Callable[..., Tensor]
@@ -45,6 +45,7 @@ def outcome_advantages(
     lengths: Shaped[Tensor, " sequences"] | None = None,
     greedy_rewards: Sequences | None = None,
     options: Mapping[str, Any] | None = None,
+    is_example: bool = False,
 ) -> Sequences:
     """Return the advantage of every sequence.
 
@@ -55,6 +56,7 @@ def outcome_advantages(
         lengths: action tokens of each sequence, `[N]`, for estimators that need them.
         greedy_rewards: reward of the greedy response to the same prompt, `[N]`, for estimators that need it.
         options: keyword arguments of the estimator.
+        is_example: the rewards are examples, for which an estimator may return NaN.
 
     Raises:
         ConfigError: the name is unknown, a tensor that the estimator needs is missing, an option has a value of the
@@ -62,32 +64,14 @@ def outcome_advantages(
         OwnCodeError: the estimator is the user's, and raised an exception.
         UnknownOptionError: the estimator has no such option.
     """
-    return _estimated(
-        estimator, rewards, group_ids, {"lengths": lengths, "greedy_rewards": greedy_rewards}, options or {}
-    )
-
-
-def _estimated(
-    estimator: str | AdvantageFunction,
-    rewards: Tensor,
-    group_ids: Tensor,
-    given: Mapping[str, Tensor | None],
-    options: Mapping[str, Any],
-    note: str = "",
-) -> Tensor:
-    """Return the advantages. If a note says for messages that the rewards are examples, they may be NaN.
-
-    Raises:
-        ConfigError: as `outcome_advantages`.
-    """
-    name, function = ADVANTAGES.name_of(estimator), ADVANTAGES.check(estimator, options)
+    given = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+    name = ADVANTAGES.name_of(estimator)
     needed = {key: given[key] for key in ADVANTAGES.needs.get(name, ())}
     if missing := [key for key, value in needed.items() if value is None]:
         raise ConfigError(f"advantage {name} needs {', '.join(missing)}")
-    what = ADVANTAGES.describe(estimator) + note
-    with blamed(what):
-        advantages = function(rewards, group_ids, **needed, **options)
-    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not note)
+    note = f", called at the start with {len(rewards)} example rewards," if is_example else ""
+    what, advantages = ADVANTAGES.call(estimator, options or {}, rewards, group_ids, note=note, **needed)
+    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not is_example)
 
 
 def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
@@ -111,8 +95,7 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
     def advantages(chosen: slice) -> Tensor:
         ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
         rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
-        note = f", called at the start with {len(rewards)} example rewards,"
-        return _estimated(estimator, rewards, ids, {"lengths": counts, "greedy_rewards": None}, options, note)
+        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
 
     together = advantages(slice(None))
     alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])

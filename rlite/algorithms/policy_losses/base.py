@@ -12,7 +12,7 @@ from torch import Tensor
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
 from rlite.algorithms.results import check_result, found
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
-from rlite.errors import ConfigError, blamed
+from rlite.errors import ConfigError
 from rlite.registry import Table
 
 MAX_LOG_RATIO = 20.0
@@ -142,9 +142,7 @@ def policy_loss(
         OwnCodeError: the loss is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
-    function, what = POLICY_LOSSES.check(loss, options or {}), POLICY_LOSSES.describe(loss)
-    with blamed(what):
-        token = function(inputs, **(options or {}))
+    what, token = POLICY_LOSSES.call(loss, options or {}, inputs)
     if not (isinstance(token, tuple) and len(token) == 2 and isinstance(token[1], Mapping)):
         raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
     is_deep = POLICY_LOSSES.is_first_call(loss) and bool(inputs.mask.any())

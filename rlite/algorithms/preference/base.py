@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from rlite.algorithms.results import check_result
 from rlite.algorithms.shapes import Pairs
-from rlite.errors import ConfigError, blamed
+from rlite.errors import ConfigError
 from rlite.registry import Table
 from rlite.types import PreferenceDivergence
 
@@ -113,18 +113,12 @@ def preference_loss(
     chosen, rejected = _implicit_reward(chosen, divergence), _implicit_reward(rejected, divergence)
     options = options or {}
     parts = loss.items() if isinstance(loss, Mapping) else [(loss, 1.0)]
-    terms = [weight * _term(part, chosen, rejected, beta, options) for part, weight in parts]
+    terms = []
+    for part, weight in parts:
+        what, values = PREFERENCE_LOSSES.call(part, options, chosen, rejected, beta=beta)
+        is_first = PREFERENCE_LOSSES.is_first_call(part)
+        terms.append(weight * check_result(what, values, [chosen, rejected], is_deep=is_first))
     return PairLoss(torch.stack(terms).sum(0), metrics)
-
-
-def _term(
-    loss: str | PreferenceLossFunction, chosen: Tensor, rejected: Tensor, beta: float, options: Mapping[str, Any]
-) -> Tensor:
-    """Return one loss of the sum, checked."""
-    function, what = PREFERENCE_LOSSES.check(loss, options), PREFERENCE_LOSSES.describe(loss)
-    with blamed(what):
-        values = function(chosen, rejected, beta=beta, **options)
-    return check_result(what, values, [chosen, rejected], is_deep=PREFERENCE_LOSSES.is_first_call(loss))
 
 
 def _implicit_reward(log_ratio: Tensor, divergence: PreferenceDivergence) -> Tensor:

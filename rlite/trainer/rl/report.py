@@ -80,8 +80,7 @@ def batch_plan(
         plan["without effect"] = unread
     if not sampling.stop and not has_end_token(actor.model_name):
         plan["no end"] = (
-            "neither generation_config.json nor config.json of the model has an eos_token_id: no response ends before "
-            "max_new_tokens; add it there, or give rollout.train_sampling_params.stop"
+            "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
         )
     if options.is_greedy:
         plan["greedy"] = "training takes the most likely tokens and explores nothing"
