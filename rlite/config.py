@@ -40,11 +40,11 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
-from rlite.arguments import NULLS, enter, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
+from rlite.arguments import NULLS, enter, leaves, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
-from rlite.suggestions import nearest_key
+from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, nearest_key, set_by
 
 C = TypeVar("C", bound="Options")
 
@@ -64,8 +64,6 @@ Interpolations = dict[str, tuple[Any, Any]]
 IMPORTS = "imports"
 """key of the list to which `--import` adds"""
 _BOOLS = {"true": True, "false": False}
-_COMMAND_LINE = "command line"
-_ARGUMENT = "argument"
 _WORDS = {
     bool: "true or false",
     int: "an int",
@@ -408,21 +406,21 @@ class _Problems(Generic[C]):
         tree = OmegaConf.create({})
         for file in files:
             read = with_aliases(read_yaml(file), aliases)
-            self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
+            self.sources.update(dict.fromkeys(leaves("", OmegaConf.to_container(read)), file))
             tree = merged(tree, read, file, files[0])
         for key, text in overrides:
             key = aliases.get(key, key)
-            if at := self._known(key, _COMMAND_LINE):
+            if at := self._known(key, COMMAND_LINE):
                 value = text if at.is_exact and _is_scalar(at.hint) else read_value(key, text)
-                self._enter(tree, key, value, _COMMAND_LINE)
+                self._enter(tree, key, value, COMMAND_LINE)
         for key, value in _flat(self.root, given):
             key = aliases.get(key, key)
-            if self._known(key, _ARGUMENT):
-                self._enter(tree, key, value, _ARGUMENT)
+            if self._known(key, PROGRAM):
+                self._enter(tree, key, value, PROGRAM)
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
-            self.sources[IMPORTS] = _COMMAND_LINE
+            self.sources[IMPORTS] = COMMAND_LINE
         return tree
 
     def _known(self, key: str, source: str) -> _Location | None:
@@ -435,7 +433,7 @@ class _Problems(Generic[C]):
 
     def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
         enter(tree, key, value, self._source(key))
-        self.sources.update(dict.fromkeys(_leaves(key, value), source))
+        self.sources.update(dict.fromkeys(leaves(key, value), source))
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
@@ -468,7 +466,7 @@ class _Problems(Generic[C]):
         for found in error.errors(include_url=False):
             at = _locate(self.root, found["loc"])
             if found["type"] in ("extra_forbidden", "invalid_key"):
-                for key in _leaves(_joined(found["loc"]), found["input"]):
+                for key in leaves(_joined(found["loc"]), found["input"]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
@@ -477,7 +475,8 @@ class _Problems(Generic[C]):
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
                 whole = [_prefixed(line, at, found["input"]) for line in lines]
-                self.wrong.update({line: f"{line}{self._set_by(line, at.key)}" for line in whole})
+                setters = {**dict.fromkeys(_preset_values(self.root), PRESET), **self.sources}
+                self.wrong.update({line: f"{line}{set_by(line, at.key, setters)}" for line in whole})
             else:
                 value = found["input"] if at.is_exact else _select(self.given, at.key.split("."))
                 value = self.interpolated.get(at.key, (value,))[0]
@@ -492,18 +491,6 @@ class _Problems(Generic[C]):
             keys = ", ".join(dict.fromkeys(self.missing))
             lines.append(f"required and not set: {keys} (give KEY=VALUE, or --help for all keys)")
         return (UnknownOptionError if self.unknown else ConfigError)("\n".join(lines))
-
-    def _set_by(self, line: str, group: str) -> str:
-        """Return which options of a message a file or a preset has set, and not the command line."""
-        setters = {key: f"set by {source}" for key, source in self.sources.items()}
-        setters = {**dict.fromkeys(_preset_values(self.root), "the default of this preset"), **setters}
-        named = sorted(
-            f"{key}: {setter}"
-            for key, setter in setters.items()
-            if not setter.endswith((_COMMAND_LINE, _ARGUMENT))
-            and re.search(rf"(?<![\w.])({re.escape(key)}\b|{re.escape(key.removeprefix(f'{group}.'))}=)", line)
-        )
-        return f" ({'; '.join(named)})" if named else ""
 
     def _source(self, key: str) -> str:
         while key and key not in self.sources:
@@ -638,12 +625,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
-
-
-def _leaves(path: str, value: Any) -> list[str]:
-    if not isinstance(value, Mapping) or not value:
-        return [path]
-    return [leaf for name in value for leaf in _leaves(f"{path}.{name}" if path else str(name), value[name])]
 
 
 def _select(values: Any, way: Sequence[str]) -> Any:

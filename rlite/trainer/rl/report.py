@@ -25,7 +25,6 @@ WHERE = {
     "snapshot": "beside training, on the devices of the rollouts",
 }
 """description of the place of evaluations, by trainer.evaluate"""
-PRINTS = "what a function prints in its process is discarded, in_process=true shows it"
 LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 
@@ -78,6 +77,8 @@ def batch_plan(
     plan |= {topic_of(name): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
         plan["without effect"] = unread
+    if not all(one.in_process for one in options.reward.values()):
+        plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
     if not sampling.stop and not has_end_token(actor.model_name):
         plan["no end"] = (
             "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
@@ -105,8 +106,7 @@ def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
     if options.reward:
         parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
         is_of_lists = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
-        is_silent = not all(one.in_process for one in options.reward.values())
-        return "; ".join([parts, *([LISTS_OF_ONE] if is_of_lists else []), *([PRINTS] if is_silent else [])])
+        return f"{parts}; {LISTS_OF_ONE}" if is_of_lists else parts
     rollout = options.rollout
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")
