@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlite.errors import ConfigError, shortened
@@ -38,7 +37,7 @@ def check_result(what: str, values: Any, inputs: Sequence[Tensor], mask: Any = N
         raise ConfigError(f"{what} returned {found(values)}; expected a tensor of shape {list(like.shape)}")
     if not is_deep:
         return values
-    if like.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
+    if like.requires_grad and not values.requires_grad:
         raise ConfigError(f"{what} {WITHOUT_GRADIENT}")
     result, *given = (x.detach() if mask is None else x.detach()[mask.bool()] for x in (values, *inputs))
     bad = ~result.isfinite()

@@ -135,3 +135,14 @@ def test_a_loss_may_be_nan_at_masked_positions_and_constant_in_a_pack_without_to
     assert policy_loss("own", inputs).loss[0] == -1
     POLICY_LOSSES["empty"] = lambda x: TokenLoss(torch.zeros_like(x.logprobs), {})
     policy_loss("empty", LossInputs(logprobs(), torch.zeros(3), torch.ones(3), torch.zeros(3)))
+
+
+@pytest.mark.parametrize("call", [call_policy_loss, call_preference_loss])
+def test_an_evaluation_before_the_first_step_does_not_hide_a_loss_without_a_gradient(call: Callable[..., None]) -> None:
+    def constant(inputs: Any, *others: Any, **options: Any) -> Any:
+        return TokenLoss(inputs.mask, {}) if isinstance(inputs, LossInputs) else inputs.detach()
+
+    with torch.no_grad():
+        call(constant)
+    with pytest.raises(ConfigError, match="returned a loss without a gradient"):
+        call(constant)
