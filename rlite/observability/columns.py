@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from rlite.errors import did_you_mean
@@ -11,7 +11,6 @@ from rlite.errors import did_you_mean
 Choice = Literal["auto", "all"] | Sequence[str]
 """auto: the trainer's own choice; all metrics; or a list of names"""
 
-WidthOf = Callable[[str], int]
 LABELS = {
     "tokens_per_second": "tokens/s",
     "response_length": "length",
@@ -76,18 +75,16 @@ class Columns:
         known = {*metrics, *later, *self._evaluated}
         return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
 
-    def fit(self, metrics: Mapping[str, float], width: int, width_of: WidthOf | None = None) -> list[str] | None:
+    def fit(self, metrics: Mapping[str, float], width: int) -> list[str] | None:
         """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.
 
         Args:
             metrics: metrics of the step.
             width: characters of the line that columns may take.
-            width_of: characters of a metric's column; default: those in a table.
         """
         self._seen |= dict.fromkeys(self.chosen(metrics))
         columns = [key for key in self._wanted or self._seen if key in self._seen]
-        own = width_of or _width
-        ends = [sum(GAP + own(key) for key in columns[: index + 1]) for index in range(len(columns))]
+        ends = [sum(GAP + _width(key) for key in columns[: index + 1]) for index in range(len(columns))]
         fitting = [key for key, end in zip(columns, ends, strict=True) if end <= width]
         return fitting if self.may_drop or len(fitting) == len(columns) else None
 

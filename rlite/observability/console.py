@@ -203,8 +203,9 @@ class ConsoleReporter:
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
         numbers = {key: plain_number(value) for key, value in values.items()}
-        room = _PLAIN_COLUMNS if self._columns.may_drop else sys.maxsize
-        columns = self._columns.fit(metrics, room, lambda key: len(key) + 1 + _PLAIN_WIDTH) or ()
+        columns = self._columns.fit(metrics, sys.maxsize) or ()
+        while self._columns.may_drop and sum(len(key) + 3 + _PLAIN_WIDTH for key in columns) > _PLAIN_COLUMNS:
+            columns = columns[:-1]
         pairs = [
             f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
         ]

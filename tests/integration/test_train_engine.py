@@ -725,10 +725,6 @@ def loss_that_reports_tokens(logits: Tensor, data: dict[str, Any]) -> Any:
     return logits.mean(), {"own": logits.sum(-1)}
 
 
-def no_tensor(logits: Tensor, data: dict[str, Any]) -> float:
-    return 1.0
-
-
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
@@ -740,11 +736,6 @@ def no_tensor(logits: Tensor, data: dict[str, Any]) -> float:
 def test_a_loss_that_teaches_or_reports_nothing_is_named_with_its_place(build: Build, loss: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"loss_fn {loss.__name__} \(.*:\d+\) {said}"):
         build(size=1).train_batch(make_batch([9, 9]), loss, num_counted)
-
-
-def test_a_hook_that_returns_no_tensor_is_named_with_its_place(build: Build) -> None:
-    with pytest.raises(ConfigError, match=r"post_hook no_tensor \(.*:\d+\) returned 1.0; expected a tensor"):
-        build(size=1).forward(make_batch([9, 9]), no_tensor)
 
 
 def loss_with_a_typo(logits: Tensor, data: dict[str, Any]) -> Tensor:

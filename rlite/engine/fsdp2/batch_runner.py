@@ -16,7 +16,7 @@ from rlite.algorithms.results import WITHOUT_GRADIENT
 from rlite.data.packs import Pack, lazy_pack, pair_rows
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens, weigh
-from rlite.errors import ConfigError, shortened
+from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
@@ -174,9 +174,6 @@ class BatchRunner:
 
         Returns:
             The values [T, ...] of the tokens of the share's own rows, on CPU.
-
-        Raises:
-            ConfigError: post_hook returned no tensor.
         """
         found: list[Tensor] = []
         base = self.module.without_adapters() if without_adapters else nullcontext()
@@ -186,9 +183,6 @@ class BatchRunner:
                 outputs = self._outputs(post_hook, data)
                 with _counting(rows):
                     values = post_hook(outputs, data)
-                if not isinstance(values, Tensor):
-                    what = f"post_hook {located(post_hook)} returned {shortened(values)}"
-                    raise ConfigError(f"{what}; expected a tensor [T, ...], a value for each token of the pack")
                 found.append(own_tokens(rows, values).cpu())
         return torch.cat(found)  # a copy: a slice would be sent with all that it is a slice of
 
