@@ -334,3 +334,10 @@ def shown(value: Any) -> str:
     """Return the value of an option for a message, cut if it is long."""
     text = "null" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def leaves(path: str, value: Any) -> list[str]:
+    """Return the keys of the values in nested mappings below a key."""
+    if not isinstance(value, Mapping) or not value:
+        return [path]
+    return [leaf for name in value for leaf in leaves(f"{path}.{name}" if path else str(name), value[name])]

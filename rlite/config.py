@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,11 +40,11 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
-from rlite.arguments import NULLS, enter, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
+from rlite.arguments import NULLS, enter, leaves, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
-from rlite.suggestions import nearest_key
+from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, nearest_key, set_by
 
 C = TypeVar("C", bound="Options")
 
@@ -64,8 +64,6 @@ Interpolations = dict[str, tuple[Any, Any]]
 IMPORTS = "imports"
 """key of the list to which `--import` adds"""
 _BOOLS = {"true": True, "false": False}
-_COMMAND_LINE = "command line"
-_ARGUMENT = "argument"
 _WORDS = {
     bool: "true or false",
     int: "an int",
@@ -135,12 +133,17 @@ class Options(BaseModel):
             except RliteError as error:
                 problems.append(str(error))
         if problems:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
         return self
 
     @functools.cached_property
     def _interpolated(self) -> Interpolations:
         return {}
+
+    @classmethod
+    def unread(cls, given: Mapping[str, Any]) -> Collection[str]:
+        """Return the options that given options of the group leave without a meaning: a preset's give way to them."""
+        return ()
 
     def problems(self) -> Iterable[str]:
         """Return one message for each rule between several options that does not hold.
@@ -301,11 +304,14 @@ def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
 
 def _preset(cls: type[Options]) -> str:
     """Return the command that a preset stands for, such as `rlite ppo kl.coef=1`; "" without a preset."""
-    if not cls.preset_of:
-        return ""
-    before = {path: value for path, _, value in _keys(cls.__mro__[1])}
-    changed = [f"{path}={_show(to_container(value))}" for path, _, value in _keys(cls) if value != before[path]]
-    return f"rlite {cls.preset_of} {' '.join(changed)}"
+    changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
+    return f"rlite {cls.preset_of} {' '.join(changed)}" if cls.preset_of else ""
+
+
+def _preset_values(cls: type[Options]) -> dict[str, Any]:
+    """Return the defaults in which a preset differs from the options of its base class, by key."""
+    before = {path: value for path, _, value in _keys(cls.__mro__[1])} if cls.preset_of else {}
+    return {path: value for path, _, value in _keys(cls) if path in before and value != before[path]}
 
 
 def schema(cls: type[Options]) -> dict[str, Any]:
@@ -359,8 +365,8 @@ def _read_text(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def _over(default: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's values: those given, else those of the default instance."""
-    values = dict(default)
+    """Return a group's values: those given, else those of the default instance, unless the given rule them out."""
+    values = {name: value for name, value in default if name not in type(default).unread(given)}
     for name, value in given.items():
         own = values.get(name)
         values[name] = _over(own, value) if isinstance(own, Options) and isinstance(value, Mapping) else value
@@ -400,21 +406,21 @@ class _Problems(Generic[C]):
         tree = OmegaConf.create({})
         for file in files:
             read = with_aliases(read_yaml(file), aliases)
-            self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
+            self.sources.update(dict.fromkeys(leaves("", OmegaConf.to_container(read)), file))
             tree = merged(tree, read, file, files[0])
         for key, text in overrides:
             key = aliases.get(key, key)
-            if at := self._known(key, _COMMAND_LINE):
+            if at := self._known(key, COMMAND_LINE):
                 value = text if at.is_exact and _is_scalar(at.hint) else read_value(key, text)
-                self._enter(tree, key, value, _COMMAND_LINE)
+                self._enter(tree, key, value, COMMAND_LINE)
         for key, value in _flat(self.root, given):
             key = aliases.get(key, key)
-            if self._known(key, _ARGUMENT):
-                self._enter(tree, key, value, _ARGUMENT)
+            if self._known(key, PROGRAM):
+                self._enter(tree, key, value, PROGRAM)
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
-            self.sources[IMPORTS] = _COMMAND_LINE
+            self.sources[IMPORTS] = COMMAND_LINE
         return tree
 
     def _known(self, key: str, source: str) -> _Location | None:
@@ -427,7 +433,7 @@ class _Problems(Generic[C]):
 
     def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
         enter(tree, key, value, self._source(key))
-        self.sources.update(dict.fromkeys(_leaves(key, value), source))
+        self.sources.update(dict.fromkeys(leaves(key, value), source))
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
@@ -460,7 +466,7 @@ class _Problems(Generic[C]):
         for found in error.errors(include_url=False):
             at = _locate(self.root, found["loc"])
             if found["type"] in ("extra_forbidden", "invalid_key"):
-                for key in _leaves(_joined(found["loc"]), found["input"]):
+                for key in leaves(_joined(found["loc"]), found["input"]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
@@ -468,7 +474,9 @@ class _Problems(Generic[C]):
                 self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
-                self.wrong.update({line: _prefixed(line, at, found["input"]) for line in lines})
+                whole = [_prefixed(line, at, found["input"]) for line in lines]
+                setters = {**dict.fromkeys(_preset_values(self.root), PRESET), **self.sources}
+                self.wrong.update({line: f"{line}{set_by(line, at.key, setters)}" for line in whole})
             else:
                 value = found["input"] if at.is_exact else _select(self.given, at.key.split("."))
                 value = self.interpolated.get(at.key, (value,))[0]
@@ -596,7 +604,8 @@ def _unknown(cls: type[Options], key: str) -> str:
     at = _locate(cls, key.split(".")[:-1])
     if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
-    return f"unknown key {key!r}; {nearest_key(key, known, cls.help_first)}"
+    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
+    return f"unknown key {key!r}; {nearest_key(key, known, [*required, *cls.help_first])}"
 
 
 def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -616,12 +625,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
-
-
-def _leaves(path: str, value: Any) -> list[str]:
-    if not isinstance(value, Mapping) or not value:
-        return [path]
-    return [leaf for name in value for leaf in _leaves(f"{path}.{name}" if path else str(name), value[name])]
 
 
 def _select(values: Any, way: Sequence[str]) -> Any:

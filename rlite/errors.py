@@ -11,6 +11,7 @@ import difflib
 import errno
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ FORKED = (
     "cannot be used in a forked child of the process that called rlite.init(): its workers answer the parent alone. "
     "Start the child afresh (multiprocessing.get_context('spawn'), or subprocess), or make the call in the parent."
 )
+
+
+REBUILD = "Build the engine again."
+"""advice for programs at the end of messages; a command replaces it by its own"""
 
 
 class ConfigError(RliteError, ValueError):
@@ -48,6 +53,13 @@ class ImportFailed(RliteError, ImportError):
 
 class CallbackError(RliteError, RuntimeError):
     """A callback raised an exception. The message names the callback and holds the traceback in its own code."""
+
+
+class OwnCodeError(RliteError, RuntimeError):
+    """A function of the user's, such as a loss, raised an exception.
+
+    The message names the function, its file and its line, and holds the traceback in the user's own code.
+    """
 
 
 class PlacementError(RliteError, ValueError):
@@ -130,6 +142,7 @@ MAX_SHOWN = 400
 """characters of a value in a message"""
 _ASYNCIO = Path(os.__file__).parent / "asyncio"
 _INTERNAL = (f"{Path(__file__).parent}{os.sep}", f"{_ASYNCIO}{os.sep}", "<frozen importlib")
+_INSTALLED = (*_INTERNAL, *(sysconfig.get_path(place) for place in ("stdlib", "purelib", "platlib")))
 
 
 def own_traceback(error: BaseException) -> str:
@@ -142,6 +155,33 @@ def own_traceback(error: BaseException) -> str:
             link.stack = traceback.StackSummary.from_list(frames)
             chain += [link.__cause__, link.__context__]
     return "".join(told.format()).rstrip()
+
+
+def has_own_frames(error: BaseException) -> bool:
+    """Return whether an exception was raised in or below code that is neither rlite's nor of an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not all(frame.filename.startswith(_INSTALLED) for frame in frames)
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Name the function under way if the block raises an exception in the user's own code.
+
+    Args:
+        what: description of the function.
+
+    Yields:
+        None.
+
+    Raises:
+        OwnCodeError: the block raised an exception. The message holds the user's own frames.
+    """
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(error, RliteError) or not has_own_frames(error):
+            raise
+        raise OwnCodeError(f"{what} raised {type(error).__name__}\n{own_traceback(error)}") from error
 
 
 _NO_ROOM = {

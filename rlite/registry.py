@@ -6,13 +6,17 @@ the annotation, is an error before anything is computed.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import numbers
+import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, UnknownOptionError, blamed, did_you_mean
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
@@ -31,6 +35,8 @@ class Table(dict[str, Algorithm]):
         self.kind, self._given, self._reserved = kind, given, reserved
         self.needs: dict[str, tuple[str, ...]] = {}
         """further keyword arguments that the library gives some of the algorithms, by name of the algorithm"""
+        self._called: set[str] = set()
+        """descriptions of the algorithms that have returned a result in this process"""
 
     def register(self, name: str, needs: tuple[str, ...] = ()) -> Callable[[Algorithm], Algorithm]:
         """Return a decorator that adds a function under a name, and returns it unchanged.
@@ -66,6 +72,35 @@ class Table(dict[str, Algorithm]):
         names = (name for name, known in self.items() if known is algorithm)
         return next(names, getattr(algorithm, "__name__", "without a name"))
 
+    def call(
+        self, algorithm: str | Algorithm, options: Mapping[str, Any], *given: Any, note: str = "", **reserved: Any
+    ) -> tuple[str, Any]:
+        """Call an algorithm, and blame it for what it raises.
+
+        Args:
+            algorithm: its name, or the function.
+            options: its options.
+            *given: the positional arguments that the library gives.
+            note: text for messages about the arguments.
+            **reserved: the keyword arguments that the library gives.
+
+        Returns:
+            The algorithm's kind, name and place in words, for messages; and its result.
+        """
+        function = self.check(algorithm, options)
+        what = f"{self.kind} {self.name_of(algorithm)!r}: {located(function)}{note}"
+        with blamed(what):
+            return what, function(*given, **reserved, **options)
+
+    def is_first_call(self, algorithm: str | Algorithm) -> bool:
+        """Return whether this process asks for the first time. At the first call, the values of a result are checked.
+
+        Later calls skip the check, which waits for the device.
+        """
+        before = len(self._called)
+        self._called.add(f"{self.name_of(algorithm)} {located(algorithm if callable(algorithm) else self[algorithm])}")
+        return len(self._called) > before
+
     def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
         """Return the function of this name, or the given function, which can be called with the options.
 
@@ -79,6 +114,60 @@ class Table(dict[str, Algorithm]):
         reserved = (*self._reserved, *self.needs.get(name, ()))
         check_options(function, options, f"{self.kind} {name}", self._given, reserved)
         return function
+
+
+_TABLES = {
+    "policy loss": ("POLICY_LOSSES", ["inputs"], []),
+    "advantage": ("ADVANTAGES", ["rewards", "group_ids"], []),
+    "preference loss": ("PREFERENCE_LOSSES", ["chosen", "rejected"], ["beta"]),
+}
+"""kind -> name of its table in `rlite.algorithms`, and the arguments of `Table`"""
+
+
+def algorithms(kind: str) -> Table[Callable[..., Any]]:
+    """Return the table of a kind of algorithms, without an import of torch.
+
+    Before `rlite.algorithms` is imported, no code can have registered another algorithm than the library's. The table
+    is then read from the sources. Its functions only have the names of their parameters, of which each has a default.
+
+    Args:
+        kind: kind of the algorithms, such as "policy loss".
+    """
+    home = sys.modules.get("rlite.algorithms")
+    return _declared(kind) if home is None else getattr(home, _TABLES[kind][0])
+
+
+@functools.cache
+def _declared(kind: str) -> Table[Callable[..., Any]]:
+    table: Table[Callable[..., Any]] = Table(kind, *_TABLES[kind][1:])
+    for path in (Path(__file__).parent / "algorithms").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        decorated = {id(call): function.args for function in functions for call in function.decorator_list}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"register_{kind.replace(' ', '_')}":
+                table[ast.literal_eval(node.args[0])] = _stub(decorated.get(id(node)))
+    return table
+
+
+def _stub(arguments: ast.arguments | None) -> Callable[..., Any]:
+    """Return a function with the parameters of a definition; without a definition it takes everything."""
+    if arguments is None:
+        return lambda *given, **options: None
+    named = [inspect.Parameter(each.arg, inspect.Parameter.KEYWORD_ONLY, default=None) for each in arguments.kwonlyargs]
+    stub: Any = functools.partial(print)
+    stub.__signature__ = inspect.Signature([inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL), *named])
+    return stub
+
+
+def located(function: Callable[..., Any]) -> str:
+    """Return a function's name, its file and its line, such as "plain (my_loss.py:5)"."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Suggestions for keys of a config that do not exist."""
+"""Hints in messages on a config: keys that are probably meant, and who has set an option."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from rlite.errors import did_you_mean
 
 MAX_SHOWN = 3
+COMMAND_LINE, PROGRAM, PRESET = "command line", "argument", "the default of this preset"
+"""sources of values, beside files"""
 ELSEWHERE: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("steps", "max_steps", "num_steps", "total_training_steps"), ("n_epochs", "total_steps")),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), ("n_epochs", "total_steps")),
@@ -20,6 +23,7 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("num_iterations", "ppo_epochs"), ("update_per_rollout",)),
     "report_to": ("sinks",),
     "kl_coef": ("coef",),
+    "model": ("model_name",),
 }
 """names of options in TRL, verl and prime-rl -> the last parts of the keys that they mean here, the best first"""
 
@@ -41,8 +45,8 @@ def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> 
         usual: keys that are preferred among several that contain the words of the unknown key.
     """
     same = ".".join(OTHER_COMMANDS.get(part, part) for part in key.split("."))
-    if same != key and same in known:
-        return _any_of([same])
+    if same != key and (meant := [path for path in (same, f"{same}.path") if path in known]):
+        return _any_of(meant)
     group, _, leaf = key.rpartition(".")
     for name in ELSEWHERE.get(leaf, ()):
         if meant := _same_leaf(name, known):
@@ -55,6 +59,22 @@ def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> 
     prefix = f"{group}." if group and any(path.startswith(f"{group}.") for path in known) else ""
     names = {path.removeprefix(prefix).split(".")[0] for path in known if path.startswith(prefix)}
     return did_you_mean(key, {f"{prefix}{name}" for name in names})
+
+
+def set_by(message: str, group: str, sources: Mapping[str, str]) -> str:
+    """Return which options of a message a file or a preset has set, as its end; "" if the user's command has.
+
+    Args:
+        message: text that names options by their key, or `name=value` in their own group.
+        group: key of the group that the message is about.
+        sources: source of each value, by its key.
+    """
+    found = []
+    for key, source in sorted(sources.items()):
+        own = f"({re.escape(key)}\\b|{re.escape(key.removeprefix(f'{group}.'))}=)"
+        if source not in (COMMAND_LINE, PROGRAM) and re.search(rf"(?<![\w.]){own}", message):
+            found.append(f"{key}: {'' if source == PRESET else 'set by '}{source}")
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def _any_of(keys: Sequence[str]) -> str:

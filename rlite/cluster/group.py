@@ -28,7 +28,7 @@ import cloudpickle
 
 from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
-from rlite.errors import FORKED, CallTimeout, ConfigError, RliteError, WorkerDied, WorkerError
+from rlite.errors import FORKED, REBUILD, CallTimeout, ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
 
 logger = logging.getLogger(__name__)
@@ -578,7 +578,7 @@ def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
     """Return a text on the state of a group after the loss of these ranks."""
     replicas = {rank // group.replica_size for rank in dead} | group.losses.keys()
     if len(replicas) * group.replica_size == len(group):
-        return f"{group.name} was stopped; build the engine again."
+        return f"{group.name} was stopped. {REBUILD}"
     return (
         f"Replica {', '.join(map(str, sorted(replicas)))} of {group.name} was stopped, the others go on; calls on all "
         "replicas fail until the engine is released and built again."

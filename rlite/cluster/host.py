@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from rlite.cluster.placement import Device
-from rlite.errors import RemoteTraceback, WorkerError
+from rlite.errors import RemoteTraceback, WorkerError, has_own_frames, own_traceback
 from rlite.observability import stats_tracker
 from rlite.observability.stats_tracker import Recording
 
@@ -189,7 +189,9 @@ def _answer(act: Callable[[], Any]) -> Outcome:
         with _children_end_here():
             return Outcome(act())
     except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
-        return Outcome(trace=traceback.format_exc(), error=_portable(raised))
+        is_own = has_own_frames(raised)
+        trace = f"{own_traceback(raised)}\n(without the frames of rlite)" if is_own else traceback.format_exc()
+        return Outcome(trace=trace, error=_portable(raised))
 
 
 def _position(frame: FrameType) -> CallPosition:

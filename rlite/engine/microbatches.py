@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +14,12 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms.reduce import Mean, PerToken
+from rlite.algorithms.results import found
 from rlite.batch import RAGGED
 from rlite.data.microbatch_plan import PackingMethod, plan_microbatches
 from rlite.data.packs import check_batch, pair_rows, sequence_lengths
 from rlite.errors import ConfigError, DataError
+from rlite.registry import located
 
 Loss = Callable[[Any, dict[str, Any]], Any]
 """loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of what to report: means, which are numbers or `Mean`,
@@ -126,17 +130,40 @@ def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[s
         data: the pack.
 
     Raises:
-        ConfigError: loss_fn returned another type.
+        ConfigError: loss_fn returned another type, or reports something else than numbers.
     """
     result = loss_fn(outputs, data)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     loss, report = result if is_pair else (result, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise ConfigError(
-            f"loss_fn returned {found}; expected a mean, one number in a tensor, or (mean, dict of means)"
-        )
+        what = f"loss_fn {located(loss_fn)} returned {found(loss)}"
+        raise ConfigError(f"{what}; expected a mean, one number in a tensor, or (mean, dict of means)")
+    for name, value in report.items():
+        if not isinstance(value, Mean | PerToken) and not _is_number(value):
+            what = f"loss_fn {located(loss_fn)} reports {found(value)} as {name!r}"
+            raise ConfigError(f"{what}; expected a number, or a Mean or PerToken of rlite.algorithms")
     return loss, report
+
+
+def weigh(loss_weight_fn: Weight, data: Any) -> float:
+    """Return the weight of a pack's mean.
+
+    Args:
+        loss_weight_fn: the function of the weight.
+        data: the pack.
+
+    Raises:
+        ConfigError: the weight is no finite number of at least 0.
+    """
+    weight = loss_weight_fn(data)
+    if not _is_number(weight) or not 0 <= (number := float(weight)) < math.inf:
+        what = f"loss_weight_fn {located(loss_weight_fn)} returned {found(weight)}"
+        raise ConfigError(f"{what}; expected the weight of a pack's mean, a finite number of at least 0")
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
 
 
 class LossSums:

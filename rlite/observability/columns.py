@@ -53,7 +53,8 @@ class Columns:
 
     def __init__(self, choice: Choice, auto: Sequence[str], evaluated: Collection[str] = ()) -> None:
         self._wanted = None if choice == "all" else tuple(auto if isinstance(choice, str) else choice)
-        self._may_drop = choice == "auto"
+        self.may_drop = choice == "auto"
+        """true if a line without room leaves the last metrics out"""
         self._evaluated = frozenset(evaluated)
         self._seen: dict[str, None] = {}
 
@@ -70,7 +71,7 @@ class Columns:
             metrics: metrics of a step.
             later: further metrics, which other steps have.
         """
-        names = () if self._may_drop else self._wanted or ()
+        names = () if self.may_drop else self._wanted or ()
         known = {*metrics, *later, *self._evaluated}
         return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
 
@@ -85,7 +86,7 @@ class Columns:
         columns = [key for key in self._wanted or self._seen if key in self._seen]
         ends = [sum(GAP + _width(key) for key in columns[: index + 1]) for index in range(len(columns))]
         fitting = [key for key, end in zip(columns, ends, strict=True) if end <= width]
-        return fitting if self._may_drop or len(fitting) == len(columns) else None
+        return fitting if self.may_drop or len(fitting) == len(columns) else None
 
 
 def header(columns: Sequence[str]) -> str:

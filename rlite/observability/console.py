@@ -36,6 +36,8 @@ _QUIET_S = 30.0
 """seconds without a line after which a pipe gets a line of progress"""
 _PLAIN_WIDTH = 9
 """characters of a value in a pipe, so that the values of consecutive lines are aligned"""
+_PLAIN_COLUMNS = 165
+"""characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
 
 
 class ConsoleReporter:
@@ -202,6 +204,8 @@ class ConsoleReporter:
         values, title = self._columns.chosen(metrics), self._step(step)
         numbers = {key: plain_number(value) for key, value in values.items()}
         columns = self._columns.fit(metrics, sys.maxsize) or ()
+        while self._columns.may_drop and sum(len(key) + 3 + _PLAIN_WIDTH for key in columns) > _PLAIN_COLUMNS:
+            columns = columns[:-1]
         pairs = [
             f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
         ]

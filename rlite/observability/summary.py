@@ -12,6 +12,7 @@ from rlite.observability.columns import LAG, find, number
 from rlite.observability.sinks.jsonl import read_metrics
 
 TENTH = 10
+Names = Sequence[str]
 
 
 class History:
@@ -21,10 +22,13 @@ class History:
         evaluated: metrics of evaluations, of which the first, the last and the best value count.
         trained: metrics of every step, of which the means over the first and the last tenth of the steps count.
         lowest: metrics of evaluations whose lowest value is the best.
+        chosen: metric whose best value another line tells, which knows the evaluations that count for it.
     """
 
-    def __init__(self, evaluated: Sequence[str], trained: Sequence[str], lowest: Collection[str] = ()) -> None:
-        self._evaluated, self._trained, self._lowest = evaluated, trained, lowest
+    def __init__(
+        self, evaluated: Names, trained: Names, lowest: Collection[str] = (), chosen: str | None = None
+    ) -> None:
+        self._evaluated, self._trained, self._lowest, self._chosen = evaluated, trained, lowest, chosen
         self._values: dict[str, dict[int, float]] = {name: {} for name in (*evaluated, *trained)}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -55,7 +59,8 @@ class History:
         (first, before), (last, after) = min(values.items()), max(values.items())
         best = (min if key in self._lowest else max)(values, key=values.__getitem__)
         text = f"{number(key, before)} at step {first} -> {number(key, after)} at step {last}"
-        return text if values[best] == after else f"{text}, best {number(key, values[best])} at step {best}"
+        is_told = values[best] == after or key == self._chosen
+        return text if is_told else f"{text}, best {number(key, values[best])} at step {best}"
 
 
 def _of_steps(key: str, values: Mapping[int, float]) -> str:

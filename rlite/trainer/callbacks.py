@@ -32,6 +32,9 @@ class Callback:
     The run has `step`, `total_steps`, `folder`, `config`, `console` and `stop(reason)`, which ends the run after this
     step with a checkpoint. If a method raises an exception, the run ends after this step in the same way, with a
     CallbackError.
+
+    A number that a method enters into `metrics`, as in `metrics["own"] = 0.5`, is logged with the step, in a line of
+    its own of metrics.jsonl.
     """
 
     def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
@@ -108,17 +111,26 @@ class Callbacks:
         """Names of the callbacks."""
         return set(self._by_name)
 
-    def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> None:
+    def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> dict[str, float]:
         """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called.
 
         Args:
             event: name of the method.
             run: the run.
             metrics: metrics of the step or of the evaluation.
+
+        Returns:
+            The metrics that the callbacks have added or changed.
         """
+        added: dict[str, float] = {}
         for name, callback in self._by_name.items():
             with self._blamed(name, f"{event} at step {run.step}"):
-                getattr(callback, event)(run, metrics)
+                given = {**metrics, **added}
+                getattr(callback, event)(run, own := dict(given))
+                added |= {
+                    key: float(value) for key, value in own.items() if key not in given or given[key] is not value
+                }
+        return added
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every callback by name. An unavailable state is {}, and its error becomes `failure`."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Gt, Le
 from pydantic import field_validator
 
+from rlite.arguments import named
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
 from rlite.data.source import Source
 from rlite.imports import import_own_code
@@ -111,19 +112,21 @@ class TableOptions(SingleTableOptions):
 
 
 class AnnouncedOptions(Options):
-    """Options of a command that prints its first line before it loads torch."""
+    """Options of a command that are checked before torch is loaded. It may then print its first line."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """other spellings of keys"""
+    without_key: ClassVar[Sequence[str]] = ()
+    """keys of the arguments that may be given without a key, in their order"""
 
     @classmethod
     def arguments(cls, argv: Sequence[str]) -> list[str]:
         """Return the arguments of the command in the form `KEY=VALUE`."""
-        return list(argv)
+        return named(argv, cls.without_key)
 
     def headline(self) -> str:
-        """Return in a few words what is trained, on which data, and where the result goes."""
-        raise NotImplementedError
+        """Return in a few words what is trained, on which data, and where the result goes; "" announces nothing."""
+        return ""
 
     def check_complete(self) -> None:
         """Raise ConfigError if a command lacks an option for which a program may give an object instead."""

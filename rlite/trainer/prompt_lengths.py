@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from rlite.data.rows import place_of
 from rlite.errors import DataError
@@ -60,3 +60,16 @@ def model_limit(name: str) -> int | None:
     """
     config = AutoConfig.from_pretrained(local_checkpoint(name, weights=False), trust_remote_code=False)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def has_end_token(name: str) -> bool:
+    """Return whether a checkpoint names a token at which its answers end.
+
+    Args:
+        name: folder or hub name of the checkpoint.
+    """
+    folder = local_checkpoint(name, weights=False)
+    if (folder / "generation_config.json").exists():
+        return GenerationConfig.from_pretrained(folder).eos_token_id is not None
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    return getattr(config, "eos_token_id", None) is not None

@@ -11,10 +11,12 @@ from pydantic import Field
 import rlite
 from rlite.config import Count, FinitePositive, Options, Rate
 from rlite.group_names import single_or_named
+from rlite.registry import algorithms
 from rlite.trainer.held_out.options import HeldOutOptions, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.model.options import FrozenModelOptions, LayoutOptions, ModelOptions
 from rlite.trainer.options import LaunchOptions, RecordOptions, RunOptions, ServingOptions, TableOptions
+from rlite.trainer.run.best import check_evaluated
 from rlite.types import PreferenceDivergence
 
 
@@ -77,6 +79,11 @@ class SupervisedConfig(LaunchOptions):
             yield f"trainer.n_epochs={self.trainer.n_epochs}: data.streaming=true ends after trainer.total_steps steps"
         if self.trainer.total_steps is not None and not self.data.streaming:
             yield "trainer.total_steps is an option of data.streaming=true; use trainer.n_epochs"
+
+    def check_complete(self) -> None:
+        """Check that a run that chooses by evaluations has data for them."""
+        if not self.test_data:
+            check_evaluated(self.trainer, ())
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
@@ -167,20 +174,20 @@ class PreferenceLossOptions(Options):
     nll_weight: Rate = 0.0
     """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
 
-    def slow_problems(self) -> Iterator[str]:
-        """Yield a message for a loss whose reference or lengths are not as it needs them.
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a reference that is left out; raise an error for a loss that cannot be called so."""
+        algorithms("preference loss").check(self.name, self.options)
+        if self.reference_free and self.divergence != "reverse_kl":
+            yield f"divergence={self.divergence}: reference_free=true has no reference to diverge from; leave it out"
 
-        It raises ConfigError or UnknownOptionError for a loss that cannot be called so.
-        """
-        rlite.algorithms.PREFERENCE_LOSSES.check(self.name, self.options)
+    def slow_problems(self) -> Iterator[str]:
+        """Yield a message for a loss whose reference or lengths are not as it needs them."""
         is_of_means = self.reference_free and self.length_normalised
         if self.name in rlite.algorithms.OF_PROBABILITIES and not is_of_means:
             yield (
                 f"name={self.name}: this loss compares mean probabilities of answers, without a reference; set "
                 "reference_free=true and length_normalised=true"
             )
-        if self.reference_free and self.divergence != "reverse_kl":
-            yield f"divergence={self.divergence}: reference_free=true has no reference to diverge from; leave it out"
 
 
 class DpoActorOptions(PreferenceModelOptions):

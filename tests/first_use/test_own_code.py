@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlite.algorithms import POLICY_LOSSES
+from rlite.algorithms import ADVANTAGES, POLICY_LOSSES
 from rlite.cli import main
 from rlite.trainer.callbacks import CALLBACKS
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "argv", [])  # which `rlite` below replaces
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(32)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tables: list[tuple[Any, set[str]]] = [(table, set(table)) for table in (CALLBACKS, POLICY_LOSSES)]
+    tables: list[tuple[Any, set[str]]] = [(table, set(table)) for table in (ADVANTAGES, CALLBACKS, POLICY_LOSSES)]
     yield
     for table, known in tables:
         for name in set(table) - known:
@@ -80,3 +80,36 @@ def test_the_same_command_goes_on_after_a_failure(model: str) -> None:
     resumed = Path("run/latest/model.safetensors").read_bytes()
     sft(model, *command, "trainer.overwrite=true")
     assert Path("run/latest/model.safetensors").read_bytes() == resumed
+
+
+def ppo(model: str, *options: str) -> str:
+    """Run a command that fails, and return its message."""
+    Path("my_reward.py").write_text("def length(prompt, completions, **row):\n    return len(completions)\n")
+    given = [f"actor.model_name={model}", "train_data.path=rows.jsonl", "reward.path=my_reward.py:length"]
+    small = ["train_data.prompts_per_rollout=4", "rollout.train_sampling_params.max_new_tokens=4", "kl.type=null"]
+    with pytest.raises(SystemExit) as ended:
+        rlite("grpo", *given, *small, "trainer.save_dir=run", "--import", "mine.py", *options)
+    return str(ended.value.code)
+
+
+def test_a_mistake_in_an_own_loss_is_told_in_a_few_lines_that_begin_with_its_place(model: str) -> None:
+    Path("mine.py").write_text(
+        "from rlite.algorithms import TokenLoss, register_policy_loss\n\n\n@register_policy_loss('mistaken')\n"
+        "def mistaken(inputs):\n    return TokenLoss(-inputs.logits, {})\n"
+    )
+    told = ppo(model, "actor.policy_loss.name=mistaken").splitlines()
+    assert told[0].startswith("rlite grpo: OwnCodeError: policy loss 'mistaken': mistaken (")
+    assert told[0].endswith("mine.py:4) raised AttributeError")
+    assert told[2].endswith('mine.py", line 6, in mistaken')
+    assert len(told) < 8
+
+
+def test_a_mistake_in_an_own_estimator_is_told_before_anything_is_built(model: str) -> None:
+    Path("mine.py").write_text(
+        "from rlite.algorithms import register_advantage\n\n\n@register_advantage('short')\n"
+        "def short(rewards, group_ids):\n    return rewards[1:]\n"
+    )
+    told = ppo(model, "adv.estimator=short")
+    assert "ConfigError: advantage 'short': short (" in told
+    assert "mine.py:4), called at the start with 40 example rewards, returned a tensor of shape [39]; expected" in told
+    assert not Path("run").exists()

@@ -305,7 +305,9 @@ def each_token(logits: Tensor, data: dict[str, Any]) -> Tensor:
 
 
 def test_a_loss_that_is_no_mean_is_named_with_its_shape(build: Build) -> None:
-    with pytest.raises(ConfigError, match=r"loss_fn returned a tensor of shape \[\d+\]; expected a mean"):
+    with pytest.raises(
+        ConfigError, match=r"loss_fn each_token \(.*py:\d+\) returned a tensor of shape \[\d+\]; expected a mean"
+    ):
         build(size=1).train_batch(make_batch([9, 9]), each_token, num_counted)
 
 
@@ -314,7 +316,9 @@ def three_things(logits: Tensor, data: dict[str, Any]) -> Any:
 
 
 def test_a_loss_that_returns_something_else_than_a_mean_and_a_dict_is_named_with_it(build: Build) -> None:
-    with pytest.raises(ConfigError, match=r"loss_fn returned \(tensor\(.*; expected a mean, one number"):
+    with pytest.raises(
+        ConfigError, match=r"loss_fn three_things \(.*\) returned \(tensor\(.*; expected a mean, one number"
+    ):
         build(size=1).train_batch(make_batch([9, 9]), three_things, num_counted)
 
 
@@ -685,3 +689,62 @@ def test_new_methods_of_a_class_that_is_defined_again_reach_every_rank(
     assert engine.answer() == "cpu"
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
     engine.train_batch(make_batch([5, 7, 4, 3]), token_loss, num_counted)
+
+
+def weight_of_each_token(data: dict[str, Any]) -> Tensor:
+    return data["loss_mask"]
+
+
+def weight_that_is_nan(data: dict[str, Any]) -> float:
+    return float("nan")
+
+
+def negative_weight(data: dict[str, Any]) -> int:
+    return -1
+
+
+def no_weight(data: dict[str, Any]) -> None:
+    return None
+
+
+@pytest.mark.parametrize("weight", [weight_of_each_token, weight_that_is_nan, negative_weight, no_weight])
+def test_a_weight_that_is_no_number_is_named_with_its_place(build: Build, weight: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"loss_weight_fn {weight.__name__} \(.*:\d+\) returned .*; expected the w"):
+        build(size=1).train_batch(make_batch([9, 9]), token_loss, weight)
+
+
+def detached_loss(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return logits.detach().mean()
+
+
+def loss_that_reports_a_text(logits: Tensor, data: dict[str, Any]) -> Any:
+    return logits.mean(), {"own": "high"}
+
+
+def loss_that_reports_tokens(logits: Tensor, data: dict[str, Any]) -> Any:
+    return logits.mean(), {"own": logits.sum(-1)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (detached_loss, "returned a loss without a gradient, from which nothing is learnt"),
+        (loss_that_reports_a_text, "reports 'high' as 'own'; expected a number"),
+        (loss_that_reports_tokens, r"reports a tensor of shape \[\d+\] as 'own'; expected a number"),
+    ],
+)
+def test_a_loss_that_teaches_or_reports_nothing_is_named_with_its_place(build: Build, loss: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"loss_fn {loss.__name__} \(.*:\d+\) {said}"):
+        build(size=1).train_batch(make_batch([9, 9]), loss, num_counted)
+
+
+def loss_with_a_typo(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return data["loss_msk"].sum()
+
+
+def test_what_the_users_function_raises_shows_its_own_frames_alone(build: Build) -> None:
+    with pytest.raises(KeyError, match="loss_msk") as caught:
+        build(size=1).train_batch(make_batch([9, 9]), loss_with_a_typo, num_counted)
+    told = str(caught.value.__cause__)
+    assert 'return data["loss_msk"].sum()' in told
+    assert "batch_runner.py" not in told

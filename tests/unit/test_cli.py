@@ -7,7 +7,7 @@ import pytest
 
 from rlite.cli import COMMANDS, main
 from rlite.config import describe, load
-from rlite.trainer.options import AnnouncedOptions
+from rlite.trainer.options import LaunchOptions
 
 
 def run(monkeypatch, *arguments):
@@ -54,7 +54,7 @@ def test_every_command_has_an_example_and_its_usual_keys_exist(command):
 
 
 def test_the_example_of_a_trainer_is_a_whole_config():
-    trainers = [options for each in COMMANDS.values() if issubclass(options := each.find_options(), AnnouncedOptions)]
+    trainers = [options for each in COMMANDS.values() if issubclass(options := each.find_options(), LaunchOptions)]
     assert len(trainers) >= 5
     for options in trainers:
         assert ", into runs/" in load(options, options.arguments(options.help_example.split())).headline()
@@ -139,3 +139,72 @@ def test_missing_data_and_rewards_are_reported_before_torch_is_loaded(monkeypatc
     with pytest.raises(SystemExit, match=re.escape(f"rlite ppo: ConfigError: missing: {missing}")):
         run(monkeypatch, "ppo", "actor.model_name=nowhere", *arguments)
     assert "loading torch" not in capsys.readouterr().out
+
+
+ROWS, PAIRS = ["actor.model_name=m", "data.path=rows.jsonl"], ["actor.model_name=m", "data.path=pairs.jsonl"]
+ROLLOUTS = ["actor.model_name=m", "train_data.path=prompts.jsonl", "reward.path=my.py:f"]
+WRONG = [
+    *(("sft", *ROWS, wrong) for wrong in ("actor.lr=fast", "actor.optimizer=adamx", "trainer.sinks=[jsnol]")),
+    ("sft", *ROWS, "trainer.best_metric=test_loss"),
+    ("rm", "critic.model_name=m", "data.path=pairs.jsonl", "critic.center_coefficient=-1"),
+    ("dpo", *PAIRS, "actor.preference_loss.name=sigmiod"),
+    ("dpo", *PAIRS, "actor.preference_loss.name=robust", "actor.preference_loss.options.label_smoothng=0.1"),
+    ("dpo", *PAIRS, "actor.preference_loss.reference_free=true", "actor.preference_loss.divergence=js"),
+    ("orpo", *PAIRS, "actor.preference_loss.name=orop"),
+    ("simpo", *PAIRS, "actor.preference_loss.options.gama=1"),
+    ("cpo", *PAIRS, "actor.preference_loss.divergence=js"),
+    ("kto", *ROWS, "data.batch_size=1"),
+    ("ppo", *ROLLOUTS, "adv.estimator=rlo"),
+    ("ppo", *ROLLOUTS, "adv.estimator=grpo", "adv.norm_var=true"),
+    ("ppo", *ROLLOUTS, "adv.estimator=dr_grpo", "adv.options.norm_st=true"),
+    ("ppo", *ROLLOUTS, "adv.estimator=remax"),
+    ("ppo", *ROLLOUTS, "rollout.train_sampling_params.temperature=0"),
+    ("ppo", *ROLLOUTS, "trainer.stop_at={accuracy: 1}"),
+    ("grpo", *ROLLOUTS, "actor.policy_loss.name=gspoo"),
+    ("grpo", *ROLLOUTS, "actor.policy_loss.name=cispo", "actor.policy_loss.options.clip_hihg=1"),
+    ("grpo", *ROLLOUTS, "actor.policy_loss.name=dppo", "actor.policy_loss.options.metric=tvv"),
+    ("eval", "m", "data=rows.jsonl", "reward=my.py:f", "temperature=hot"),
+    ("generate", "m", "hello", "temperature=-1"),
+    ("merge", "adapter", "out", "dtpye=bfloat16"),
+    ("plan", "model_name=m", "num_devices=0"),
+    ("quickstart", "steps=few"),
+    ("doctor", "self_test=perhaps"),
+    ("view", "run", "port=many"),
+    *((name, "name=x", "wait=perhaps") for name in ("launch", "status", "logs", "stop")),
+]
+PROGRAM = """
+import sys
+from rlite.cli import main
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["rlite", *line.split("|")]
+    try:
+        main()
+        print("accepted", line)
+    except SystemExit as error:
+        print(error.code if "Error" in str(error.code) else f"not refused: {line}: {error.code}")
+    assert not {"torch", "transformers"} & sys.modules.keys(), line
+"""
+
+
+def test_what_is_wrong_with_the_options_of_a_command_is_said_before_torch_is_loaded(tmp_path):
+    assert {command for command, *_ in WRONG} == COMMANDS.keys()
+    given = "\n".join("|".join(arguments) for arguments in WRONG)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accepted" not in done.stdout
+    assert "not refused" not in done.stdout
+
+
+def test_the_algorithms_that_are_known_without_torch_are_those_of_the_tables():
+    program = (
+        "from rlite.registry import algorithms, options_of\n"
+        "kinds = ('policy loss', 'advantage', 'preference loss')\n"
+        "declared = {kind: dict(algorithms(kind)) for kind in kinds}\n"
+        "import rlite.algorithms\n"
+        "for kind, known in declared.items():\n"
+        "    real = algorithms(kind)\n"
+        "    assert known.keys() == real.keys(), kind\n"
+        "    for name in known.keys() - {'grpo'}:\n"
+        "        assert options_of(known[name]).keys() == options_of(real[name]).keys(), name\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

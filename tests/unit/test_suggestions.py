@@ -7,8 +7,9 @@ import pytest
 
 from rlite.cli import COMMANDS
 from rlite.config import describe, load
-from rlite.errors import UnknownOptionError
+from rlite.errors import ConfigError, UnknownOptionError
 from rlite.suggestions import ELSEWHERE, nearest_key
+from rlite.trainer.presets import TRAINERS
 
 
 @pytest.mark.parametrize(
@@ -21,11 +22,31 @@ from rlite.suggestions import ELSEWHERE, nearest_key
         ("grpo", "rollout.n", "'train_data.responses_per_prompt'"),
         ("grpo", "max_completion_length", "'rollout.train_sampling_params.max_new_tokens'"),
         ("sft", "actor.dropout", "'actor.disable_dropout'"),
+        *((command, "model", "'actor.model_name'") for command in TRAINERS if command != "rm"),
+        ("rm", "model", "'critic.model_name'"),
+        ("plan", "model", "'model_name'"),
+        ("grpo", "data", "'train_data.path'"),
+        ("sft", "train_data", "'data.path'"),
     ],
 )
 def test_names_of_other_libraries_lead_to_the_usual_key(command: str, key: str, nearest: str) -> None:
     with pytest.raises(UnknownOptionError, match=rf"unknown key '{key}'; did you mean {nearest}\?"):
         load(COMMANDS[command].find_options(), [f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "full"),
+    [
+        ("sft", "data=rows.jsonl", "data.path=..."),
+        ("grpo", "train_data=rows.jsonl", "train_data.path=..."),
+        ("grpo", "reward=my.py:f", "reward.path=my.py:f"),
+        ("sft", "test_data=rows.jsonl", "test_data.path=rows.jsonl"),
+        ("eval", "rewards=my.py:f", "'reward'"),
+    ],
+)
+def test_a_value_for_a_whole_group_is_told_the_full_key(command: str, given: str, full: str) -> None:
+    with pytest.raises((ConfigError, UnknownOptionError), match=re.escape(full)):
+        load(COMMANDS[command].find_options(), [given])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rlite.algorithms.results import check_result
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -44,6 +45,7 @@ def outcome_advantages(
     lengths: Shaped[Tensor, " sequences"] | None = None,
     greedy_rewards: Sequences | None = None,
     options: Mapping[str, Any] | None = None,
+    is_example: bool = False,
 ) -> Sequences:
     """Return the advantage of every sequence.
 
@@ -54,18 +56,22 @@ def outcome_advantages(
         lengths: action tokens of each sequence, `[N]`, for estimators that need them.
         greedy_rewards: reward of the greedy response to the same prompt, `[N]`, for estimators that need it.
         options: keyword arguments of the estimator.
+        is_example: the rewards are examples, for which an estimator may return NaN.
 
     Raises:
-        ConfigError: the name is unknown, a tensor that the estimator needs is missing, or an option has a value of
-            the wrong kind.
+        ConfigError: the name is unknown, a tensor that the estimator needs is missing, an option has a value of the
+            wrong kind, or the estimator returns something else than a finite advantage for each sequence.
+        OwnCodeError: the estimator is the user's, and raised an exception.
         UnknownOptionError: the estimator has no such option.
     """
-    name, function = ADVANTAGES.name_of(estimator), ADVANTAGES.check(estimator, options or {})
     given = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+    name = ADVANTAGES.name_of(estimator)
     needed = {key: given[key] for key in ADVANTAGES.needs.get(name, ())}
     if missing := [key for key, value in needed.items() if value is None]:
         raise ConfigError(f"advantage {name} needs {', '.join(missing)}")
-    return function(rewards, group_ids, **needed, **(options or {}))
+    note = f", called at the start with {len(rewards)} example rewards," if is_example else ""
+    what, advantages = ADVANTAGES.call(estimator, options or {}, rewards, group_ids, note=note, **needed)
+    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not is_example)
 
 
 def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
@@ -77,6 +83,10 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
         estimator: a name of `ADVANTAGES`, or a function with the same signature.
         options: keyword arguments of the estimator.
         group_size: sequences in a group, at least 2.
+
+    Raises:
+        ConfigError: the estimator returns something else than one advantage for each sequence.
+        OwnCodeError: the estimator is the user's, and raised an exception.
     """
     mixed = torch.arange(group_size) % 2
     groups = torch.stack([torch.full_like(mixed, value) for value in (0, 1, -2)] + [mixed, 3 * mixed - 1]).double()
@@ -85,7 +95,7 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
     def advantages(chosen: slice) -> Tensor:
         ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
         rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
-        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options)
+        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
 
     together = advantages(slice(None))
     alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
+from rlite.algorithms.results import check_result, found
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -138,12 +139,20 @@ def policy_loss(
         options: keyword arguments of the loss.
 
     Raises:
-        ConfigError: the name is unknown, an option has a value of the wrong kind, or `inputs` lacks a tensor that the
-            loss needs.
+        ConfigError: the name is unknown, an option has a value of the wrong kind, `inputs` lacks a tensor that the
+            loss needs, or the loss returns something else than a TokenLoss of the shape of the inputs. At the first
+            call of a loss: it has no gradient, or it is not finite although the inputs are.
+        OwnCodeError: the loss is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
-    function = POLICY_LOSSES.check(loss, options or {})
-    token = function(inputs, **(options or {}))
+    what, token = POLICY_LOSSES.call(loss, options or {}, inputs)
+    if not (isinstance(token, tuple) and len(token) == 2 and isinstance(token[1], Mapping)):
+        raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
+    is_deep = torch.is_grad_enabled() and POLICY_LOSSES.is_first_call(loss) and bool(inputs.mask.any())
+    check_result(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask, is_deep)
+    for name, value in token[1].items():
+        if not isinstance(value, Tensor) or value.shape not in (inputs.logprobs.shape, ()):
+            raise ConfigError(f"{what} returned {found(value)} as the metric {name!r}; expected the loss's shape")
     return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlite.algorithms.results import check_result
 from rlite.algorithms.shapes import Pairs
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -96,7 +97,10 @@ def preference_loss(
         `accuracy` and `margin`. The metrics do not depend on the loss.
 
     Raises:
-        ConfigError: the loss or the divergence is unknown, or only one of the two lengths is given.
+        ConfigError: the loss or the divergence is unknown, only one of the two lengths is given, or the loss returns
+            something else than one value for each pair. At the first call of a loss: it has no gradient, or it is not
+            finite although the log ratios are.
+        OwnCodeError: the loss is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
     chosen = chosen_logps - ref_chosen_logps.detach()
@@ -109,10 +113,11 @@ def preference_loss(
     chosen, rejected = _implicit_reward(chosen, divergence), _implicit_reward(rejected, divergence)
     options = options or {}
     parts = loss.items() if isinstance(loss, Mapping) else [(loss, 1.0)]
-    terms = [
-        weight * PREFERENCE_LOSSES.check(part, options)(chosen, rejected, beta=beta, **options)
-        for part, weight in parts
-    ]
+    terms = []
+    for part, weight in parts:
+        what, values = PREFERENCE_LOSSES.call(part, options, chosen, rejected, beta=beta)
+        is_first = torch.is_grad_enabled() and PREFERENCE_LOSSES.is_first_call(part)
+        terms.append(weight * check_result(what, values, [chosen, rejected], is_deep=is_first))
     return PairLoss(torch.stack(terms).sum(0), metrics)
 
 

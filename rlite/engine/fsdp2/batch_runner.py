@@ -12,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
+from rlite.algorithms.results import WITHOUT_GRADIENT
 from rlite.data.packs import Pack, lazy_pack, pair_rows
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens, weigh
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
 from rlite.parallel.mesh import TrainMesh
+from rlite.registry import located
 
 
 class BatchRunner:
@@ -66,6 +68,9 @@ class BatchRunner:
 
         Returns:
             Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
+
+        Raises:
+            ConfigError: the loss of a pack with a weight has no gradient.
         """
         if not self._has_gradients():
             self._weight, self._is_finite = 0.0, True
@@ -85,6 +90,8 @@ class BatchRunner:
                 if weight == 0:
                     computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
                     loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                elif not loss.requires_grad:
+                    raise ConfigError(f"loss_fn {located(loss_fn)} {WITHOUT_GRADIENT}")
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.num_averaged)).backward()
                 sums.add(means, weight)
@@ -183,7 +190,7 @@ class BatchRunner:
         """Return this rank's packs, their weights, and the weight of the whole batch."""
         packs = [self._pack(share, rows) for rows in share.microbatches]
         given: Any = zip(share.microbatches, packs, strict=True)
-        weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
+        weights = [weigh(loss_weight_fn, data) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
 
     def _pack(self, share: BatchShare, rows: list[int]) -> Pack:

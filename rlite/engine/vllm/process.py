@@ -32,7 +32,7 @@ import psutil
 
 from rlite.engine.vllm.server import Server, is_resource_tracker
 from rlite.engine.vllm.steps import TokenStep, chunks_of
-from rlite.errors import ConfigError, WorkerDied
+from rlite.errors import REBUILD, ConfigError, WorkerDied
 from rlite.types import TokenChunk
 
 P = ParamSpec("P")
@@ -201,7 +201,7 @@ class EngineProcess:
                 reply.set_exception(self._as_error())
 
     def _as_error(self) -> WorkerDied:
-        return WorkerDied(f"{self.name} can no longer generate: {self._death}. Build the engine again.")
+        return WorkerDied(f"{self.name} can no longer generate: {self._death}. {REBUILD}")
 
     def _start_failure(self, reason: str) -> str:
         cause = root_cause(self._log.read_text(errors="replace")) if self._log.exists() else None

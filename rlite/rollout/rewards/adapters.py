@@ -124,13 +124,25 @@ def _accepted(fn: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that a function accepts."""
     if takes_all(fn):
         return given
-    return {key: value for key, value in given.items() if key in inspect.signature(fn).parameters}
+    return {key: value for key, value in given.items() if key in signature_of(fn).parameters}
 
 
 def takes_all(fn: Callable[..., Any]) -> bool:
     """Return whether a function accepts every keyword argument."""
-    parameters = inspect.signature(fn).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return _takes_all(signature_of(fn))
+
+
+def _takes_all(signature: inspect.Signature) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function; of a decorated function, unless its wrapper takes fewer arguments."""
+    try:
+        own = inspect.signature(fn, follow_wrapped=False)
+    except ValueError:  # a wrapper that is written in C
+        return inspect.signature(fn)
+    return inspect.signature(fn) if _takes_all(own) else own
 
 
 @dataclass(frozen=True)

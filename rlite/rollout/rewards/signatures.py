@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlite.errors import ConfigError, DataError, did_you_mean
-from rlite.rollout.rewards.adapters import Selective, from_trl, from_verl, takes_all
+from rlite.rollout.rewards.adapters import Selective, from_trl, from_verl, signature_of, takes_all
 
 ACCEPTED = """\
   rlite  fn(prompt, completions, prompt_ids, completion_ids, **data): the reward of one completion, a text
@@ -20,6 +21,8 @@ _GIVEN = {
     "verl": ("data_source", "solution_str", "extra_info"),
 }
 """arguments that do not come from a column of their name, or that need no such column"""
+_UNHASHABLE = {"prompt_ids", "completion_ids", "extra_info"}
+"""arguments of one completion that are lists or dicts"""
 Kind = Literal["rlite", "TRL", "verl"]
 Row = Mapping[str, Any]
 
@@ -42,13 +45,21 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
         what: its option and value, for error messages.
 
     Raises:
-        ConfigError: the function has none of the accepted signatures. The message shows them.
+        ConfigError: the function has none of the accepted signatures, which the message shows. It is a class. It has a
+            cache, and is called with arguments that cannot be keys of a cache.
     """
+    if inspect.isclass(fn):
+        raise ConfigError(f"{what}: {fn.__name__} is a class; name a function, or an object of the class")
     signature = _signature(fn)
     kind = None if signature is None else _kind(signature.parameters)
     if signature is None or kind is None:
         shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature or '(...)'}"
         raise ConfigError(f"{what}: {shown} has none of the accepted signatures:\n{ACCEPTED}")
+    if _has_cache(fn) and (kind == "TRL" or takes_all(fn) or signature.parameters.keys() & _UNHASHABLE):
+        raise ConfigError(
+            f"{what}: functools.cache refuses lists and dicts, such as completion_ids, with which a reward is called; "
+            "cache a function of the text alone, and call it in the reward"
+        )
     parameters = signature.parameters.items()
     needed = [name for name, parameter in parameters if _is_needed(parameter) and name not in _GIVEN[kind]]
     return Adapted(_in_our_signature(fn, kind), kind, tuple(needed))
@@ -75,6 +86,15 @@ def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -
             )
 
 
+def _has_cache(fn: Any) -> bool:
+    """Return whether a function has functools.cache or lru_cache, maybe below other decorators."""
+    cache = type(functools.lru_cache(len))
+    if isinstance(fn, cache) or isinstance(type(fn).__call__, cache):
+        return True
+    inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
+    return inner is not None and _has_cache(inner)
+
+
 def _in_our_signature(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     if kind == "TRL":
         return from_trl(fn, is_conversational=None)
@@ -91,7 +111,7 @@ def _columns(row: Row, kind: Kind) -> set[str]:
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(fn)
+        return signature_of(fn)
     except (TypeError, ValueError):  # some functions that are written in C
         return None
 

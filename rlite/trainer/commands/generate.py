@@ -21,7 +21,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, TextStreamer
 
 import rlite
 from rlite import config
-from rlite.arguments import named
 from rlite.data.chat.template import has_chat_template
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
@@ -37,7 +36,7 @@ _SCORER = "ForSequenceClassification"
 
 def main(argv: Sequence[str]) -> None:
     """Print answers of a model."""
-    options = config.load(GenerateConfig, named(argv, ["model", "prompt"]))
+    options = config.load(GenerateConfig, GenerateConfig.arguments(argv))
     folder = model_folder(options.model)
     prompts = read_prompts(options)
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.tp_size))

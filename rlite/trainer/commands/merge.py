@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlite import config
-from rlite.arguments import named
 from rlite.checkpoint.atomic import discard, publish, staging
 from rlite.errors import ConfigError
 from rlite.nn.lora_merge import adapter_config, merge_adapter
@@ -25,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: the folder is no adapter, its base is unknown, or the folder to write is in use.
     """
-    options = config.load(MergeConfig, named(argv, ["adapter", "out"]))
+    options = config.load(MergeConfig, MergeConfig.arguments(argv))
     folder = adapter_folder(options.adapter)
     base = options.base_model or adapter_config(folder).get("base_model_name_or_path")
     if not base:

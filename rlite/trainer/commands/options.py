@@ -7,16 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from rlite.config import Count, Options, Positive
+from rlite.config import Count, Positive
 from rlite.engine.fsdp2.options import Dtype
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
-from rlite.trainer.options import EngineOptions
+from rlite.trainer.options import AnnouncedOptions, EngineOptions
 from rlite.trainer.sampling_options import SamplingOptions
 
 
-class GenerateConfig(SamplingOptions):
+class GenerateConfig(SamplingOptions, AnnouncedOptions):
     """Options of `rlite generate MODEL "PROMPT"`."""
 
+    without_key: ClassVar[tuple[str, ...]] = ("model", "prompt")
     help_arguments: ClassVar[str] = 'MODEL "PROMPT"'
     help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
     help_first: ClassVar[tuple[str, ...]] = ("prompt", "prompt_file", "chat", "system_prompt", "n")
@@ -57,9 +58,10 @@ class GenerateConfig(SamplingOptions):
             yield "chat=false: system_prompt and chat_template_options are options of a chat; leave them or chat out"
 
 
-class MergeConfig(Options):
+class MergeConfig(AnnouncedOptions):
     """Options of `rlite merge ADAPTER OUT`."""
 
+    without_key: ClassVar[tuple[str, ...]] = ("adapter", "out")
     help_arguments: ClassVar[str] = "ADAPTER OUT"
     help_example: ClassVar[str] = "runs/sft/latest/adapter merged"
 
@@ -81,7 +83,7 @@ class RolloutPlanOptions(EngineOptions):
     4096"""
 
 
-class PlanConfig(LayoutOptions):
+class PlanConfig(LayoutOptions, AnnouncedOptions):
     """Options of `rlite plan`."""
 
     help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"

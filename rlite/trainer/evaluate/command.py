@@ -48,7 +48,7 @@ SAME = ("questions", "scores", "tasks")
 
 def main(argv: Sequence[str]) -> None:
     """Evaluate one model or two, print the metrics, and name their folder."""
-    options = config.load(EvalConfig, EvalConfig.arguments(argv))
+    options = config.load(EvalConfig, EvalConfig.arguments(argv), aliases=EvalConfig.aliases)
     print_result(evaluate(options))
     if (folder := options.folder) is not None:
         print(f"{folder / RESULTS} holds these results", f"{view_command(folder)} shows the samples", sep="\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -23,8 +23,8 @@ from rlite.trainer.options import LaunchOptions, ServingOptions, SingleTableOpti
 from rlite.trainer.sampling_options import SamplingOptions, Temperature
 from rlite.types import GenerationHyperparameters
 
-SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
-"""short names of options"""
+SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path", "save_dir": "out"}
+"""short names of options, and the trainers' name of one"""
 NAME = "{name}"
 """stands in `out` for the names of the models"""
 DATA = "{data}"
@@ -60,6 +60,7 @@ class EvalDataOptions(SingleTableOptions):
 class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
     """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"save_dir": "out"}
     help_arguments: ClassVar[str] = "MODEL [MODEL2] [--data ROWS] [--reward FILE.py:NAME] [--KEY VALUE]..."
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
     help_first: ClassVar[tuple[str, ...]] = ("other", "data.path", "reward", "env_path", "tasks", "samples", "out")
@@ -99,9 +100,9 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
     out: str | None = f"runs/eval-{NAME}-{DATA}"
-    """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
-    holds. {name} stands for the model's name, or for BEFORE-vs-AFTER, and {data} for the data, environment or
-    tasks. null writes nothing"""
+    """folder for results.json, samples and the record, which `rlite view` shows; save_dir, the trainers' name, means
+    the same. The same command continues what it holds. {name} stands for the model's name, or for BEFORE-vs-AFTER, and
+    {data} for the data, environment or tasks. null writes nothing"""
     name: Annotated[str, AfterValidator(check_name)] | None = None
     """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class, local_checkpoint
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
@@ -125,8 +126,15 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint."""
-    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # what transformers makes of config.json alone
+        raise ConfigError(f"model {path}: no tokenizer: copy tokenizer.json and tokenizer_config.json into its folder")
+    return tokenizer
 
 
 def _carrier(carrier: Any, disable_dropout: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from rich.progress import track
 
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import stream_of
+from rlite.errors import ConfigError
 from rlite.rollout import RolloutWorkflow
 from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit
 from rlite.trainer.rl.options import PpoConfig
 
 MANY_ROWS = 10_000
 """number of rows from which on a progress bar is shown"""
+BYTES_OF_SEQUENCE, BYTES_OF_TOKEN = 4096, 40
+"""host memory of a sequence that is generated, and of a token in a row of the batch"""
 LIMITS = (
     "(the least of max_length_per_device x tp_size x sp_size of the models, the models' max_position_embeddings, and "
     "rollout.max_model_len); raise those, or drop the row"
@@ -33,6 +37,10 @@ class Context:
     """tokens of prompt and responses together, at most"""
     longest_prompt: int
     """tokens; 0 if the workflow does not know the prompts beforehand"""
+
+    def host_gib(self, num_sequences: int, length: int) -> float:
+        """Return the host memory of a step's rollouts in GiB: of each sequence a request, and a row of the batch."""
+        return num_sequences * (BYTES_OF_SEQUENCE + BYTES_OF_TOKEN * length) / 2**30
 
     def describe(self, max_new_tokens: int) -> str:
         """Return what fits, in words and numbers."""
@@ -61,6 +69,9 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
     Args:
         options: the run's config.
         sources: each workflow with its rows, which may be none, and their option, for messages.
+
+    Raises:
+        ConfigError: the sequences of a step do not fit into the memory of this machine.
     """
     limit, longest = context_limit(options), []
     for workflow, rows, where in sources:
@@ -72,7 +83,12 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
             check_prompts(rows, where)
         if rows:
             longest.append((workflow, check_openings(rows, workflow, limit, where) if workflow.needs_prompt else 0))
-    return make_context(options, limit, longest)
+    context, num = make_context(options, limit, longest), options.num_sequences
+    least = context.host_gib(num, context.longest_prompt)
+    if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
+        what = f"train_data.prompts_per_rollout x train_data.responses_per_prompt = {num:,} sequences in a step"
+        raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
+    return context
 
 
 def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, rows: Rows) -> None:

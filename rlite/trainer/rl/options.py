@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
@@ -14,6 +14,7 @@ from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positi
 from rlite.errors import ConfigError, did_you_mean
 from rlite.group_names import single_or_named
 from rlite.nn.options import LoraOptions
+from rlite.registry import algorithms
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
@@ -26,6 +27,7 @@ from rlite.trainer.model.options import (
     schedule_problems,
 )
 from rlite.trainer.options import LaunchOptions, ServingOptions, TableOptions, TrainerOptions
+from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, Schedule
 
@@ -45,9 +47,9 @@ class PolicyLossOptions(Options):
     options: dict[str, Any] = {}
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
-    def slow_problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """Yield a message for an unknown loss; raise ConfigError or UnknownOptionError for options that it refuses."""
-        if self.name in (known := rlite.algorithms.POLICY_LOSSES):
+        if self.name in (known := algorithms("policy loss")):
             known.check(self.name, self.options)
         else:
             yield f"name={self.name}: {known.unknown(self.name)}"
@@ -223,14 +225,11 @@ class AdvantageOptions(Options):
     centres nothing: that is global_norm"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a discount that the estimator does not apply."""
+        """Yield a message for an unknown estimator, and for options that it does not have."""
         if self.gamma != 1 and self.estimator in ("gdpo", "reinforce_pp_baseline"):
             yield f"adv.gamma={self.gamma}: adv.estimator={self.estimator} discounts nothing; leave it out"
-
-    def slow_problems(self) -> Iterator[str]:
-        """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in OWN_ESTIMATORS
-        if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
+        if is_named and self.estimator not in (known := algorithms("advantage")):
             hint = did_you_mean(self.estimator, [*OWN_ESTIMATORS, *known])
             yield f"adv.estimator={self.estimator}: unknown estimator; {hint}"
             return
@@ -238,12 +237,14 @@ class AdvantageOptions(Options):
             yield "adv.estimator=remax needs a greedy response to each prompt, which this trainer does not sample"
         if is_named:
             known.check(self.estimator, self.options)
-        is_normed = self.global_norm or self.norm_var
-        if (self.options and not is_named) or (is_normed and self.estimator not in ("reinforce", "gae")):
-            yield (
-                f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
-                "adv.norm_var of reinforce and gae"
-            )
+        unread = [*([] if is_named else ["options"]), *self.unread({"estimator": self.estimator})]
+        if odd := [f"adv.{name}={value}" for name, value in self if name in unread and value]:
+            yield f"adv.estimator={self.estimator}: it has no {', '.join(odd).lower()}; leave it out"
+
+    @classmethod
+    def unread(cls, given: Mapping[str, Any]) -> Collection[str]:
+        """Return the options of other estimators than the given one."""
+        return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
 
 
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
@@ -351,6 +352,8 @@ class PpoConfig(LaunchOptions):
         }
         if missing := [key for key, value in needed.items() if not value]:
             raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+        if not self.test_data:
+            check_evaluated(self.trainer, ())
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""
@@ -367,13 +370,15 @@ class PpoConfig(LaunchOptions):
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
             )
-        num_rows = self.train_data.prompts_per_rollout * self.responses_per_prompt
+        num_rows = self.num_sequences
         if self.actor.update_per_rollout > num_rows:
             yield (
                 f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
             )
         yield from self._problems_of_gdpo()
+        if self.adv.estimator in OWN_ESTIMATORS:
+            yield from self.slow_problems()
         rollout = self.rollout
         serves_alike = rollout.deterministic and rollout.dtype == "float32" and rollout.tp_size == self.actor.tp_size
         if self.actor.deterministic and not (serves_alike and rollout.executor == "torch"):
@@ -469,6 +474,11 @@ class PpoConfig(LaunchOptions):
         return (1 if self.has_critic else 8) if chosen is None else chosen
 
     @property
+    def num_sequences(self) -> int:
+        """Responses in a rollout batch."""
+        return self.train_data.prompts_per_rollout * self.responses_per_prompt
+
+    @property
     def is_greedy(self) -> bool:
         """True if training takes the most likely tokens."""
         return self.rollout.train_sampling_params.temperature == 0
@@ -510,9 +520,11 @@ class PpoConfig(LaunchOptions):
 
     def without_effect(self) -> str:
         """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
+        groups = {"critic": self.critic, "ref_actor": self.ref_actor, "kl": self.kl}
+        defaults = {name: option.default for name, option in type(self).model_fields.items()}
         critic, reference, kl = (
-            [f"{name}.{field}" for field in _changed(group)]
-            for name, group in (("critic", self.critic), ("ref_actor", self.ref_actor), ("kl", self.kl))
+            [f"{name}.{field}" for field in _changed(group, defaults[name]) if field != "type"]
+            for name, group in groups.items()
         )
         unread = []
         if critic and not self.has_critic:
@@ -566,7 +578,7 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
     return rollout.replace(**{name: type(group)(**said)})
 
 
-def _changed(group: Options) -> list[str]:
-    """Return the options of a group that are not at their defaults."""
-    default = dict(type(group)())
+def _changed(group: Options, own: Options | None = None) -> list[str]:
+    """Return the options of a group that are not at their defaults, which may be those of a preset."""
+    default = dict(own or type(group)())
     return [name for name, value in group if value != default[name]]

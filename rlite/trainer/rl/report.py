@@ -12,6 +12,7 @@ from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.held_out.evaluation_plan import answers_plan, sampling_plan, topic_of
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.prompt_lengths import has_end_token
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.lengths import Context
 from rlite.trainer.rl.options import PpoConfig
@@ -48,7 +49,7 @@ def batch_plan(
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
-    sequences = data.prompts_per_rollout * options.responses_per_prompt
+    sequences = options.num_sequences
     per_update = sequences // actor.update_per_rollout
     is_chat = isinstance(workflow, PromptWorkflow) and has_chat_template(engines.rollout.tokenizer)
     form = described(rows, is_chat)
@@ -60,7 +61,8 @@ def batch_plan(
         **data_plan(data),
         "reward": reward_plan(options, workflow),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}",
+        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}, "
+        f"with at most {context.host_gib(sequences, context.length):.2g} GiB of host memory",
         "sampling": sampling_plan(sampling.temperature, sampling.top_p, sampling.top_k),
         "context": context.describe(sampling.max_new_tokens),
         "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
@@ -75,6 +77,12 @@ def batch_plan(
     plan |= {topic_of(name): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
         plan["without effect"] = unread
+    if not all(one.in_process for one in options.reward.values()):
+        plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
+    if not sampling.stop and not has_end_token(actor.model_name):
+        plan["no end"] = (
+            "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
+        )
     if options.is_greedy:
         plan["greedy"] = "training takes the most likely tokens and explores nothing"
     return plan

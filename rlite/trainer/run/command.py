@@ -14,11 +14,13 @@ from contextlib import ExitStack
 
 from rlite import config
 from rlite.errors import (
+    REBUILD,
     CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
     FolderInUse,
+    OwnCodeError,
     RemoteTraceback,
     RliteError,
     StorageError,
@@ -30,7 +32,7 @@ from rlite.recovery import reporting
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
-EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
+EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
 FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
 """errors that the same command would repeat"""
 
@@ -86,8 +88,8 @@ def announce(name: str, options: AnnouncedOptions) -> None:
         name: name of the command.
         options: the checked options.
     """
-    if os.environ.get("RANK", "0") == "0":
-        print(f"rlite {name}: {options.headline()}; loading torch", flush=True)
+    if os.environ.get("RANK", "0") == "0" and (headline := options.headline()):
+        print(f"rlite {name}: {headline}; loading torch", flush=True)
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -114,7 +116,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         # what a worker raised has its traceback there; these errors say all that a user can act on
         is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
         details = f"{error.__cause__}" if is_traced else ""
-        sys.exit(f"rlite {name}: {type(error).__name__}: {error}{details}")
+        told = str(error).replace(REBUILD, INTERRUPTION.advice)
+        sys.exit(f"rlite {name}: {type(error).__name__}: {told}{details}")
     except OSError as error:
         if (reason := why_not_written(error)) == str(error):
             raise

@@ -47,7 +47,7 @@ class RunReport:
         self._deciding = [*([] if options.best_metric is None else [options.best_metric]), *options.stop_at]
         compared = list(dict.fromkeys((*self._deciding, *metrics.compared)))
         lowest = [name for name in compared if is_lowest_best(options, name)]
-        self._history = History(compared, metrics.of_steps[:1], lowest)
+        self._history = History(compared, metrics.of_steps[:1], lowest, options.best_metric)
 
     def open(self, total_steps: int, done_steps: int) -> ConsoleReporter:
         """Return the console, after reading the metrics of earlier steps. It is closed before an error is printed.

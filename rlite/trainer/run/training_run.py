@@ -16,7 +16,7 @@ from rlite.observability.record.rewrite import drop_later
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
-from rlite.trainer.callbacks import Callback, Callbacks
+from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
@@ -174,7 +174,7 @@ class TrainingRun:
         INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or starts over if there is none.")
         if self.is_over:
             self._callbacks = Callbacks(())  # they were notified when the run ended
-        self._callbacks.call("on_start", self, {})
+        self._notify("on_start", {})
         if self._callbacks.failure is not None:
             self.close()
 
@@ -247,7 +247,7 @@ class TrainingRun:
             self._alarm(metrics)
         self._metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
-            self._callbacks.call("on_step", self, metrics)
+            self._notify("on_step", metrics)
 
     def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
         """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
@@ -256,9 +256,14 @@ class TrainingRun:
             metrics: metrics of the evaluation.
             is_trained: whether the evaluated model has been trained.
         """
-        self._callbacks.call("on_evaluate", self, metrics)
+        self._notify("on_evaluate", metrics)
         if is_trained and (reason := self._thresholds.see(metrics)):
             self.stop(reason)
+
+    def _notify(self, event: Event, metrics: Mapping[str, float]) -> None:
+        """Call the callbacks, and log the metrics that they add."""
+        if added := self._callbacks.call(event, self, metrics):
+            self._sinks.log(self.step, added)
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of an evaluation in a line of their own."""
@@ -276,11 +281,12 @@ class TrainingRun:
         if damage or self._watch.has_diverged:
             raise self._diverged(cause)
         values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
+        remedy = "look at the data and the loss" if self.step <= 1 else "a lower lr is the usual remedy"
         self.console.alarm(
             f"ALARM at step {self.step}: "
             + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
             {
-                "cause": f"{cause} ({values}); a lower lr is the usual remedy",
+                "cause": f"{cause} ({values}); {remedy}",
                 "from here": f"no checkpoint is written until a step is good, and the run stops after "
                 f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
             },
@@ -376,7 +382,7 @@ class TrainingRun:
                 facts = {**own, "callbacks": self._callbacks.state_dict(), **facts}
                 self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
         if not is_suspect:
-            self._callbacks.call("on_save", self, self._metrics)
+            self._notify("on_save", self._metrics)
         saved = f"Step {self.step} is saved. {self._way_on()} goes on from there."
         self.end_if_interrupted("" if is_suspect else saved)
 
@@ -433,7 +439,7 @@ class TrainingRun:
             if self._watch.num_bad and not self.is_interrupted and self._callbacks.failure is None:
                 raise self._diverged(f"the last steps were bad: {self._watch.cause}")
             self._checkpoints.confirm()
-            self._callbacks.call("on_end", self, self._metrics)
+            self._notify("on_end", self._metrics)
             if self._callbacks.failure is not None:
                 raise self._callbacks.failure
         finally:
@@ -443,7 +449,8 @@ class TrainingRun:
             self.release()
             INTERRUPTION.end()
         how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
-        self._report.end(f"{how} after step {self.step} of {self.total_steps}", self._best.describe())
+        reason = f": {self._stop_reason}" if how == "stopped" else ""
+        self._report.end(f"{how} after step {self.step} of {self.total_steps}{reason}", self._best.describe())
 
 
 def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:

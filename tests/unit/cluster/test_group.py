@@ -161,7 +161,7 @@ def test_a_death_is_the_cause_even_where_a_peer_complains_first(group: WorkerGro
     with pytest.raises(WorkerDied, match="rank 2") as caught:
         broadcast(group, "stumble", 0, 1.0)
     assert caught.value.workers == ("train-0 rank 2 on 10.0.0.1/cpu:2",)
-    with pytest.raises(WorkerDied, match="build the engine again"):
+    with pytest.raises(WorkerDied, match="Build the engine again"):
         broadcast(group, "add", 1)
 
 
@@ -225,7 +225,7 @@ def test_with_its_last_replica_the_group_has_failed_and_names_all_who_died() -> 
             group.call("add", [((5,), {})], ranks=[rank])
     assert isinstance(group.failure, WorkerDied)
     assert set(group.failure.workers) == {group.describe(0), group.describe(1)}
-    with pytest.raises(WorkerDied, match="build the engine again"):
+    with pytest.raises(WorkerDied, match="Build the engine again"):
         group.check()
 
 

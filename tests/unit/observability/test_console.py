@@ -13,6 +13,9 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEP = {"reward": 0.25, "actor/loss": -0.012345, "seconds": 12.345, "tokens_per_second": 12345.6, "kl": 2e-5}
 
 
+MANY = [f"a_long_metric_{number}" for number in range(12)]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -69,6 +72,19 @@ def test_lines_of_a_pipe_are_aligned_and_hold_plain_numbers() -> None:
         "      kl 2e-05      rollout/num_lost 2          rollout/num_groups 14         2 of 16 groups lost"
         "  0 s/step  0:00:00 left",
     ]
+
+
+@pytest.mark.parametrize(("choice", "shows_all"), [("auto", False), ("all", True), (MANY, True)])
+def test_a_line_of_a_pipe_has_at_most_200_characters_unless_more_is_asked_for(choice: Any, shows_all: bool) -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(60, metrics=MANY, choice=choice, file=out, clock=lambda: 0.0)
+    for step in (1, 2):
+        reporter.log(step, dict.fromkeys(MANY, 1.2345678))
+    first, second = out.getvalue().splitlines()
+    assert first[12:] == second[12:]
+    assert first.startswith("step 1/60   a_long_metric_0 1.235")
+    assert (MANY[-1] in first) is shows_all
+    assert (len(first) <= 200) is not shows_all
 
 
 def test_a_resumed_run_measures_its_own_pace() -> None:

@@ -98,20 +98,27 @@ def test_wandb_goes_on_with_the_run_that_is_resumed(
     assert len(runs) == 1, "both attempts belong to one run"
 
 
-def test_trackio_goes_on_with_the_run_that_is_resumed(tmp_path: Path) -> None:
+def test_trackio_goes_on_with_the_run_that_is_resumed_and_with_no_other_of_its_name(tmp_path: Path) -> None:
+    """Folders a and b hold runs of one name. The run in a starts, the run in b starts, both are resumed, c is old."""
     program = (
         "import pathlib, trackio\n"
         "from rlite.observability.sinks.base import Run, open_sinks\n"
-        "for resume_after in (None, 1):\n"
-        "    run = Run(directory=pathlib.Path('.'), project='p', name='r', resume_after=resume_after)\n"
+        "for folder, resume_after in [('a', None), ('b', -1), ('a', 1), ('b', 1), ('c', 2)]:\n"
+        "    run = Run(directory=pathlib.Path(folder), project='p', name='r', resume_after=resume_after)\n"
         "    sinks = open_sinks(['trackio'], run)\n"
-        "    sinks.log(1 + (resume_after or 0), {'loss': 0.5})\n"
+        "    sinks.log(1 + max(resume_after or 0, 0), {'loss': 0.5})\n"
         "    sinks.close()\n"
-        "print('kept', [run.name for run in trackio.Api().runs('p')])\n"
+        "names = {folder: pathlib.Path(folder, 'trackio_run_name').read_text() for folder in 'abc'}\n"
+        "assert names['a'] == names['c'] == 'r', names\n"
+        "assert names['b'].startswith('r-'), names\n"
+        "kept = sorted(run.name for run in trackio.Api().runs('p'))\n"
+        "assert kept == sorted({*names.values()}), kept\n"
     )
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert "kept ['r']" in done.stdout
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Recorder:

@@ -26,6 +26,17 @@ def test_the_best_loss_is_the_lowest_and_what_is_not_finite_does_not_count() -> 
     assert history.rows() == {"test_loss": "3.0000 at step 0 -> 2.0000 at step 3, best 1.0000 at step 2"}
 
 
+def test_the_best_value_of_the_metric_that_chooses_the_best_model_is_told_by_another_line_alone() -> None:
+    """It knows which evaluations count: of ties the first, and neither the untrained model nor invalid ones."""
+    history = History(["accuracy", "other"], [], [], "accuracy")
+    for step, value in enumerate([0.75, 0.5, 0.5, 0.25]):
+        history.add(step, {"accuracy": value, "other": value + 1})
+    assert history.rows() == {
+        "accuracy": "0.7500 at step 0 -> 0.2500 at step 3",
+        "other": "1.7500 at step 0 -> 1.2500 at step 3, best 1.7500 at step 0",
+    }
+
+
 def test_metrics_of_an_earlier_attempt_count_and_equal_texts_appear_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "a": step, "b": step, "x": "nan"}) + "\n" for step in (1, 2)))

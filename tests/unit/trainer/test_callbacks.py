@@ -9,6 +9,7 @@ import pytest
 
 from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
+from rlite.observability.sinks.jsonl import read_metrics
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
@@ -77,8 +78,8 @@ def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(
     assert run.is_save_due()
     run.close()
     lines = capsys.readouterr().out.splitlines()
-    assert "stopped after step 1 of 9" in lines
-    assert len([line for line in lines if "enough" in line]) == 1, "the reason is said once"
+    assert "stopped after step 1 of 9: enough" in lines
+    assert [line for line in lines if "enough" in line][:-1] == ["  reason  enough"], "said at the stop and at the end"
 
 
 @pytest.mark.parametrize("event", ["on_step", "on_end"])
@@ -122,3 +123,47 @@ def test_invalid_callbacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Callbacks(["tld"])
     with pytest.raises(ConfigError, match="is taken by"):
         register_callback("told")(Unsaved)
+
+
+def test_numbers_that_callbacks_enter_into_the_metrics_are_logged(tmp_path: Path) -> None:
+    class Adds(Callback):
+        def on_step(self, run: TrainingRun, metrics: Any) -> None:
+            metrics["own"] = metrics["loss"] * 2
+
+        def on_evaluate(self, run: TrainingRun, metrics: Any) -> None:
+            metrics["of_evaluation"] = 7
+
+        def on_end(self, run: TrainingRun, metrics: Any) -> None:
+            metrics["last"] = 1
+
+    class Reads(Callback):
+        def on_step(self, run: TrainingRun, metrics: Any) -> None:
+            metrics["sum"] = metrics["own"] + metrics["loss"]
+
+    run = run_with(tmp_path, Adds(), Reads(), total_steps=1)
+    run.open()
+    run.step += 1
+    run.evaluated({"test_loss": 2.0})
+    run.log({"loss": 3.0})
+    run.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows == [
+        {"step": 1, "of_evaluation": 7.0},
+        {"step": 1, "loss": 3.0},
+        {"step": 1, "own": 6.0, "sum": 9.0},
+        {"step": 1, "last": 1.0},
+    ]
+
+
+@pytest.mark.parametrize("value", ["high", None, [1.0, 2.0]])
+def test_what_a_callback_enters_into_the_metrics_is_a_number(tmp_path: Path, value: Any) -> None:
+    class Adds(Callback):
+        def on_step(self, run: TrainingRun, metrics: Any) -> None:
+            metrics["own"] = value
+
+    run = run_with(tmp_path, Adds())
+    run.open()
+    run.step += 1
+    run.log({"loss": 3.0})
+    with pytest.raises(CallbackError, match=r"callback 'Adds' raised .* in on_step at step 1"):
+        run.close()

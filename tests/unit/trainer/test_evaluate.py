@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlite import config
 from rlite.config import load
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.evaluation.compare import Comparison
@@ -51,6 +52,17 @@ def test_arguments_are_spelled_as_flags_as_keys_and_without_key() -> None:
     assert options("a", "data={path: t.jsonl, columns: {answer: x}}").data.columns == {"answer": "x"}
     assert options("a", "--tasks", "gsm8k,arc").tasks == options("a", "tasks=[gsm8k, arc]").tasks == ["gsm8k", "arc"]
     assert options("a", "--env", "game.py").env_path == "game.py"
+
+
+def test_the_trainers_name_of_the_folder_means_the_same(tmp_path: Path) -> None:
+    for given in (["save_dir=x"], ["--save_dir", "x"], ["--save_dir=x"], ["out=x"]):
+        assert options("a", *given).out == "x"
+    (tmp_path / "eval.yaml").write_text("save_dir: x\n")
+    assert (
+        config.load(EvalConfig, ["model=a", "--config", str(tmp_path / "eval.yaml")], aliases=EvalConfig.aliases).out
+        == "x"
+    )
+    assert "save_dir" in config.describe(EvalConfig, "out")
 
 
 def test_keys_inside_of_groups_are_spelled_as_flags_too() -> None:

@@ -337,7 +337,10 @@ def test_wrong_parameter_groups_are_refused_by_their_whole_key(arguments, messag
     [
         (["adv.estimator=remax"], "adv.estimator=remax needs a greedy response to each prompt"),
         (["adv.estimator=reinforce_p"], "adv.estimator=reinforce_p: unknown estimator; did you mean 'reinforce_pp'"),
-        (["adv.estimator=reinforce_pp", "adv.norm_var=true"], "adv.norm_var of reinforce and gae"),
+        (
+            ["adv.estimator=reinforce_pp", "adv.norm_var=true"],
+            "adv.estimator=reinforce_pp: it has no adv.norm_var=true; leave it out",
+        ),
         (["adv.estimator=reinforce_pp_baseline", "adv.gamma=0.9"], "adv.estimator=reinforce_pp_baseline discounts"),
         (["adv.estimator=gdpo", "adv.gamma=0.9"], "adv.gamma=0.9: adv.estimator=gdpo discounts nothing"),
         (["adv.estimator=gdpo", "reward.path=a:f"], "give reward.NAME.path of each"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,3 +107,91 @@ def test_rows_of_verl_need_a_ground_truth_and_no_data_source() -> None:
         check_columns(adapted, [row], "reward.path=f", "train_data")
     with pytest.raises(DataError, match=r"no column 'ground_truth', .*verl's signature.*known: answer, prompt"):
         check_columns(adapted, [{"prompt": "a", "answer": "4"}], "reward.path=f", "train_data")
+
+
+# -- decorators, caches and classes ------------------------------------------------------------------------------------
+
+
+class Scorer:
+    def __call__(self, prompt, completions, **row):
+        return 1.0
+
+    def score(self, prompt, completions, **row):
+        return 1.0
+
+
+class CachedScorer:
+    @functools.lru_cache  # noqa: B019 - as a user writes it
+    def __call__(self, prompt, completions, **row):
+        return 1.0
+
+
+def passing_on(function):
+    @functools.wraps(function)
+    def wrapper(*args, **keywords):
+        return function(*args, **keywords)
+
+    return wrapper
+
+
+def of_the_text(function):
+    @functools.wraps(function)
+    def wrapper(prompt, completions):
+        return function(prompt, completions)
+
+    return wrapper
+
+
+def of_one(prompt, completions, **row):
+    return 1.0
+
+
+def of_text_alone(completions: str, prompt, answer):
+    return 1.0
+
+
+def of_lists(completions, **columns):
+    return [1.0] * len(completions)
+
+
+CACHED = {
+    "cache": functools.cache(of_one),
+    "lru_cache": functools.lru_cache(maxsize=9)(of_one),
+    "TRL": functools.cache(of_lists),
+    "verl": functools.cache(verl),
+    "partial": partial(functools.cache(of_one)),
+    "callable object": CachedScorer(),
+    "below a decorator": passing_on(functools.cache(of_one)),
+    "above a decorator": functools.cache(passing_on(of_one)),
+    "ids": functools.cache(ours),
+}
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_cache_whose_keys_would_be_lists_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward.path=x: functools.cache refuses lists and dicts"):
+        adapt(CACHED[kind], "reward.path=x")
+
+
+CALLABLE = {
+    "cache of texts": functools.cache(of_text_alone),
+    "cache of verl's texts": functools.cache(verl_short),
+    "decorator of fewer arguments above a cache": of_the_text(functools.cache(of_one)),
+    "decorator of fewer arguments": of_the_text(of_one),
+    "decorator": passing_on(of_one),
+    "partial": partial(of_one, more=1),
+    "object": Scorer(),
+    "method": Scorer().score,
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLE)
+def test_what_is_accepted_can_be_called(kind: str) -> None:
+    adapted = adapt(CALLABLE[kind], "reward.path=x")
+    call = {**CALL, "answer": "4", "ground_truth": "4"}
+    assert asyncio.run(RewardFunction(adapted.fn, in_process=True)(**call)) == 1.0
+
+
+def test_a_class_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward.path=x: Scorer is a class; name a function, or an object of the"):
+        adapt(Scorer, "reward.path=x")

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,9 +6,11 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlite import RliteTrainEngine
+from rlite.errors import ConfigError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.trainer.model.modules import policy_module, schedule
+from rlite.trainer.model.modules import load_tokenizer, policy_module, schedule
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.prompt_lengths import has_end_token
 from tests.tiny import build_model_dir
 
 
@@ -41,3 +44,23 @@ def test_the_driver_counts_tied_parameters_once_as_the_checkpoint_does(tmp_path:
         own = Mine.from_pretrained(path)
     assert RliteTrainEngine(own).num_parameters == size
     assert RliteTrainEngine(policy_module(path)).num_parameters == size
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = build_model_dir(tmp_path / "model")
+    assert len(load_tokenizer(str(folder))) > 256
+    for path in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"model .*model: no tokenizer: copy tokenizer.json"):
+        load_tokenizer(str(folder))
+
+
+def test_a_model_that_names_no_end_token_is_recognised(tmp_path: Path) -> None:
+    folder = build_model_dir(tmp_path / "model")
+    assert has_end_token(str(folder))
+    for name in ("generation_config.json", "config.json"):
+        kept = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({key: value for key, value in kept.items() if key != "eos_token_id"}))
+    assert not has_end_token(str(folder))
+    (folder / "generation_config.json").unlink()
+    assert not has_end_token(str(folder))

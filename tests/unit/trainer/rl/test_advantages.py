@@ -140,7 +140,7 @@ def test_estimators_by_name_count_the_tokens_of_the_whole_trajectory():
     torch.testing.assert_close(found[:3].amax(1) + found[:3].amin(1), torch.tensor([1.0, 0.25, 0.25]) - baseline)
     with pytest.raises(ConfigError, match=r"adv\.estimator=roo: unknown estimator; did you mean 'rloo'"):
         AdvantageOptions(estimator="roo")
-    with pytest.raises(ConfigError, match=r"adv\.norm_var of reinforce and gae"):
+    with pytest.raises(ConfigError, match=r"it has no adv\.norm_var=true"):
         AdvantageOptions(estimator="rloo", norm_var=True)
 
 

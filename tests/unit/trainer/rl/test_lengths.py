@@ -12,7 +12,7 @@ from rlite.data.prompts import PromptStream
 from rlite.data.rows import streamed_source
 from rlite.data.source import Source
 from rlite.data.streaming.table import WINDOW
-from rlite.errors import DataError, StreamedDataError
+from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.rl.lengths import Context, check_lengths, check_openings, context_limit, make_context
@@ -86,3 +86,15 @@ def test_streamed_prompts_are_served_at_any_length_and_checked_as_they_come(mode
     assert [len(stream.next()) for _ in range(4)] == [1000] * 4
     with pytest.raises(StreamedDataError, match=rf"x\.jsonl, line {WINDOW + 2}: its prompt has 100 tokens, .* in 64 "):
         stream.next()
+
+
+def test_more_sequences_than_the_machine_can_hold_are_refused_before_the_start(model: Path) -> None:
+    prompts = [{"prompt": "1+1="}]
+    for many in (10**12, 10**9):
+        own = options(model, train_data={"prompts_per_rollout": 32, "responses_per_prompt": many})
+        with pytest.raises(
+            ConfigError, match=rf"{32 * many:,} sequences in a step take at least [\d,]+ GiB of host mem"
+        ):
+            check_lengths(own, [(single(8), prompts, "train_data")])
+    context = check_lengths(options(model), [(single(8), prompts, "train_data")])
+    assert context.host_gib(2_000_000, context.length) == pytest.approx(2e6 * (4096 + 40 * 12) / 2**30)

@@ -9,8 +9,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlite.errors import CheckpointError, ConfigError, DataError, RemoteTraceback, RliteError, WorkerError
+from rlite.errors import (
+    REBUILD,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RemoteTraceback,
+    RliteError,
+    WorkerDied,
+    WorkerError,
+)
 from rlite.trainer.run.command import at_end, run
+from rlite.trainer.run.interruption import INTERRUPTION
 
 SLEEP = """
 import time
@@ -42,6 +52,19 @@ def test_an_error_that_says_what_to_do_comes_without_the_traceback_of_its_worker
         run("sft", main, [])
     message = f"rlite sft: {kind.__name__}: weights hold NaN"
     assert ended.value.code == (f"{message}raised in worker train-0" if kind is WorkerError else message)
+
+
+def test_a_lost_worker_has_the_advice_of_a_command_and_not_that_of_a_program() -> None:
+    def main(arguments: object) -> None:
+        INTERRUPTION.begin("The same command goes on from the newest checkpoint.")
+        raise WorkerDied(f"sync: worker process ended: rank 0. train-0 was stopped. {REBUILD}", ("rank 0",))
+
+    with pytest.raises(SystemExit) as ended:
+        run("grpo", main, [])
+    told = (
+        "sync: worker process ended: rank 0. train-0 was stopped. The same command goes on from the newest checkpoint."
+    )
+    assert ended.value.code == f"rlite grpo: WorkerDied: {told}"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])

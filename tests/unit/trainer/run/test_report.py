@@ -67,12 +67,12 @@ def test_the_metrics_that_decide_are_always_shown_and_the_best_model_has_its_val
     report = RunReport(options, metrics)
     report.open(2, 0)
     for step, value in ((1, 0.25), (2, 0.5)):
-        report.log(step, {"loss": 1.0, "lr": 1.0, **dict.fromkeys([*names, "b/x", "a/pass@2"], value)})
+        report.log(step, {"loss": 1.0, "lr": 1.0, **dict.fromkeys([*names, "b/x"], value), "a/pass@2": value / 2})
     report.end("finished", "b/x 0.2500 at step 1")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[2:-4:2] == ["loss", "b/x", "a/pass@2", "lr", "a/accuracy", "b/accuracy", "c/accuracy"]
-    assert lines[3] == "  b/x         0.2500 at step 1 -> 0.5000 at step 2, best 0.2500 at step 1"
-    assert lines[4].startswith("  a/pass@2    0.2500 at step 1 -> 0.5000 at step 2")
+    assert lines[3] == "  b/x         0.2500 at step 1 -> 0.5000 at step 2"
+    assert lines[4].startswith("  a/pass@2    0.1250 at step 1 -> 0.2500 at step 2")
     assert lines[-1] == f"  best model  {tmp_path}/best, b/x 0.2500 at step 1"
 
 

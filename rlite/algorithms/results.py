@@ -1,0 +1,50 @@
+"""Check what an algorithm returns, which may be the user's own function, before anything is computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rlite.errors import ConfigError, shortened
+
+WITHOUT_GRADIENT = (
+    "returned a loss without a gradient, from which nothing is learnt: it may have no detach(), no_grad()"
+)
+
+
+def found(value: Any) -> str:
+    """Return in words what a function has returned."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shortened(value)
+
+
+def check_result(what: str, values: Any, inputs: Sequence[Tensor], mask: Any = None, is_deep: bool = True) -> Tensor:
+    """Return the result of a function if there is a value for each element of its inputs.
+
+    Args:
+        what: description of the function.
+        values: its result.
+        inputs: tensors of the shape that the result has. If the first one carries a gradient, the result does, too.
+        mask: elements that count; None for all.
+        is_deep: also check the gradient, and that the values are finite if the inputs are, which waits for the device.
+
+    Raises:
+        ConfigError: the result is something else.
+    """
+    like = inputs[0]
+    if not isinstance(values, Tensor) or values.shape != like.shape:
+        raise ConfigError(f"{what} returned {found(values)}; expected a tensor of shape {list(like.shape)}")
+    if not is_deep:
+        return values
+    if like.requires_grad and not values.requires_grad:
+        raise ConfigError(f"{what} {WITHOUT_GRADIENT}")
+    result, *given = (x.detach() if mask is None else x.detach()[mask.bool()] for x in (values, *inputs))
+    bad = ~result.isfinite()
+    if bad.any() and all(x.isfinite().all() for x in given):
+        shown = ", ".join(f"{x[bad][0].item():.4g}" for x in given)
+        raise ConfigError(
+            f"{what} returned {result[bad][0].item()} for finite inputs ({shown}): look for a logarithm of 0, or for a "
+            "division by 0, such as by the deviation of equal rewards"
+        )
+    return values
