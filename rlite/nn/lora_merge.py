@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlite.errors import ConfigError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import local_checkpoint
 
 _SCORER = "SEQ_CLS"
 

@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, carried_class
+from rlite.nn.pretrained import opening
 
 
 class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
@@ -24,6 +25,7 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
     """
 
     base_model: nn.Module
+    base_model_prefix: str
     score: nn.Linear
     _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
 
@@ -42,6 +44,10 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
         generator = torch.Generator().manual_seed(0)
         return torch.randn(shape, generator=generator, dtype=torch.float64) / (shape[1] + 1)
 
+    def leaves_out(self, name: str) -> bool:
+        """Return True for the output embedding of a causal model, in whose place the head is."""
+        return super().leaves_out(name) or not name.startswith(f"{self.base_model_prefix}.")
+
 
 def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -> Any:
     """Read the checkpoint at `path` on meta, as a subclass of `carrier` and its transformers class.
@@ -52,6 +58,7 @@ def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -
     Raises:
         ConfigError: transformers has no sequence classification for this type of model.
     """
-    with init_empty_weights():
-        what = "sequence classification for models"
-        return carried_class(path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what).from_pretrained(path)
+    what = "sequence classification for models"
+    cls = carried_class(path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what)
+    with init_empty_weights(), opening(path, "config of a model"):
+        return cls.from_pretrained(path)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig
-
 from rlite.data.rows import place_of
 from rlite.errors import DataError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import load_config
 from rlite.rollout import RolloutWorkflow
 
 Rows = Sequence[Mapping[str, Any]]
@@ -58,5 +56,4 @@ def model_limit(name: str) -> int | None:
     Args:
         name: folder or hub name of the checkpoint.
     """
-    config = AutoConfig.from_pretrained(local_checkpoint(name, weights=False), trust_remote_code=False)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(load_config(name).get_text_config(), "max_position_embeddings", None)

@@ -13,8 +13,9 @@ from torch import Tensor
 from rlite.checkpoint import huggingface
 from rlite.errors import CheckpointError, why_not_written
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
 from rlite.nn.lora import LoraTrainModule
+from rlite.nn.pretrained import local_checkpoint
 from rlite.parallel.fsdp import full_tensor
 
 

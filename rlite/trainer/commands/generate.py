@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import rlite
 from rlite import config
@@ -25,7 +25,7 @@ from rlite.arguments import named
 from rlite.data.chat.template import has_chat_template
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import load_config
 from rlite.rollout import workflow
 from rlite.trainer.commands.options import GenerateConfig
 from rlite.trainer.options import LaunchOptions
@@ -77,7 +77,7 @@ def check_writes(model: str) -> None:
     Raises:
         ConfigError: it is a reward model.
     """
-    architectures = AutoConfig.from_pretrained(local_checkpoint(model, weights=False)).architectures or []
+    architectures = load_config(model).architectures or []
     if any(name.endswith(_SCORER) for name in architectures):
         raise ConfigError(f"model={model}: {architectures[0]} scores text and writes none; expected a causal model")
 

@@ -1,7 +1,4 @@
-"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule.
-
-The tokenizer of a checkpoint is loaded here, too.
-"""
+"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class, local_checkpoint
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
+from rlite.nn.pretrained import load_tokenizer as load_tokenizer
+from rlite.nn.pretrained import opening
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import ModelOptions, OptimizerOptions
@@ -90,8 +88,9 @@ def policy_module(
         lora: train adapters beside the weights, and only the adapters.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    with init_empty_weights():
-        module = causal_lm_class(path, _carrier(PolicyModule, disable_dropout)).from_pretrained(path)
+    cls = causal_lm_class(path, _carrier(PolicyModule, disable_dropout))
+    with init_empty_weights(), opening(path, "config of a model"):
+        module = cls.from_pretrained(path)
     return _optimized(module, optimizer_options, lora)
 
 
@@ -122,11 +121,6 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
     """
     optimizer = model.optimizer_options(total_steps)
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint."""
-    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
 
 
 def _carrier(carrier: Any, disable_dropout: bool) -> Any:
