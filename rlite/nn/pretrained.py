@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
 from rlite.nn.architecture import summary
+from rlite.nn.checkpoint_fit import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
         if not (folder / "config.json").exists():
             raise ConfigError(f"model folder {str(path)!r}: expected a config.json in it, found none")
         return folder
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except HFValidationError as error:
@@ -135,20 +136,43 @@ def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
 
 
-def load_model(cls: Any, path: str | Path, **options: Any) -> Any:
-    """Return a checkpoint's model with its weights, as transformers reads it.
+def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
+    """Return a checkpoint's model with its weights in float32 on the CPU, as transformers reads it.
 
     Args:
         cls: class of transformers, such as `AutoModelForCausalLM`.
         path: folder of the checkpoint.
-        options: keyword arguments of its `from_pretrained`; of the config are `changes` of `load_config`.
+        changes: values that replace those of its config.
 
     Raises:
-        CheckpointError: the model is unusable.
+        CheckpointError: the model is unusable, or the folder lacks or adds a tensor below the head.
     """
-    config = load_config(path)
-    with opening(Path(path), "model"):
-        return cls.from_pretrained(path, config=config, use_safetensors=True, **_NO_CODE, **options)
+    config = load_config(path, **changes)
+    check_plain(config, path)
+    with opening(path, "model"):
+        model, found = cls.from_pretrained(
+            path, config=config, dtype=torch.float32, output_loading_info=True, **_NO_CODE
+        )
+        wrong = sorted({*found["missing_keys"], *found["unexpected_keys"]})
+        is_causal = model.get_output_embeddings() is not None
+        wrong = [name for name in wrong if is_causal or name.startswith(f"{model.base_model_prefix}.")]
+        _expect(not wrong, f"{len(wrong)} tensors are missing or left over, such as {wrong[:1]}")
+    return model
+
+
+def load_adapter(cls: Any, model: Any, folder: str | Path) -> Any:
+    """Return a model with an adapter beside its weights.
+
+    Args:
+        cls: class of PEFT.
+        model: the base model.
+        folder: folder of the adapter.
+
+    Raises:
+        CheckpointError: the adapter is unusable.
+    """
+    with opening(folder, "adapter"):
+        return cls.from_pretrained(model, str(folder))
 
 
 @contextmanager
@@ -164,6 +188,7 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
 
     Raises:
         CheckpointError: a file is no regular file or too large, or its reader failed.
+        ConfigError: the folder's own code would have to run.
         RliteError: as raised inside the block.
     """
     try:
@@ -175,10 +200,11 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # of any kind: the files are a stranger's, and their parsers are of others
         if "trust_remote_code" in str(error):
-            reason = "it needs code of its own (auto_map), which rlite never runs. Use a model that transformers has"
-        else:
-            reason = summary(error)
-        raise CheckpointError(f"{folder}: no usable {what}: {reason}") from error
+            raise ConfigError(
+                f"{folder}: the {what} needs code of its own (auto_map), which rlite never runs. Use a model whose "
+                "type transformers has"
+            ) from error
+        raise CheckpointError(f"{folder}: no usable {what}: {summary(error)}") from error
 
 
 def _expect(holds: bool, problem: str) -> None:
