@@ -18,6 +18,7 @@ from rlite.errors import CheckpointError, ConfigError
 from rlite.files import reading
 from rlite.nn.architecture import summary
 from rlite.nn.pretrained import load_adapter, load_config, load_model, local_checkpoint, opening
+from rlite.nn.score import pad_apart
 
 _SCORER = "SEQ_CLS"
 PATTERN_S = 5
@@ -98,6 +99,8 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
     merged.to(load_config(origin).dtype or torch.float32).save_pretrained(out)
     own = next((place for place in (folder, folder.parent) if (place / "tokenizer_config.json").exists()), origin)
     copy_companions(origin, out, tokenizer=own)
+    if config.get("task_type") == _SCORER:
+        pad_apart(out)
 
 
 def _base(origin: Path, adapter: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlite.data.rows import place_of
+from rlite.data.tokens import beyond_vocabulary
 from rlite.errors import DataError
 from rlite.nn.pretrained import load_config
 from rlite.rollout import RolloutWorkflow
@@ -20,6 +22,7 @@ def longest_prompt(
     where: str,
     limits: str,
     read: Callable[[Rows], Iterable[Mapping[str, Any]]] = iter,
+    vocab_size: int = sys.maxsize,
 ) -> int:
     """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
 
@@ -30,15 +33,18 @@ def longest_prompt(
         where: the rows' option, for messages.
         limits: the limits of which `max_length` is the least, and the remedy, for messages.
         read: iterates over the rows, such as with a progress bar.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
-        DataError: the chat template refuses a prompt, or a prompt leaves no room for an answer. The message names the
-            row.
+        DataError: the chat template refuses a prompt, a prompt leaves no room for an answer, or it holds a token beyond
+            the vocabulary. The message names the row.
     """
     longest = 0
     for number, row in enumerate(read(rows)):
         try:
-            length = len(workflow.opening(row) or ())
+            ids = workflow.opening(row) or ()
+            check_ids(ids, vocab_size)
+            length = len(ids)
         except DataError as error:
             raise DataError(f"{place_of(rows, number, where)}: {error}") from error
         if length >= max_length:
@@ -48,6 +54,29 @@ def longest_prompt(
             )
         longest = max(longest, length)
     return longest
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Check that a prompt's tokens are in the model's vocabulary.
+
+    Args:
+        ids: the tokens.
+        vocab_size: size of the vocabulary.
+
+    Raises:
+        DataError: a token is beyond it.
+    """
+    if ids and max(ids) >= vocab_size:
+        raise DataError(f"the prompt holds {beyond_vocabulary(max(ids), vocab_size)}")
+
+
+def vocab_size_of(name: str) -> int:
+    """Return the size of a checkpoint's vocabulary.
+
+    Args:
+        name: folder or hub name of the checkpoint.
+    """
+    return load_config(name).get_text_config().vocab_size
 
 
 def model_limit(name: str) -> int | None:

@@ -144,16 +144,19 @@ class SupervisedTrainer(ABC, Generic[C]):
         except ConfigError as error:
             given = ", ".join(f"{self.key}.{name}={getattr(model, name)}" for name in sizes)
             raise ConfigError(f"{given}: {error}") from error
+        config = self.engine.module.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
         tests = {key_of(name): rows for name, rows in self.test_sets.items()}
         for table, rows in {"data": self.rows, **tests}.items():
             capacity = model.max_length_per_device * model.tp_size * model.sp_size
             name = f"{self.key}.max_length_per_device{''.join(factors)}"
-            check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
-            if rows.stream is None:
-                check(rows)
-            else:
-                rows.stream.check("capacity", check)
+            checks: dict[str, Callable[[TokenRows], None]] = {
+                "model": partial(TokenRows.check_model, vocab_size=config.vocab_size, max_positions=limit, table=table),
+                "capacity": partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table),
+            }
+            for key, check in checks.items():
+                check(rows) if rows.stream is None else rows.stream.check(key, check)
         return options
 
     def fit(self) -> dict[str, float]:

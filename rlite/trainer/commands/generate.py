@@ -29,6 +29,7 @@ from rlite.nn.pretrained import load_config
 from rlite.rollout import workflow
 from rlite.trainer.commands.options import GenerateConfig
 from rlite.trainer.options import LaunchOptions
+from rlite.trainer.prompt_lengths import check_ids, vocab_size_of
 from rlite.trainer.run.launch import init_devices
 from rlite.types import GenerationHyperparameters, LLMRequest
 
@@ -44,6 +45,9 @@ def main(argv: Sequence[str]) -> None:
     check_writes(folder)
     engine = RliteInferenceEngine(folder, executor=options.executor)
     tokens = [prompt_tokens(prompt, engine.tokenizer, options) for prompt in prompts]
+    vocab_size = vocab_size_of(folder)
+    for ids in tokens:
+        check_ids(ids, vocab_size)
     dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     engine.build(tensor_parallel_size=options.tp_size, **dtype)
     if len(tokens) * options.n == 1 and not options.stop:

@@ -13,7 +13,7 @@ from rich.progress import track
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import stream_of
 from rlite.rollout import RolloutWorkflow
-from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit
+from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.rl.options import PpoConfig
 
 MANY_ROWS = 10_000
@@ -47,12 +47,18 @@ class Context:
 
 def context_limit(options: PpoConfig) -> int:
     """Return the longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
+    limits = [limit for name in _models(options) if (limit := model_limit(name)) is not None]
+    return min([options.max_length, *limits])
+
+
+def _models(options: PpoConfig) -> set[str]:
+    """Return the names of all models of a run, whose sequences are the same."""
     names = {options.actor.model_name}
     if options.has_critic:
         names.add(options.critic.as_model(options.actor).model_name)
     if options.has_reference:
         names.add(options.ref_actor.as_model(options.actor).model_name)
-    return min([options.max_length, *(limit for name in names if (limit := model_limit(name)) is not None)])
+    return names
 
 
 def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
@@ -63,22 +69,24 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
         sources: each workflow with its rows, which may be none, and their option, for messages.
     """
     limit, longest = context_limit(options), []
+    vocab_size = min(map(vocab_size_of, _models(options)))
     for workflow, rows, where in sources:
         if (stream := stream_of(rows)) is not None:
-            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where))
+            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where, vocab_size))
             longest.append((workflow, 0))  # of prompts that are not read yet
             continue
         if workflow.needs_prompt:
             check_prompts(rows, where)
         if rows:
-            longest.append((workflow, check_openings(rows, workflow, limit, where) if workflow.needs_prompt else 0))
+            is_known = workflow.needs_prompt
+            longest.append((workflow, check_openings(rows, workflow, limit, where, vocab_size) if is_known else 0))
     return make_context(options, limit, longest)
 
 
-def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, rows: Rows) -> None:
+def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int, rows: Rows) -> None:
     if workflow.needs_prompt:
         check_prompts(rows, where)
-        check_openings(rows, workflow, limit, where)
+        check_openings(rows, workflow, limit, where, vocab_size)
 
 
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
@@ -97,7 +105,9 @@ def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[Rollout
     return Context(min([limit, *([] if None in needs else [max(need for need in needs if need)])]), longest_prompt)
 
 
-def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str) -> int:
+def check_openings(
+    rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str, vocab_size: int = sys.maxsize
+) -> int:
     """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
 
     Args:
@@ -105,9 +115,10 @@ def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where
         workflow: its `opening` makes an item's prompt.
         max_length: tokens of prompt and answer together.
         where: the rows' option, for messages.
+        vocab_size: size of the models' vocabulary.
     """
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
     text = f"looking at the prompts of {where}"
     read = partial(track, description=text, console=console, transient=True, disable=is_quiet)
-    return longest_prompt(rows, workflow, max_length, where, LIMITS, read)
+    return longest_prompt(rows, workflow, max_length, where, LIMITS, read, vocab_size)
