@@ -45,7 +45,8 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
 
     def __init__(self, options: RmConfig, rows: TokenRows, *args: Any, **further: Any) -> None:
         super().__init__(options, rows, *args, **further)
-        name, module = options.critic.model_name, self.engine.module
+        module: Any = self.engine.module
+        name = options.critic.model_name
         module.row_ends = rows.last_tokens
         if padding_token(load_tokenizer(name), module.config.get_text_config().vocab_size, rows.last_tokens) is None:
             raise ConfigError(
