@@ -19,6 +19,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from rlite.data.chat.template_limits import check_constants
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
 from rlite.nn.architecture import summary
@@ -102,7 +103,11 @@ def load_tokenizer(path: str | Path) -> Any:
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "tokenizer"):
         _expect_few_added_tokens(folder)
-        return AutoTokenizer.from_pretrained(folder, **_NO_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
+        given = tokenizer.chat_template or {}
+        for template in given.values() if isinstance(given, Mapping) else [given]:
+            check_constants(template)
+    return tokenizer
 
 
 def end_ids(path: str | Path, config: Any) -> list[int]:

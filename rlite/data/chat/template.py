@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from rlite.data.chat.raw import TextTokenizer
+from rlite.data.chat.template_limits import limited
 from rlite.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
@@ -73,10 +74,10 @@ class ChatTemplate:
         options = {**self._options, **options}
         try:
             try:
-                return self.tokenizer.apply_chat_template(list(messages), **options)
+                return limited(lambda: self.tokenizer.apply_chat_template(list(messages), **options))
             except TypeError:  # some templates (DeepSeek's) take the arguments of calls as JSON text
                 converted = [_with_json_arguments(message) for message in messages]
-                return self.tokenizer.apply_chat_template(converted, **options)
+                return limited(lambda: self.tokenizer.apply_chat_template(converted, **options))
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
             reason = str(error) or type(error).__name__

@@ -32,13 +32,13 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
     with real_tensors(), meta_parameters():
         model = make_model(config)
     check_plain(config, path)
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    check_fit(CheckpointReader(path), names, path, model)
     check_architecture(type(model), model.config, [name for name, _ in model.named_parameters()])
     if (reason := refusal(type(model), model.config)) is not None:
         raise ConfigError(
             f"{path}: {type(model).__name__} ({config.model_type!r}) {reason}. {REMEDY}, or use another executor"
         )
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    check_fit(CheckpointReader(path), names, path, model)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 
