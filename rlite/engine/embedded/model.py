@@ -68,12 +68,9 @@ class ShardedModel:
     ) -> None:
         self.path = path
         self.device = device
+        reader = CheckpointReader(path)
         self.config: PreTrainedConfig = load_config(path)
-        if dtype is not None:
-            self.dtype = getattr(torch, dtype)
-        else:
-            reader = CheckpointReader(path)
-            self.dtype = self.config.dtype or reader.dtype(reader.names()[0])
+        self.dtype = getattr(torch, dtype) if dtype else self.config.dtype or reader.dtype(reader.names()[0])
         self.model = self._build()
         plan = TensorParallelPlan(self.model, tp_group)
         self.tp_size = plan.world_size

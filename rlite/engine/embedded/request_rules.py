@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlite.engine.embedded.memory_plan import CONTEXT_LIMIT
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.scheduler import RunningSequence
-from rlite.errors import CheckpointError
+from rlite.errors import RliteError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
@@ -97,7 +97,7 @@ class RequestRules:
         tokenizer: PreTrainedTokenizerBase | str
         try:
             tokenizer = load_tokenizer(self.path)
-        except CheckpointError as error:  # only stop strings cannot do without
+        except RliteError as error:  # only stop strings cannot do without
             tokenizer = str(error)
         (is_everywhere,) = self.agreed([not isinstance(tokenizer, str)])
         return tokenizer if is_everywhere or isinstance(tokenizer, str) else "another rank could not read it"

@@ -28,7 +28,7 @@ import psutil
 from rlite.engine.vllm.releases import Release, Table
 from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments, scored_prompt
 from rlite.engine.vllm.steps import TokenStep
-from rlite.errors import CheckpointError
+from rlite.errors import RliteError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -278,7 +278,7 @@ class Server:
         if self._tokenizer is None:
             try:
                 self._tokenizer = load_tokenizer(self._tokenizer_path)
-            except CheckpointError as error:  # only stop strings need it
+            except RliteError as error:  # only stop strings need it
                 return str(error)
         return None
 
