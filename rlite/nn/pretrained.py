@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rlite.data.chat.template_limits import check_constants
+from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
 from rlite.nn.architecture import summary
@@ -104,9 +104,7 @@ def load_tokenizer(path: str | Path) -> Any:
     with opening(folder, "tokenizer"):
         _expect_few_added_tokens(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
-        given = tokenizer.chat_template or {}
-        for template in given.values() if isinstance(given, Mapping) else [given]:
-            check_constants(template)
+        check_template_limits(tokenizer)
     return tokenizer
 
 

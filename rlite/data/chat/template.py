@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from rlite.data.chat.raw import TextTokenizer
-from rlite.data.chat.template_limits import limited
+from rlite.data.chat.template_limits import check_constants, limited
 from rlite.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
@@ -170,6 +170,13 @@ class ChatTemplate:
 def has_chat_template(tokenizer: Any) -> bool:
     """Return whether a tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
+
+
+def check_template_limits(tokenizer: Any) -> None:
+    """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.template_limits`."""
+    given = tokenizer.chat_template or {}
+    for template in given.values() if isinstance(given, Mapping) else [given]:
+        check_constants(template)
 
 
 def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str) -> None:
