@@ -6,11 +6,11 @@ No code of a folder runs, and nobody is asked whether it may. A folder that cann
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
@@ -25,7 +26,7 @@ from rlite.files import reading
 from rlite.nn.architecture import summary
 from rlite.nn.checkpoint_fit import check_plain
 
-logger = logging.getLogger(__name__)
+logger = getLogger(__name__)
 
 READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """endings of the files of a folder that somebody reads"""
@@ -82,7 +83,6 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "config of a model"):
         config = cls.from_pretrained(folder, **_NO_CODE, **changes)
-        _expect_sizes(config.to_dict())
         config._attn_implementation = None  # of the file: it may name kernels to download
         config._experts_implementation = None
     if own := vars(config).get("auto_map"):
@@ -194,10 +194,14 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
         ConfigError: the folder's own code would have to run.
         RliteError: as raised inside the block.
     """
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # the error says it
     try:
         for file in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
             if file.name.endswith(READ):
                 _expect_readable(file)
+            if file.name == "config.json":  # transformers' readers of anything else read it, too
+                _expect_sizes(json.loads(file.read_bytes()))
         yield
     except RliteError:
         raise
@@ -208,6 +212,8 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
                 "type transformers has"
             ) from error
         raise CheckpointError(f"{folder}: no usable {what}: {summary(error)}") from error
+    finally:
+        logging.set_verbosity(level)
 
 
 def _expect(holds: bool, problem: str) -> None:
@@ -222,8 +228,9 @@ def _expect_readable(file: Path) -> None:
     _expect(is_small, f"{file.name} has {size / 2**20:.0f} MiB, more than any model needs")
 
 
-def _expect_sizes(values: Mapping[str, Any]) -> None:
+def _expect_sizes(values: Any) -> None:
     """Refuse sizes that no model has, before memory is taken for them."""
+    _expect(isinstance(values, Mapping), "config.json holds no mapping")
     for name, value in values.items():
         if isinstance(value, Mapping):
             _expect_sizes(value)

@@ -52,7 +52,7 @@ class CheckpointReader:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
         index = self.path / "model.safetensors.index.json"
-        if index.exists():
+        if index.exists() or index.is_symlink():
             self._file_of = _weight_map(index)
         elif (self.path / "model.safetensors").exists():
             self._file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")

@@ -16,8 +16,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-SECONDS = 2.0
-"""seconds of a processor for one conversation; a thousand messages take a tenth of a second"""
+SECONDS = 1.0
+"""seconds of a processor for one conversation; a thousand messages take a tenth of one"""
 MAX_CHARACTERS = 2**26
 MAX_INTEGER = 10**6
 INTERVAL_S = 0.05
