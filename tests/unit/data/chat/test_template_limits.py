@@ -36,7 +36,7 @@ def test_a_template_that_does_not_end_is_stopped(template: str) -> None:
 
 def test_a_template_that_doubles_a_string_is_stopped() -> None:
     doubling = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
-    with pytest.raises(TemplateRefusal, match="it takes more than|expected at most|MemoryError"):
+    with pytest.raises(TemplateRefusal, match=r"it takes more than|expected at most|MemoryError"):
         render(doubling)
 
 
