@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,19 +22,6 @@ PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _QUANTISED = re.compile(r"scale|zero|absmax|quant|packed|g_idx|_blocks$|SCB$")
 _REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
 """buffers of old checkpoints that every class computes itself"""
-
-
-class Reader(Protocol):
-    """Tensors by name, such as `CheckpointReader`."""
-
-    def names(self) -> Iterable[str]:
-        """Return the names of all tensors."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor."""
 
 
 def check_plain(config: Any, path: str | Path) -> None:
@@ -55,7 +42,7 @@ def check_plain(config: Any, path: str | Path) -> None:
 
 
 def check_fit(
-    reader: Reader,
+    reader: Any,
     expected: Collection[str],
     path: str | Path,
     model: nn.Module,
@@ -66,7 +53,7 @@ def check_fit(
     The code that reads the tensors refuses missing ones and other shapes.
 
     Args:
-        reader: the checkpoint.
+        reader: a `CheckpointReader`, or another reader of its interface.
         expected: the checkpoint's names of the model's parameters.
         path: the checkpoint, for messages.
         model: the model; of a transformers class, tied names and names to ignore are known.
@@ -76,22 +63,18 @@ def check_fit(
         CheckpointError: the message names a tensor and the remedy.
     """
     names = set(reader.names())
-    problem = (
-        _other_type(reader, sorted(names.intersection(expected)))
-        or _untied(reader, names, model)
-        or _left_over(reader, sorted(names.difference(expected)), model, leaves_out)
-    )
-    if problem is not None:
+    problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)
+    problem = problem or _left_over(reader, sorted(names.difference(expected)), model, leaves_out)
+    if problem:
         raise CheckpointError(f"{path}: {problem}")
 
 
-def _other_type(reader: Reader, names: Iterable[str]) -> str | None:
-    types = ((name, reader.dtype(name)) for name in names)
-    wrong = next((f"{name} is of type {dtype}" for name, dtype in types if dtype not in PLAIN), None)
-    return wrong and _quantised(wrong)
+def _other_type(reader: Any, names: Iterable[str]) -> str | None:
+    wrong = next((name for name in names if reader.dtype(name) not in PLAIN), None)
+    return wrong and _quantised(f"{wrong} is of type {reader.dtype(wrong)}")
 
 
-def _untied(reader: Reader, names: Collection[str], model: nn.Module) -> str | None:
+def _untied(reader: Any, names: Collection[str], model: nn.Module) -> str | None:
     for name, source in _tied(model).items():
         if {name, source} <= set(names) and not torch.equal(reader.read(name), reader.read(source)):
             return (
@@ -101,7 +84,7 @@ def _untied(reader: Reader, names: Collection[str], model: nn.Module) -> str | N
     return None
 
 
-def _left_over(reader: Reader, names: Iterable[str], model: nn.Module, leaves_out: Callable[[str], bool]) -> str | None:
+def _left_over(reader: Any, names: Iterable[str], model: nn.Module, leaves_out: Callable[[str], bool]) -> str | None:
     """Return a text about the tensors that the model neither has nor makes itself, None if there are none."""
     tied, buffers = _tied(model), dict(model.named_buffers())
     ignored = [_REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]

@@ -83,8 +83,7 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "config of a model"):
         config = cls.from_pretrained(folder, **_NO_CODE, **changes)
-        config._attn_implementation = None  # of the file: it may name kernels to download
-        config._experts_implementation = None
+        config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
     if own := vars(config).get("auto_map"):
         _tell_own_code(str(path), json.dumps(own), config.model_type)
     return config
@@ -120,7 +119,7 @@ def end_ids(path: str | Path, config: Any) -> list[int]:
     """
     found = config.get_text_config().eos_token_id
     if (Path(path) / "generation_config.json").exists():
-        with opening(Path(path), "generation_config.json"):
+        with opening(path, "generation_config.json"):
             found = GenerationConfig.from_pretrained(path).eos_token_id
     return [found] if isinstance(found, int) else list(found or [])
 
@@ -152,13 +151,11 @@ def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
     """
     config = load_config(path, **changes)
     check_plain(config, path)
+    given = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     with opening(path, "model"):
-        model, found = cls.from_pretrained(
-            path, config=config, dtype=torch.float32, output_loading_info=True, **_NO_CODE
-        )
-        wrong = sorted({*found["missing_keys"], *found["unexpected_keys"]})
-        is_causal = model.get_output_embeddings() is not None
-        wrong = [name for name in wrong if is_causal or name.startswith(f"{model.base_model_prefix}.")]
+        model, found = cls.from_pretrained(path, **given, **_NO_CODE)
+        prefix = f"{model.base_model_prefix}." if model.get_output_embeddings() is None else ""
+        wrong = [name for key in ("missing_keys", "unexpected_keys") for name in found[key] if name.startswith(prefix)]
         _expect(not wrong, f"{len(wrong)} tensors are missing or left over, such as {wrong[:1]}")
     return model
 

@@ -32,9 +32,8 @@ class _Stop(BaseException):
     """Raised in a thread whose template has had its time; no template and no library catches it."""
 
 
-@dataclass(eq=False)
+@dataclass
 class _Rendering:
-    clock: Callable[[], float]
     end: float
     is_stopped: bool = False
 
@@ -52,8 +51,7 @@ def limited(render: Callable[[], Any]) -> Any:
         TemplateLimit: it takes too long, or its text is too long.
     """
     thread = threading.get_ident()
-    clock = _clock_of(thread)
-    rendering = _Rendering(clock, clock() + SECONDS)
+    rendering = _Rendering(_seconds_of(thread) + SECONDS)
     try:
         try:
             with _lock:
@@ -63,7 +61,7 @@ def limited(render: Callable[[], Any]) -> Any:
             result = render()
         finally:
             with _lock:
-                del _under_way[thread]
+                _under_way.pop(thread, None)
             if rendering.is_stopped and not isinstance(sys.exc_info()[1], _Stop):
                 time.sleep(1)  # the exception is on its way and ends this
     except _Stop:
@@ -86,11 +84,9 @@ def check_constants(template: str) -> None:
         before = before if kind == "whitespace" else text
 
 
-def _clock_of(thread: int) -> Callable[[], float]:
-    if sys.platform == "darwin":
-        return time.monotonic
-    clock = time.pthread_getcpuclockid(thread)
-    return lambda: time.clock_gettime(clock)
+def _seconds_of(thread: int) -> float:
+    """Return the seconds of a processor that a thread has had; of the clock, where the system does not tell."""
+    return time.monotonic() if sys.platform == "darwin" else time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _start_watching() -> None:
@@ -107,6 +103,6 @@ def _stop_slow_renderings() -> None:
             if not _under_way:
                 _begun.clear()
             for thread, rendering in _under_way.items():
-                if not rendering.is_stopped and rendering.clock() > rendering.end:
+                if not rendering.is_stopped and _seconds_of(thread) > rendering.end:
                     rendering.is_stopped = True
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stop))
