@@ -130,7 +130,7 @@ def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
     return None
 
 
-def summary(error: Exception) -> str:
+def summary(error: BaseException) -> str:
     """Return an error's message in one line, with its kind if it is not rlite's own."""
     text = textwrap.shorten(str(error), 200, placeholder=" ...")
     return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"

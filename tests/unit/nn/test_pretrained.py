@@ -121,6 +121,28 @@ def test_the_attention_of_a_strangers_config_is_not_used(model: Path, name: str)
     assert load_model(AutoModelForCausalLM, model).config._attn_implementation in ("sdpa", "eager")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {"x": 1}}},
+        {"model": {"type": "Unigram", "unk_id": 99, "vocab": [["a", 0.0]], "byte_fallback": False}},
+        {"model": None},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_the_parser_does_not_survive_is_refused(model: Path, changes: dict[str, Any]) -> None:
+    edit(model / "tokenizer.json", **changes)
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        load_tokenizer(model)
+
+
+def test_a_large_rotary_base_is_no_size(model: Path) -> None:
+    edit(model / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 3580165449 * 10})
+    assert load_config(model).rope_parameters["rope_theta"] > 2**31
+
+
 def test_a_tokenizer_with_very_many_added_tokens_is_refused_at_once(model: Path) -> None:
     content = json.loads((model / "tokenizer.json").read_text())
     first = content["added_tokens"][0]
