@@ -15,8 +15,27 @@ from torch import Tensor
 from rlite.checkpoint.atomic import publish, staging
 
 MAX_FILE_BYTES = 5 * 10**9
-COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja")
-"""files of the original checkpoint that a user of the new one needs"""
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "normalizer.json"),
+)
+COMPANIONS = ("generation_config.json", "*processor_config.json")
+"""files of the original checkpoint, beside those of its tokenizer, that a user of the new one needs"""
+
+
+def copy_companions(origin: Path, folder: Path, tokenizer: Path | None = None) -> None:
+    """Copy the files beside the weights that a program needs to use a model.
+
+    Args:
+        origin: folder of the original checkpoint.
+        folder: folder of the new one.
+        tokenizer: another folder whose tokenizer the new checkpoint has.
+    """
+    for source, patterns in ((origin, COMPANIONS), (tokenizer or origin, TOKENIZER_FILES)):
+        for file in (file for pattern in patterns for file in source.glob(pattern) if file.is_file()):
+            place = folder / file.relative_to(source)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy2(file, place)
 
 
 class Writer:
@@ -62,9 +81,7 @@ class Writer:
         config.save_pretrained(self.folder)
         if origin is None:
             return
-        for pattern in COMPANIONS:
-            for file in origin.glob(pattern):
-                shutil.copy2(file, self.folder / file.name)
+        copy_companions(origin, self.folder)
 
     def finish(self) -> None:
         """Write the remaining tensors and the index, and publish the folder."""

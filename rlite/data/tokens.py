@@ -62,6 +62,11 @@ class TokenRows:
         """Tokens of each row, int64 [N]."""
         return np.diff(self.starts)
 
+    @property
+    def last_tokens(self) -> frozenset[int]:
+        """Ids of the tokens with which rows end."""
+        return frozenset(np.unique(self.input_ids[self.starts[1:] - 1]).tolist())
+
     def items(self) -> list[TokenRows | None]:
         """Return each row of the table as token rows of its own, which share no memory; None for a dropped row."""
         found: list[TokenRows | None] = [None] * self.tally.num_read
@@ -117,6 +122,31 @@ class TokenRows:
         for start in range(0, len(self), batch_size):
             yield self.batch(range(start, min(start + batch_size, len(self))))
 
+    def check_model(self, vocab_size: int, max_positions: int | None, table: str = "data") -> None:
+        """Check that the model has every token and every position of the rows.
+
+        Args:
+            vocab_size: size of the model's vocabulary.
+            max_positions: length of the model's longest sequence; None if its config does not say it.
+            table: the table's name in the message.
+
+        Raises:
+            ConfigError: a row does not fit; the message names it.
+        """
+        if (largest := self.input_ids.max()) >= vocab_size:
+            row = int(np.searchsorted(self.starts, self.input_ids.argmax(), side="right")) - 1
+            raise ConfigError(f"{self._name_of(row, table)} holds {beyond_vocabulary(largest, vocab_size)}")
+        if max_positions is not None and (longest := self.lengths.max()) > max_positions:
+            raise ConfigError(
+                f"{self._name_of(int(self.lengths.argmax()), table)} has {longest} tokens, and the model has positions "
+                f"for {max_positions} (max_position_embeddings of its config); lower data.max_length"
+            )
+
+    def _name_of(self, row: int, table: str) -> str:
+        item = row // self.rows_per_item
+        source = "" if self.mixture is None else f".mixture.{self.mixture.source_of(item)[0]}"
+        return f"row index {self.source[item]} of {table}{source}"
+
     def check_capacity(self, capacity: int, name: str, table: str = "data") -> None:
         """Check that every item fits a capacity.
 
@@ -130,14 +160,19 @@ class TokenRows:
         """
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
-            item = int(sizes.argmax())
-            if self.mixture is not None:
-                table = f"{table}.mixture.{self.mixture.source_of(item)[0]}"
+            name_of_row = self._name_of(int(sizes.argmax()) * self.rows_per_item, table)
             what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
             raise ConfigError(
-                f"row index {self.source[item]} of {table} has {sizes[item]} {what} and {name} is {capacity}; "
-                "raise that, or lower data.max_length"
+                f"{name_of_row} has {sizes.max()} {what} and {name} is {capacity}; raise that, or lower data.max_length"
             )
+
+
+def beyond_vocabulary(token_id: int, vocab_size: int) -> str:
+    """Return a text about a token that the model does not have."""
+    return (
+        f"token id {token_id}, and the model's vocabulary has {vocab_size} tokens: the tokenizer has more than the "
+        "model. Use the model's own tokenizer, or enlarge its embedding (resize_token_embeddings of transformers)"
+    )
 
 
 @dataclass(kw_only=True)

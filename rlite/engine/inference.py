@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.raw import raw_prompts
@@ -24,6 +24,7 @@ from rlite.engine.replicas.router import Policy, least_outstanding
 from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
+from rlite.nn.pretrained import load_tokenizer
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
@@ -288,7 +289,7 @@ class RliteInferenceEngine(ElasticReplicas):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer."""
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            self._tokenizer = load_tokenizer(self.path)
         return self._tokenizer
 
     def _tokens(self, prompt: Any, index: int) -> list[int]:

@@ -10,16 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from transformers import AutoConfig
-
-from rlite.checkpoint.end_tokens import end_ids
 from rlite.engine.base import Engine, Weights
 from rlite.engine.inference_executor import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.registry import Backend, Kind
 from rlite.engine.replicas.router import Policy, ReplicaLost, Router, least_outstanding
 from rlite.engine.workers import Executor, Part, together
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import end_ids, load_config, local_checkpoint
 from rlite.observability import trace
 from rlite.parallel.tensor_plan import attention_shape
 
@@ -42,7 +39,7 @@ class InferenceLifecycle(Engine):
         if missing := COMMON_OPTIONS.difference(inspect.signature(self._backend.options).parameters):
             raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
         self.path = str(local_checkpoint(path))
-        self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
+        self._config = load_config(self.path).get_text_config()
         self._router = Router(executor)
         self._routing: Policy = least_outstanding
         self._is_paused = False

@@ -23,7 +23,7 @@ from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.engine.workers import Executor
 from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import local_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -186,7 +186,7 @@ def _unknown_layers(config: PreTrainedConfig) -> str:
     return ", ".join(sorted(kinds - KNOWN_LAYERS))
 
 
-def summary(error: Exception) -> str:
+def summary(error: BaseException) -> str:
     """Return an error's message in one line, with its kind if it is not rlite's own."""
     text = textwrap.shorten(str(error), 200, placeholder=" ...")
     return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"

@@ -149,6 +149,13 @@ class BaseTrainModule(nn.Module):
         """Return a whole parameter that the source does not have, the same on every rank; None refuses the source."""
         return None
 
+    def leaves_out(self, name: str) -> bool:
+        """Return True if the source may hold a tensor `name` that this module does not read.
+
+        Any other tensor without a parameter refuses the source.
+        """
+        return False
+
     def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
         """Return the parameter with the value that leaves, sharded like `parameter`.
 

@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.logprobs import next_token
@@ -25,9 +23,11 @@ from rlite.nn.architecture import check_architecture, check_gpu_kernels, rope_li
 from rlite.nn.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
+from rlite.nn.checkpoint_fit import check_plain
 from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
 from rlite.nn.head_logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.nn.pretrained import load_config
 from rlite.parallel.context_parallel import ContextShare
 from rlite.parallel.fsdp import shard_group
 from rlite.parallel.tensor_training import check_split, parallelize
@@ -75,9 +75,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
                 f"from_pretrained on meta takes the path alone, not {[*map(repr, args), *kwargs]}; "
                 "dtypes are options of build()"
             )
-        folder = local_checkpoint(path, weights=False)
         with real_tensors(), meta_parameters():
-            config = cls.config_class.from_pretrained(folder, **cls._config_options)  # type: ignore[attr-defined]
+            config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
             rates = {} if cls._keeps_dropout else disable_dropout(config)
             module = cls(config)
         with real_tensors():  # accelerate registers a new parameter for each name, so tied weights are apart
@@ -291,7 +290,8 @@ def carried_class(
     Raises:
         ConfigError: transformers has no such class for this type of model.
     """
-    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
+    config = load_config(path)
+    check_plain(config, path)
     if type(config) not in classes:
         raise ConfigError(f"{path}: transformers has no {what} of type {config.model_type!r}")
     model = classes[type(config)]
@@ -302,31 +302,3 @@ def exported_class(module: nn.Module) -> str:
     """Return the transformers class that a checkpoint of `module` names, not the user's subclass."""
     known = (cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models."))
     return next(known, type(module)).__name__
-
-
-def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint, downloaded if `path` is a name on the hub.
-
-    Args:
-        path: a folder or a name.
-        weights: download the weights, too.
-
-    Raises:
-        ConfigError: there is neither such a folder nor such a name.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ConfigError(f"model folder {str(path)!r}: expected a config.json in it, found none")
-        return folder
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ConfigError(f"model {str(path)!r}: no such folder; check the path") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
-        raise ConfigError(
-            f"model {str(path)!r}: no such folder, and the Hugging Face hub gives no model of this name{reason}; "
-            "check the path, or download the model first"
-        ) from error

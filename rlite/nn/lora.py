@@ -22,16 +22,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.meta import meta_parameters
 from rlite.nn.options import ALL_LINEAR, LoraOptions
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule
-from rlite.parallel.fsdp import dtensor_like, local_tensor
+from rlite.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
 
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE = "score"
+_LINEAR = (nn.Linear, Conv1D)
+"""classes of linear layers; the weight of Conv1D (GPT-2) is [in, out]"""
 
 
 class LoraTrainModule(BaseTrainModule):
@@ -67,8 +70,8 @@ class LoraTrainModule(BaseTrainModule):
         modules = dict(self.named_modules())
         for target in options.target_modules:
             named = {name: module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
-            if not named or not all(isinstance(module, nn.Linear) for module in named.values()):
-                endings = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+            if not named or not all(isinstance(module, _LINEAR) for module in named.values()):
+                endings = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _LINEAR)}
                 raise ConfigError(f"target_modules: {target!r} is no linear layer; {did_you_mean(target, endings)}")
             if isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
                 raise ConfigError(f"target_modules: {target!r} is the new head, which is trained as a whole")
@@ -89,6 +92,7 @@ class LoraTrainModule(BaseTrainModule):
             lora_alpha=options.alpha,
             lora_dropout=options.dropout,
             target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in self.modules()),
             **changes,
         )
 
@@ -168,7 +172,13 @@ class LoraTrainModule(BaseTrainModule):
         if self.lora is None or not layer or attribute != "weight":
             return super().served_parameter(self._plain_name(name), parameter)
         down, up = self.get_parameter(layer + _DOWN), self.get_parameter(layer + _UP)
-        merged = merge(parameter, down, up, self.lora.alpha / self.lora.rank)
+        scale = self.lora.alpha / self.lora.rank
+        if isinstance(self.get_submodule(f"{layer}{_HELD}".rstrip(".")), Conv1D):
+            rows, columns = local_shard(parameter).box
+            factors = full_tensor(up).T[:, columns], full_tensor(down).T[rows]
+            merged = dtensor_like(parameter, merge(local_tensor(parameter), *factors, scale))
+        else:
+            merged = merge(parameter, down, up, scale)
         return super().served_parameter(self._plain_name(name), merged)
 
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:

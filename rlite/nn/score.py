@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, carried_class
+from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, opening
 
 
 class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
@@ -24,7 +26,10 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
     """
 
     base_model: nn.Module
+    base_model_prefix: str
     score: nn.Linear
+    row_ends: frozenset[int] = frozenset()
+    """ids of the last tokens of the rows that are learnt; an export pads with another token"""
     _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
 
     def forward(self, *args: Any, **inputs: Any) -> TokenClassifierOutput:
@@ -42,6 +47,50 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
         generator = torch.Generator().manual_seed(0)
         return torch.randn(shape, generator=generator, dtype=torch.float64) / (shape[1] + 1)
 
+    def leaves_out(self, name: str) -> bool:
+        """Return True for the output embedding of a causal model, in whose place the head is."""
+        return super().leaves_out(name) or not name.startswith(f"{self.base_model_prefix}.")
+
+
+def padding_token(tokenizer: Any, vocab_size: int, ends: Collection[int]) -> int | None:
+    """Return the id of a token for padding with which no row ends, preferably the tokenizer's own; None without one.
+
+    transformers scores the last token that is not the padding: of a row that ends with it, the one before.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: size of the model's vocabulary.
+        ends: ids of tokens with which rows end.
+    """
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    named = [i for i in added if "pad" in tokenizer.added_tokens_decoder[i].content.lower()]
+    known = [tokenizer.pad_token_id, *named, tokenizer.unk_token_id, tokenizer.bos_token_id, *added]
+    return next((token for token in known if token is not None and token not in ends and token < vocab_size), None)
+
+
+def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
+    """Let the config and the tokenizer of an exported scorer pad with a token with which no row ends.
+
+    Args:
+        folder: the export.
+        ends: ids of tokens with which rows end; the model's end tokens by default.
+    """
+    if not (folder / "tokenizer_config.json").exists():
+        return
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    ends = ends or {*end_ids(folder, config), tokenizer.eos_token_id}
+    pad = padding_token(tokenizer, config.get_text_config().vocab_size, ends)
+    if pad is None or pad == config.pad_token_id == tokenizer.pad_token_id:
+        return
+    token = tokenizer.convert_ids_to_tokens(pad)
+    for name, change in {
+        "config.json": {"pad_token_id": pad},
+        "tokenizer_config.json": {"pad_token": token},
+        "special_tokens_map.json": {"pad_token": token},
+    }.items():
+        if (file := folder / name).exists():
+            file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **change}, indent=2), "utf-8")
+
 
 def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -> Any:
     """Read the checkpoint at `path` on meta, as a subclass of `carrier` and its transformers class.
@@ -52,6 +101,7 @@ def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -
     Raises:
         ConfigError: transformers has no sequence classification for this type of model.
     """
-    with init_empty_weights():
-        what = "sequence classification for models"
-        return carried_class(path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what).from_pretrained(path)
+    what = "sequence classification for models"
+    cls = carried_class(path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what)
+    with init_empty_weights(), opening(path, "config of a model"):
+        return cls.from_pretrained(path)

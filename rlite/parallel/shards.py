@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlite.errors import CheckpointError
+from rlite.files import reading
 
 Box = tuple[slice, ...]
 """one slice with start and stop per axis of a global tensor"""
@@ -51,8 +52,8 @@ class CheckpointReader:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
         index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        if index.exists() or index.is_symlink():
+            self._file_of = _weight_map(index)
         elif (self.path / "model.safetensors").exists():
             self._file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
         else:
@@ -74,21 +75,50 @@ class CheckpointReader:
         return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, on CPU in the checkpoint's dtype; without a box the whole tensor."""
+        """Return a box of a tensor, on CPU in the checkpoint's dtype; without a box the whole tensor.
+
+        Raises:
+            CheckpointError: the tensor cannot be read.
+        """
         view = self._slice(name)
-        if not view.get_shape():
-            return self._handle(self._file_of[name]).get_tensor(name)
-        return view[box if box is not None else (slice(None),)]
+        try:
+            if not view.get_shape():
+                return self._handle(self._file_of[name]).get_tensor(name)
+            return view[box if box is not None else (slice(None),)]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: the tensor {name!r} cannot be read: {error}") from error
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
             raise CheckpointError(f"{self.path}: no tensor named {name!r} among its {len(self._file_of)} tensors")
-        return self._handle(self._file_of[name]).get_slice(name)
+        file = self._file_of[name]
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path / file}: holds no tensor {name!r}: {error}") from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
+                with reading(self.path / file):  # a pipe would be waited for
+                    pass
                 self._open[file] = safe_open(str(self.path / file), framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self.path / file}: cannot be read: {error}") from error
         return self._open[file]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, which is a name in the index's own folder.
+
+    Raises:
+        CheckpointError: the index cannot be read, or names another place.
+    """
+    try:
+        with reading(index) as stream:
+            found = {str(name): str(file) for name, file in json.load(stream)["weight_map"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: no usable index of tensors: {error}") from error
+    if strange := next((file for file in found.values() if Path(file).name != file), None):
+        raise CheckpointError(f"{index}: names the file {strange!r}; expected names of files beside the index")
+    return found

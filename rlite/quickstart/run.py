@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 import rlite
 from rlite import config
 from rlite.data.order import ShuffledOrder
 from rlite.data.reasoning import held_out_split
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
+from rlite.nn.pretrained import load_tokenizer
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.plots import plot_learning_curve
 from rlite.observability.sinks.jsonl import read_metrics
@@ -101,7 +100,7 @@ def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) ->
         {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
         for row, answer in zip(train, answers, strict=True)
     ]
-    rows = sft_rows(chats, AutoTokenizer.from_pretrained(blank), MAX_LENGTH)
+    rows = sft_rows(chats, load_tokenizer(blank), MAX_LENGTH)
     optimizer = OptimizerOptions(
         lr=2e-3, weight_decay=0.0, scheduler="cosine", warmup_steps=10, total_steps=options.warm_steps
     )
@@ -156,7 +155,7 @@ def reinforce(
             seed=options.seed,
         ),
     )
-    tokenizer = AutoTokenizer.from_pretrained(warm)
+    tokenizer = load_tokenizer(warm)
     reward = RewardFunction(verify_exactly)
     sampling = run.rollout
     PpoTrainer(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
-
 from rlite.data.rows import place_of
+from rlite.data.tokens import beyond_vocabulary
 from rlite.errors import DataError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import end_ids, load_config, local_checkpoint
 from rlite.rollout import RolloutWorkflow
 
 Rows = Sequence[Mapping[str, Any]]
@@ -22,6 +22,7 @@ def longest_prompt(
     where: str,
     limits: str,
     read: Callable[[Rows], Iterable[Mapping[str, Any]]] = iter,
+    vocab_size: int = sys.maxsize,
 ) -> int:
     """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
 
@@ -32,15 +33,18 @@ def longest_prompt(
         where: the rows' option, for messages.
         limits: the limits of which `max_length` is the least, and the remedy, for messages.
         read: iterates over the rows, such as with a progress bar.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
-        DataError: the chat template refuses a prompt, or a prompt leaves no room for an answer. The message names the
-            row.
+        DataError: the chat template refuses a prompt, a prompt leaves no room for an answer, or it holds a token beyond
+            the vocabulary. The message names the row.
     """
     longest = 0
     for number, row in enumerate(read(rows)):
         try:
-            length = len(workflow.opening(row) or ())
+            ids = workflow.opening(row) or ()
+            check_ids(ids, vocab_size)
+            length = len(ids)
         except DataError as error:
             raise DataError(f"{place_of(rows, number, where)}: {error}") from error
         if length >= max_length:
@@ -52,14 +56,36 @@ def longest_prompt(
     return longest
 
 
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Check that a prompt's tokens are in the model's vocabulary.
+
+    Args:
+        ids: the tokens.
+        vocab_size: size of the vocabulary.
+
+    Raises:
+        DataError: a token is beyond it.
+    """
+    if ids and max(ids) >= vocab_size:
+        raise DataError(f"the prompt holds {beyond_vocabulary(max(ids), vocab_size)}")
+
+
+def vocab_size_of(name: str) -> int:
+    """Return the size of a checkpoint's vocabulary.
+
+    Args:
+        name: folder or hub name of the checkpoint.
+    """
+    return load_config(name).get_text_config().vocab_size
+
+
 def model_limit(name: str) -> int | None:
     """Return the longest sequence of a checkpoint in tokens; None if its config does not say it.
 
     Args:
         name: folder or hub name of the checkpoint.
     """
-    config = AutoConfig.from_pretrained(local_checkpoint(name, weights=False), trust_remote_code=False)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(load_config(name).get_text_config(), "max_position_embeddings", None)
 
 
 def has_end_token(name: str) -> bool:
@@ -68,8 +94,4 @@ def has_end_token(name: str) -> bool:
     Args:
         name: folder or hub name of the checkpoint.
     """
-    folder = local_checkpoint(name, weights=False)
-    if (folder / "generation_config.json").exists():
-        return GenerationConfig.from_pretrained(folder).eos_token_id is not None
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    return getattr(config, "eos_token_id", None) is not None
+    return bool(end_ids(local_checkpoint(name, weights=False), load_config(name)))

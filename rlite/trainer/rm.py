@@ -17,7 +17,13 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     sys.exit()
 
 
+from typing import Any
+
 from rlite.data.preferences import preference_rows
+from rlite.data.tokens import TokenRows
+from rlite.errors import ConfigError
+from rlite.nn.pretrained import load_tokenizer
+from rlite.nn.score import padding_token
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.model.modules import critic_module
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
@@ -36,6 +42,17 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
     kind = "preferences"
     shown = SHOWN_OF_PAIRS
     headlines = HEADLINES_OF_PAIRS
+
+    def __init__(self, options: RmConfig, rows: TokenRows, *args: Any, **further: Any) -> None:
+        super().__init__(options, rows, *args, **further)
+        module: Any = self.engine.module
+        name = options.critic.model_name
+        module.row_ends = rows.last_tokens
+        if padding_token(load_tokenizer(name), module.config.get_text_config().vocab_size, rows.last_tokens) is None:
+            raise ConfigError(
+                f"critic.model_name={name}: rows end with every special token of its tokenizer, so transformers would "
+                "take the end of a row for padding and score the token before it. Add a pad token to the tokenizer"
+            )
 
     def make_loss(self) -> RewardModelLoss:
         """Return the Bradley-Terry loss."""

@@ -32,6 +32,7 @@ from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key
 from rlite.trainer.held_out.schedule import EvaluationSchedule
 from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
+from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan
@@ -144,12 +145,13 @@ class SupervisedTrainer(ABC, Generic[C]):
         except ConfigError as error:
             given = ", ".join(f"{self.key}.{name}={getattr(model, name)}" for name in sizes)
             raise ConfigError(f"{given}: {error}") from error
+        sizes_of_model = vocab_size_of(model.model_name), model_limit(model.model_name)
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
         tests = {key_of(name): rows for name, rows in self.test_sets.items()}
         for table, rows in {"data": self.rows, **tests}.items():
             capacity = model.max_length_per_device * model.tp_size * model.sp_size
             name = f"{self.key}.max_length_per_device{''.join(factors)}"
-            check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
+            check = partial(_check_rows, sizes_of_model, capacity, name, table)
             if rows.stream is None:
                 check(rows)
             else:
@@ -364,6 +366,11 @@ class SupervisedTrainer(ABC, Generic[C]):
             given: objects of a program, in place of what the options name.
         """
         return {}
+
+
+def _check_rows(model: tuple[int, int | None], capacity: int, capacity_name: str, table: str, rows: TokenRows) -> None:
+    rows.check_model(*model, table)
+    rows.check_capacity(capacity, capacity_name, table)
 
 
 def read_tokens(

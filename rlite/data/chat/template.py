@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from rlite.data.chat.raw import TextTokenizer
+from rlite.data.chat.template_limits import check_constants, limited
 from rlite.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
@@ -73,10 +74,10 @@ class ChatTemplate:
         options = {**self._options, **options}
         try:
             try:
-                return self.tokenizer.apply_chat_template(list(messages), **options)
+                return limited(lambda: self.tokenizer.apply_chat_template(list(messages), **options))
             except TypeError:  # some templates (DeepSeek's) take the arguments of calls as JSON text
                 converted = [_with_json_arguments(message) for message in messages]
-                return self.tokenizer.apply_chat_template(converted, **options)
+                return limited(lambda: self.tokenizer.apply_chat_template(converted, **options))
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
             reason = str(error) or type(error).__name__
@@ -171,6 +172,13 @@ class ChatTemplate:
 def has_chat_template(tokenizer: Any) -> bool:
     """Return whether a tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
+
+
+def check_template_limits(tokenizer: Any) -> None:
+    """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.template_limits`."""
+    given = tokenizer.chat_template or {}
+    for template in given.values() if isinstance(given, Mapping) else [given]:
+        check_constants(template)
 
 
 def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str) -> None:

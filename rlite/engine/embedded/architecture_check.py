@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.cluster.session import has_gpus
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import CheckpointError, ConfigError, StorageError
+from rlite.errors import ConfigError, StorageError
 from rlite.nn.architecture import (
     REMEDY,
     TOLERANCE,
@@ -19,8 +19,11 @@ from rlite.nn.architecture import (
     sequences,
     summary,
 )
+from rlite.nn.checkpoint_fit import check_fit, check_plain
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.nn.miniature import miniature, saved
+from rlite.nn.pretrained import load_config, make_model
+from rlite.parallel.shards import CheckpointReader
 from rlite.parallel.tensor_inference import check_tensor_parallel
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
@@ -35,12 +38,10 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         ConfigError: the model cannot be served; the message gives the reason.
         CheckpointError: the config of the checkpoint is unusable.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        with real_tensors(), meta_parameters():
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no usable config of a causal language model: {error}") from error
+    config = load_config(path)
+    with real_tensors(), meta_parameters():
+        model = make_model(config)
+    check_plain(config, path)
     check_architecture(type(model), model.config, [name for name, _ in model.named_parameters()])
     if (reason := refusal(type(model), model.config)) is not None:
         raise ConfigError(
@@ -48,6 +49,8 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         )
     if has_gpus():
         check_gpu_kernels(type(model), model.config)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    check_fit(CheckpointReader(path), names, path, model)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 

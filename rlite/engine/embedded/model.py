@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan, TilePlan
 from rlite.engine.embedded.lean_decoder import LeanDecoder
 from rlite.errors import CheckpointError
 from rlite.nn.batch_invariant import make_invariant, obstacle
+from rlite.nn.checkpoint_fit import check_fit
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.nn.pretrained import end_ids, load_config, make_model
 from rlite.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.parallel.tensor_inference import TensorParallelPlan
 
@@ -67,15 +68,9 @@ class ShardedModel:
     ) -> None:
         self.path = path
         self.device = device
-        try:
-            self.config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: no usable Hugging Face config: {error}") from error
-        if dtype is not None:
-            self.dtype = getattr(torch, dtype)
-        else:
-            reader = CheckpointReader(path)
-            self.dtype = self.config.dtype or reader.dtype(reader.names()[0])
+        reader = CheckpointReader(path)
+        self.config: PreTrainedConfig = load_config(path)
+        self.dtype = getattr(torch, dtype) if dtype else self.config.dtype or reader.dtype(reader.names()[0])
         self.model = self._build()
         plan = TensorParallelPlan(self.model, tp_group)
         self.tp_size = plan.world_size
@@ -96,7 +91,7 @@ class ShardedModel:
     def _build(self) -> PreTrainedModel:
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
         with real_tensors(self.device), meta_parameters():
-            model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+            model = make_model(self.config, self.dtype)
         model.set_attn_implementation(ATTENTION)
         model.eval().requires_grad_(False)
         model.tie_weights()
@@ -163,6 +158,7 @@ class ShardedModel:
         """
         path = path or self.path
         reader = CheckpointReader(path)
+        check_fit(reader, self.names(), path, self.model)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
@@ -189,6 +185,10 @@ class ShardedModel:
         for place in self._places.values():
             place.set(place.get().data.to(device))
 
+    def names(self) -> set[str]:
+        """Return the names of all parameters; a tied parameter has several."""
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return each parameter once, tied parameters under the embedding's name.
 
@@ -210,8 +210,4 @@ class ShardedModel:
 
     def end_ids(self) -> frozenset[int]:
         """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-        if (Path(self.path) / "generation_config.json").exists():
-            found = GenerationConfig.from_pretrained(self.path).eos_token_id
-        else:
-            found = self.config.eos_token_id
-        return frozenset([found] if isinstance(found, int) else found or [])
+        return frozenset(end_ids(self.path, self.config))

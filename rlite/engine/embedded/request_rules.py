@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlite.engine.embedded.memory_plan import CONTEXT_LIMIT
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.scheduler import RunningSequence
+from rlite.errors import RliteError
+from rlite.nn.pretrained import load_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 
@@ -95,8 +97,8 @@ class RequestRules:
         """
         tokenizer: PreTrainedTokenizerBase | str
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-        except Exception as error:  # of any kind, by the files' own parsers: only stop strings cannot do without
-            tokenizer = f"{type(error).__name__}: {error}"
+            tokenizer = load_tokenizer(self.path)
+        except RliteError as error:  # only stop strings cannot do without
+            tokenizer = str(error)
         (is_everywhere,) = self.agreed([not isinstance(tokenizer, str)])
         return tokenizer if is_everywhere or isinstance(tokenizer, str) else "another rank could not read it"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlite.cluster.session import current_session, has_gpus
+from rlite.engine.fsdp2.materialize import check_module_fits, reader_of
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.engine.fsdp2.worker import Fsdp2Worker
 from rlite.engine.train_executor import TrainBackend
 from rlite.nn.base import BaseTrainModule
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.nn.liger import check_liger
 from rlite.parallel.dims import ParallelDims
 
@@ -30,10 +34,15 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
 
     Raises:
         ConfigError: the message gives the reason.
+        CheckpointError: the module's source holds tensors that the module would leave out.
     """
     module.check_architecture()
     if has_gpus() and options.compute_dtype != "float32":
         module.check_gpu_kernels()
+    if type(module).materialization_source is HuggingFaceFsdp2TrainModule.materialization_source:
+        source = str(module.materialization_source())
+        if Path(source).expanduser().is_dir():  # workers download a name of the hub
+            check_module_fits(module, reader_of(source), source)
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.deterministic:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.errors import CheckpointError
-from rlite.nn.base import BaseTrainModule
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, local_checkpoint
+from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.checkpoint_fit import check_fit
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.nn.liger import use_liger_kernels
 from rlite.nn.linear import speed_up_linear_layers
+from rlite.nn.pretrained import local_checkpoint
 from rlite.parallel.fsdp import allocate, local_shard, shard
 from rlite.parallel.mesh import TrainMesh
 from rlite.parallel.shards import CheckpointReader, nonfinite_names
@@ -65,7 +67,8 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
         CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
     source = module.materialization_source() if path is None else path
-    reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+    reader = reader_of(source)
+    check_module_fits(module, reader, source)
     boxes = {name: local_shard(parameter) for name, parameter in module.named_parameters()}
     for name, box in boxes.items():
         stored = module.checkpoint_name(name)
@@ -83,6 +86,27 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
         raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
 
 
+def reader_of(source: CheckpointSource) -> Any:
+    """Return a reader of the tensors of a source."""
+    return _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+
+
+def check_module_fits(module: BaseTrainModule, reader: Any, source: CheckpointSource) -> None:
+    """Refuse tensors that the module would leave out or read as other numbers; see `rlite.nn.checkpoint_fit`.
+
+    Args:
+        module: the module, on any device.
+        reader: reader of the source.
+        source: the source, for messages.
+
+    Raises:
+        CheckpointError: the message names a tensor and the remedy.
+    """
+    names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    where = "materialization_source()" if isinstance(source, Mapping) else source
+    check_fit(reader, names, where, module, module.leaves_out)
+
+
 class _Tensors(dict[str, Tensor]):
     """A dict of tensors with the interface of `CheckpointReader`."""
 
@@ -93,5 +117,8 @@ class _Tensors(dict[str, Tensor]):
             raise CheckpointError(f"materialization_source() has no tensor named {name!r}")
         return tuple(self[name].shape)
 
-    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
         return self[name][box]

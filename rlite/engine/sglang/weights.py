@@ -24,11 +24,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.multiprocessing import reductions
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlite.engine.sglang.server import CallRefused, Endpoint
 from rlite.errors import WeightSyncError, WorkerError
 from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.nn.pretrained import load_config, make_model
 from rlite.parallel.processes import close_store, connect_store, open_store
 from rlite.parallel.shards import ParameterShard
 
@@ -68,9 +68,9 @@ def served_parameters(path: str, dtype: torch.dtype) -> dict[str, tuple[torch.dt
         path: folder of the checkpoint.
         dtype: type of the served weights.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = load_config(path)
     with real_tensors(), meta_parameters():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = make_model(config, dtype)
     model.tie_weights()
     named = dict(model.named_parameters())
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

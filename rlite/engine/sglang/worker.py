@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from rlite.cluster.host import WorkerContext
 from rlite.engine.sglang.options import SglangOptions
@@ -28,6 +27,7 @@ from rlite.engine.sglang.weights import (
 )
 from rlite.engine.workers import Part
 from rlite.errors import CheckpointError, ConfigError, WorkerError
+from rlite.nn.pretrained import load_config
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 
@@ -59,7 +59,7 @@ class SglangWorker:
         devices = self._devices()
         if context.rank % executor_size:
             return
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = load_config(path)
         dtype = getattr(torch, options.dtype) if options.dtype else config.dtype or _stored_dtype(path)
         self._parameters = served_parameters(path, dtype)
         longest = options.max_model_len or config.get_text_config().max_position_embeddings

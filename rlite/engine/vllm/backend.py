@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig
-
 from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.engine.vllm import releases
 from rlite.engine.vllm.options import VllmOptions
 from rlite.engine.vllm.replica import FetchingReplica
 from rlite.engine.vllm.worker import VllmWorker
 from rlite.engine.workers import RankChoice
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import ConfigError
+from rlite.nn.pretrained import load_config
 from rlite.parallel.tensor_plan import attention_shape
 
 
@@ -26,10 +25,7 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         CheckpointError: the config of the checkpoint is unusable.
     """
     version, _ = releases.installed()
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no usable config of a causal language model: {error}") from error
+    config = load_config(path)
     classes = config.architectures or []
     if not releases.architectures().intersection(classes):
         raise ConfigError(

@@ -28,6 +28,8 @@ import psutil
 from rlite.engine.vllm.releases import Release, Table
 from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments, scored_prompt
 from rlite.engine.vllm.steps import TokenStep
+from rlite.errors import RliteError
+from rlite.nn.pretrained import load_tokenizer
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -274,12 +276,10 @@ class Server:
         if not request.gconfig.stop:
             return None
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
-            except Exception as error:  # of any kind, by the files' own parsers: only stop strings need it
-                return f"{type(error).__name__}: {error}"
+                self._tokenizer = load_tokenizer(self._tokenizer_path)
+            except RliteError as error:  # only stop strings need it
+                return str(error)
         return None
 
     async def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rlite.cluster.host import WorkerContext
 from rlite.engine.vllm.options import VllmOptions
@@ -22,6 +22,7 @@ from rlite.engine.vllm.server import Server
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError, DataError, WeightSyncError, WorkerDied
 from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.nn.pretrained import end_ids, load_config, make_model
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 from rlite.parallel.shared_memory import SharedArena, aligned_bytes
@@ -62,7 +63,7 @@ class VllmWorker:
         self._has_cache = self._are_weights_here = False
         if not self._is_first:
             return
-        self._config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        self._config = load_config(path)
         self._dtype = checkpoint_dtype(path, self._config) if options.dtype is None else options.dtype
         self._shapes = parameter_shapes(self._config)
         self._start("auto")
@@ -257,7 +258,7 @@ class VllmWorker:
         settings = {
             "engine_arguments": self._engine_arguments(load_format),
             "tokenizer_path": self._path,
-            "end_ids": end_ids(self._path, self._config),
+            "end_ids": tuple(end_ids(self._path, self._config)),
             "version": self._version,
         }
         self._process = EngineProcess(self._name, settings, self._environment, START_S)
@@ -344,7 +345,7 @@ class VllmWorker:
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters by Hugging Face name. Tied parameters appear once."""
     with real_tensors(), meta_parameters():
-        model = AutoModelForCausalLM.from_config(config)
+        model = make_model(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -362,10 +363,3 @@ def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     if name not in DTYPES:
         raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
     return name
-
-
-def end_ids(path: str, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-    has_own = os.path.exists(os.path.join(path, "generation_config.json"))
-    found = GenerationConfig.from_pretrained(path).eos_token_id if has_own else config.get_text_config().eos_token_id
-    return tuple([found] if isinstance(found, int) else found or [])

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import rlite
 from rlite import config
 from rlite.data.chat.template import has_chat_template
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import load_config
 from rlite.rollout import workflow
 from rlite.trainer.commands.options import GenerateConfig
 from rlite.trainer.options import LaunchOptions
+from rlite.trainer.prompt_lengths import check_ids, vocab_size_of
 from rlite.trainer.run.launch import init_devices
 from rlite.types import GenerationHyperparameters, LLMRequest
 
@@ -43,6 +44,9 @@ def main(argv: Sequence[str]) -> None:
     check_writes(folder)
     engine = RliteInferenceEngine(folder, executor=options.executor)
     tokens = [prompt_tokens(prompt, engine.tokenizer, options) for prompt in prompts]
+    vocab_size = vocab_size_of(folder)
+    for ids in tokens:
+        check_ids(ids, vocab_size)
     dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     engine.build(tensor_parallel_size=options.tp_size, **dtype)
     if len(tokens) * options.n == 1 and not options.stop:
@@ -76,7 +80,7 @@ def check_writes(model: str) -> None:
     Raises:
         ConfigError: it is a reward model.
     """
-    architectures = AutoConfig.from_pretrained(local_checkpoint(model, weights=False)).architectures or []
+    architectures = load_config(model).architectures or []
     if any(name.endswith(_SCORER) for name in architectures):
         raise ConfigError(f"model={model}: {architectures[0]} scores text and writes none; expected a causal model")
 

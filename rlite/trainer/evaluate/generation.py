@@ -23,6 +23,7 @@ from rlite.trainer.evaluate.questions import (
     model_tokenizer,
     unknown_context,
 )
+from rlite.trainer.prompt_lengths import vocab_size_of
 
 MAX_FAILURES = 16
 """items with failures, and no success before them, that end the command"""
@@ -56,7 +57,9 @@ class Generation:
             if_unknown = functools.cache(lambda: unknown_context(candidate.model, options, limit))
             self._workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
             where = f"data.path={options.data.path}"
-            self._context = context_to_serve(self._workflow, questions.items, limit, where, if_unknown)
+            self._context = context_to_serve(
+                self._workflow, questions.items, limit, where, if_unknown, vocab_size_of(candidate.model)
+            )
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.

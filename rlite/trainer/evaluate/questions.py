@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
-from rlite.errors import ConfigError, DataError
+from rlite.errors import CheckpointError, ConfigError, DataError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
@@ -97,7 +97,7 @@ def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase
     """
     try:
         tokenizer = load_tokenizer(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except CheckpointError as error:
         raise ConfigError(f"{_NO_TOKENIZER.format(folder)} ({str(error).splitlines()[0]})") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes up of the config alone
         raise ConfigError(_NO_TOKENIZER.format(folder))
@@ -136,7 +136,7 @@ def unknown_context(folder: str, options: EvalConfig, limit: int) -> int:
 
 
 def context_to_serve(
-    workflow: RolloutWorkflow, items: Items, limit: int, where: str, if_unknown: Callable[[], int]
+    workflow: RolloutWorkflow, items: Items, limit: int, where: str, if_unknown: Callable[[], int], vocab_size: int
 ) -> int:
     """Return the longest sequence to serve, in tokens, after a check of all prompts.
 
@@ -146,12 +146,13 @@ def context_to_serve(
         limit: longest sequence that is allowed.
         where: name of the items in messages.
         if_unknown: returns the longest sequence if prompts and workflow do not say it.
+        vocab_size: size of the model's vocabulary.
     """
     if not workflow.needs_prompt:
         return if_unknown()
     check_prompts(items, where)
     limits = "(the least of the model's max_position_embeddings and max_model_len); drop the row"
-    longest = longest_prompt(items, workflow, limit, where, limits)
+    longest = longest_prompt(items, workflow, limit, where, limits, vocab_size=vocab_size)
     needed = workflow.longest_sequence(longest) if longest else None
     return if_unknown() if needed is None else min(limit, needed)
 

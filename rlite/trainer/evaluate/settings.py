@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config
-from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.pretrained import local_checkpoint
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.scorer_digest import code_of, digest
 from rlite.trainer.run.program_objects import ProgramObjects

@@ -1,7 +1,4 @@
-"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule.
-
-The tokenizer of a checkpoint is loaded here, too.
-"""
+"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule."""
 
 from __future__ import annotations
 
@@ -12,14 +9,15 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class, local_checkpoint
+from rlite.nn import pretrained
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
+from rlite.nn.pretrained import opening
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import ModelOptions, OptimizerOptions
@@ -91,8 +89,9 @@ def policy_module(
         lora: train adapters beside the weights, and only the adapters.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    with init_empty_weights():
-        module = causal_lm_class(path, _carrier(PolicyModule, disable_dropout)).from_pretrained(path)
+    cls = causal_lm_class(path, _carrier(PolicyModule, disable_dropout))
+    with init_empty_weights(), opening(path, "config of a model"):
+        module = cls.from_pretrained(path)
     return _optimized(module, optimizer_options, lora)
 
 
@@ -131,7 +130,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: the checkpoint has no tokenizer.
     """
-    tokenizer = AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
+    tokenizer = pretrained.load_tokenizer(path)
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # what transformers makes of config.json alone
         raise ConfigError(f"model {path}: no tokenizer: copy tokenizer.json and tokenizer_config.json into its folder")
     return tokenizer

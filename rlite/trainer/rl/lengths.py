@@ -15,7 +15,7 @@ from rlite.data.prompts import check_prompts
 from rlite.data.rows import stream_of
 from rlite.errors import ConfigError
 from rlite.rollout import RolloutWorkflow
-from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit
+from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.rl.options import PpoConfig
 
 MANY_ROWS = 10_000
@@ -55,12 +55,18 @@ class Context:
 
 def context_limit(options: PpoConfig) -> int:
     """Return the longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
+    limits = [limit for name in _models(options) if (limit := model_limit(name)) is not None]
+    return min([options.max_length, *limits])
+
+
+def _models(options: PpoConfig) -> set[str]:
+    """Return the names of all models of a run, whose sequences are the same."""
     names = {options.actor.model_name}
     if options.has_critic:
         names.add(options.critic.as_model(options.actor).model_name)
     if options.has_reference:
         names.add(options.ref_actor.as_model(options.actor).model_name)
-    return min([options.max_length, *(limit for name in names if (limit := model_limit(name)) is not None)])
+    return names
 
 
 def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
@@ -74,15 +80,17 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
         ConfigError: the sequences of a step do not fit into the memory of this machine.
     """
     limit, longest = context_limit(options), []
+    vocab_size = min(map(vocab_size_of, _models(options)))
     for workflow, rows, where in sources:
         if (stream := stream_of(rows)) is not None:
-            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where))
+            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where, vocab_size))
             longest.append((workflow, 0))  # of prompts that are not read yet
             continue
         if workflow.needs_prompt:
             check_prompts(rows, where)
         if rows:
-            longest.append((workflow, check_openings(rows, workflow, limit, where) if workflow.needs_prompt else 0))
+            is_known = workflow.needs_prompt
+            longest.append((workflow, check_openings(rows, workflow, limit, where, vocab_size) if is_known else 0))
     context, num = make_context(options, limit, longest), options.num_sequences
     least = context.host_gib(num, context.longest_prompt)
     if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
@@ -91,10 +99,10 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
     return context
 
 
-def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, rows: Rows) -> None:
+def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int, rows: Rows) -> None:
     if workflow.needs_prompt:
         check_prompts(rows, where)
-        check_openings(rows, workflow, limit, where)
+        check_openings(rows, workflow, limit, where, vocab_size)
 
 
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
@@ -113,7 +121,9 @@ def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[Rollout
     return Context(min([limit, *([] if None in needs else [max(need for need in needs if need)])]), longest_prompt)
 
 
-def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str) -> int:
+def check_openings(
+    rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str, vocab_size: int = sys.maxsize
+) -> int:
     """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
 
     Args:
@@ -121,9 +131,10 @@ def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where
         workflow: its `opening` makes an item's prompt.
         max_length: tokens of prompt and answer together.
         where: the rows' option, for messages.
+        vocab_size: size of the models' vocabulary.
     """
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
     text = f"looking at the prompts of {where}"
     read = partial(track, description=text, console=console, transient=True, disable=is_quiet)
-    return longest_prompt(rows, workflow, max_length, where, LIMITS, read)
+    return longest_prompt(rows, workflow, max_length, where, LIMITS, read, vocab_size)

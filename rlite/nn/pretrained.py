@@ -1,0 +1,266 @@
+"""The one place that opens model folders, which are the work of strangers.
+
+No code of a folder runs, and nobody is asked whether it may. A folder that cannot be used ends in one message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
+
+from rlite.data.chat.template import check_template_limits
+from rlite.errors import CheckpointError, ConfigError, RliteError
+from rlite.files import reading
+from rlite.nn.architecture import summary
+from rlite.nn.checkpoint_fit import check_plain
+
+logger = getLogger(__name__)
+
+GENERATION = "generation_config.json"
+READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
+"""endings of the files of a folder that somebody reads"""
+MAX_FILE_BYTES = 2**27
+"""largest file beside the weights: the largest tokenizers of today have a quarter of it"""
+MAX_ADDED_TOKENS = 20_000
+"""most tokens beside a tokenizer's vocabulary, which are slow to read"""
+MAX_SIZE, MAX_LAYERS = 2**31, 1_000
+"""largest size in a config, and the most layers"""
+_LAYERS = re.compile(r"(^|_)(n_)?(layers?|depth|experts)$")
+_NO_CODE: Mapping[str, Any] = {"trust_remote_code": False}
+
+
+def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
+    """Return the folder of a checkpoint, downloaded if `path` is a name on the hub.
+
+    Args:
+        path: a folder or a name.
+        weights: download the weights, too.
+
+    Raises:
+        ConfigError: there is neither such a folder nor such a name.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"model folder {str(path)!r}: expected a config.json in it, found none")
+        return folder
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ConfigError(f"model {str(path)!r}: no such folder; check the path") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
+        raise ConfigError(
+            f"model {str(path)!r}: no such folder, and the Hugging Face hub gives no model of this name{reason}; "
+            "check the path, or download the model first"
+        ) from error
+
+
+def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
+    """Return the transformers config of a checkpoint, which names neither code nor kernels to fetch.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        cls: class of the config; by default the one of the checkpoint's `model_type`.
+        changes: values that replace those of the file.
+
+    Raises:
+        CheckpointError: the config is unusable.
+        ConfigError: there is no such checkpoint.
+    """
+    folder = local_checkpoint(path, weights=False)
+    with opening(folder, "config of a model"):
+        config = cls.from_pretrained(folder, **_NO_CODE, **changes)
+        config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
+    if own := vars(config).get("auto_map"):
+        _tell_own_code(str(path), json.dumps(own), config.model_type)
+    return config
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Return the tokenizer of a checkpoint.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+
+    Raises:
+        CheckpointError: the tokenizer is unusable.
+        ConfigError: there is no such checkpoint.
+    """
+    folder = local_checkpoint(path, weights=False)
+    with opening(folder, "tokenizer"):
+        _expect_few_added_tokens(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
+        tokenizer("a")  # some files fail at the first text
+        check_template_limits(tokenizer)
+    return tokenizer
+
+
+def end_ids(path: str | Path, config: Any = None) -> tuple[int, ...]:
+    """Return a model's own end tokens, from generation_config.json if it exists, else from the config.
+
+    Args:
+        path: folder of the checkpoint.
+        config: the config of the checkpoint, if it is known already.
+
+    Raises:
+        CheckpointError: the file is unusable.
+    """
+    if (Path(path) / GENERATION).exists():
+        with opening(path, GENERATION):
+            found = GenerationConfig.from_pretrained(path).eos_token_id
+    else:
+        found = (config or load_config(path)).get_text_config().eos_token_id
+    return (found,) if isinstance(found, int) else tuple(found or ())
+
+
+def add_end_ids(folder: Path, tokens: Collection[int]) -> None:
+    """Add end tokens to generation_config.json of a checkpoint, which is made if it does not exist."""
+    if not tokens:
+        return
+    own, path = end_ids(folder), folder / GENERATION
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**kept, "eos_token_id": [*dict.fromkeys((*own, *tokens))]}, indent=2) + "\n")
+
+
+def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return transformers' causal language model of a config with new weights.
+
+    Args:
+        config: from `load_config`.
+        dtype: type of the weights.
+
+    Raises:
+        CheckpointError: transformers makes no causal language model of this config.
+    """
+    with opening(config._name_or_path, "config of a causal language model"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
+
+
+def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
+    """Return a checkpoint's model with its weights in float32 on the CPU, as transformers reads it.
+
+    Args:
+        cls: class of transformers, such as `AutoModelForCausalLM`.
+        path: folder of the checkpoint.
+        changes: values that replace those of its config.
+
+    Raises:
+        CheckpointError: the model is unusable, or the folder lacks or adds a tensor below the head.
+    """
+    config = load_config(path, **changes)
+    check_plain(config, path)
+    given = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    with opening(path, "model"):
+        model, found = cls.from_pretrained(path, **given, **_NO_CODE)
+        prefix = f"{model.base_model_prefix}." if model.get_output_embeddings() is None else ""
+        wrong = [name for key in ("missing_keys", "unexpected_keys") for name in found[key] if name.startswith(prefix)]
+        _expect(not wrong, f"{len(wrong)} tensors are missing or left over, such as {wrong[:1]}")
+    return model
+
+
+def load_adapter(cls: Any, model: Any, folder: str | Path) -> Any:
+    """Return a model with an adapter beside its weights.
+
+    Args:
+        cls: class of PEFT.
+        model: the base model.
+        folder: folder of the adapter.
+
+    Raises:
+        CheckpointError: the adapter is unusable.
+    """
+    with opening(folder, "adapter"):
+        return cls.from_pretrained(model, str(folder))
+
+
+@contextmanager
+def opening(folder: str | Path, what: str) -> Iterator[None]:
+    """Convert any error of reading a folder inside the block to CheckpointError.
+
+    Args:
+        folder: the folder.
+        what: the part of it that is read, for messages.
+
+    Yields:
+        None.
+
+    Raises:
+        CheckpointError: a file is no regular file or too large, or its reader failed.
+        ConfigError: the folder's own code would have to run.
+        RliteError: as raised inside the block.
+    """
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # the error says it
+    try:
+        for file in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
+            if file.name.endswith(READ):
+                _expect_readable(file)
+            if file.name == "config.json":  # transformers' readers of anything else read it, too
+                _expect_sizes(json.loads(file.read_bytes()))
+        yield
+    except RliteError:
+        raise
+    except BaseException as error:  # of any kind: the files are a stranger's, and their parsers are of others
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":  # a panic of tokenizers
+            raise
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{folder}: the {what} needs code of its own (auto_map), which rlite never runs. Use a model whose "
+                "type transformers has"
+            ) from error
+        raise CheckpointError(f"{folder}: no usable {what}: {summary(error)}") from error
+    finally:
+        logging.set_verbosity(level)
+
+
+def _expect(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def _expect_readable(file: Path) -> None:
+    with reading(file) as stream:
+        size = stream.seek(0, 2)
+    is_small = size <= MAX_FILE_BYTES or file.suffix == ".safetensors"
+    _expect(is_small, f"{file.name} has {size / 2**20:.0f} MiB, more than any model needs")
+
+
+def _expect_sizes(values: Any) -> None:
+    """Refuse sizes that no model has, before memory is taken for them."""
+    _expect(isinstance(values, Mapping), "config.json holds no mapping")
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _expect_sizes(value)
+        elif isinstance(value, int):
+            limit = MAX_LAYERS if _LAYERS.search(str(name)) else MAX_SIZE
+            _expect(abs(value) < limit or "theta" in name, f"{name}={value} is larger than in any model")
+
+
+def _expect_few_added_tokens(folder: Path) -> None:
+    for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
+        if (folder / name).exists():
+            count = len(json.loads((folder / name).read_bytes()).get(key) or ())
+            _expect(count <= MAX_ADDED_TOKENS, f"{name} adds {count} tokens, expected at most {MAX_ADDED_TOKENS}")
+
+
+@cache
+def _tell_own_code(path: str, code: str, model_type: str) -> None:
+    logger.warning(
+        "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' %r; "
+        "if that code computes something else, so does this run",
+        *(path, code, model_type),
+    )
