@@ -37,8 +37,8 @@ HEAD = """# Models
 
 Both engines run unmodified Hugging Face models with rlite's own attention, and pack several sequences into one forward.
 For some models, this gives wrong results. They mix tokens by other means than attention, or compute masks or positions
-themselves. `build` therefore checks a small copy of the model in the driver, before any process starts, in a fraction of
-a second. The copy has every kind of layer that the config gives. Modules of one kind have equal types, sizes and
+themselves. `build` therefore checks a small copy of the model in the driver, before any process starts, in a fraction
+of a second. The copy has every kind of layer that the config gives. Modules of one kind have equal types, sizes and
 attributes. If the config does not list the kinds layer by layer, the copy has all layers. `build` raises ConfigError if
 
 - a token reaches other tokens by other means than attention, such as a convolution or a recurrent state. Attention is

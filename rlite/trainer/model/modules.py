@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from transformers import PreTrainedTokenizerBase
 
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
