@@ -6,10 +6,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from rlite.errors import CheckpointError, ConfigError, DataError, RemoteTraceback, RliteError, WorkerError
+from rlite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FolderInUse,
+    RemoteTraceback,
+    RliteError,
+    UnknownOptionError,
+    WorkerError,
+)
+from rlite.recovery import reporting
 from rlite.trainer.run.command import at_end, run
 
 SLEEP = """
@@ -42,6 +53,35 @@ def test_an_error_that_says_what_to_do_comes_without_the_traceback_of_its_worker
         run("sft", main, [])
     message = f"rlite sft: {kind.__name__}: weights hold NaN"
     assert ended.value.code == (f"{message}raised in worker train-0" if kind is WorkerError else message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_final"),
+    [(ConfigError, True), (UnknownOptionError, True), (DataError, True), (FolderInUse, False), (WorkerError, False)],
+)
+def test_an_error_that_a_restart_would_repeat_is_reported_as_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RliteError], is_final: bool
+) -> None:
+    def main(arguments: object) -> None:
+        raise kind("wrong")
+
+    monkeypatch.setenv(reporting.FILE, str(tmp_path / "report.json"))
+    with pytest.raises(SystemExit):
+        run("sft", main, [])
+    report = reporting.read(tmp_path / "report.json")
+    assert (report.final_error if report else "") == (f"{kind.__name__}: wrong" if is_final else "")
+
+
+def test_an_interruption_that_says_how_it_ended_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: object) -> None:
+        raise KeyboardInterrupt("Job sums: step 3 is saved.")
+
+    with pytest.raises(SystemExit) as ended:
+        run("launch", main, [])
+    assert (ended.value.code, capsys.readouterr().err) == (
+        130,
+        "rlite launch: ended by SIGINT. Job sums: step 3 is saved.\n",
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
