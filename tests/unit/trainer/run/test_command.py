@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,14 @@ from rlite.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    FolderInUse,
     RemoteTraceback,
     RliteError,
+    UnknownOptionError,
     WorkerDied,
     WorkerError,
 )
+from rlite.recovery import reporting
 from rlite.trainer.run.command import at_end, run
 from rlite.trainer.run.interruption import INTERRUPTION
 
@@ -65,6 +69,35 @@ def test_a_lost_worker_has_the_advice_of_a_command_and_not_that_of_a_program() -
         "sync: worker process ended: rank 0. train-0 was stopped. The same command goes on from the newest checkpoint."
     )
     assert ended.value.code == f"rlite grpo: WorkerDied: {told}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_final"),
+    [(ConfigError, True), (UnknownOptionError, True), (DataError, True), (FolderInUse, False), (WorkerError, False)],
+)
+def test_an_error_that_a_restart_would_repeat_is_reported_as_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RliteError], is_final: bool
+) -> None:
+    def main(arguments: object) -> None:
+        raise kind("wrong")
+
+    monkeypatch.setenv(reporting.FILE, str(tmp_path / "report.json"))
+    with pytest.raises(SystemExit):
+        run("sft", main, [])
+    report = reporting.read(tmp_path / "report.json")
+    assert (report.final_error if report else "") == (f"{kind.__name__}: wrong" if is_final else "")
+
+
+def test_an_interruption_that_says_how_it_ended_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: object) -> None:
+        raise KeyboardInterrupt("Job sums: step 3 is saved.")
+
+    with pytest.raises(SystemExit) as ended:
+        run("launch", main, [])
+    assert (ended.value.code, capsys.readouterr().err) == (
+        130,
+        "rlite launch: ended by SIGINT. Job sums: step 3 is saved.\n",
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
