@@ -9,16 +9,18 @@ thoughts).
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.parts import Places
 from rlite.data.chat.special_tokens import EscapingTokenizer
-from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, check_calls, num_shared
+from rlite.data.chat.template import ANSWER, QUESTION, ChatTemplate, TemplateRefusal, cause, num_shared, refusal
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -26,6 +28,17 @@ Messages = Sequence[Mapping[str, Any]]
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")
+
+
+class Turn(NamedTuple):
+    """A turn of the assistant in a rendered conversation: the characters [start, end)."""
+
+    message: int
+    """index of its message"""
+    start: int
+    end: int
+    is_rewritten: bool
+    """whether the template writes another text when the conversation ends with this turn"""
 
 
 @dataclass(frozen=True)
@@ -136,35 +149,38 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            EncodedChat(np.asarray(ids, dtype=np.int32), _tokens_of(turns, offsets))
+            EncodedChat(np.asarray(ids, dtype=np.int32), _tokens_of([turn[1:3] for turn in turns], offsets))
             for (_, turns), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
-    def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, with the characters [start, end) of each turn of the assistant.
+    def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[Turn]]:
+        """Return the conversation as text, with each turn of the assistant.
 
         Raises:
             DataError: as for `encode`.
         """
         check_messages(messages, where)
-        text = self._checked_text(messages, where, tools)
-        turns: list[tuple[int, int]] = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                turns.append(self._turn(messages, number, text, where, tools))
-            elif turns and message["role"] not in _BASIC_ROLES:
-                before = self._template.around(messages, number, tools=tools)[0]
-                if len(before) < turns[-1][1]:  # the result of a tool, put into the turn that called it
-                    raise DataError(_cannot_tell(where, number, "it is rendered inside the assistant's turn"))
-        if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
+        places = self._checked_places(messages, where, tools)
+        turns = [
+            self._turn(messages, number, places, where, tools)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        if any(later.start < earlier.end for earlier, later in pairwise(turns)):
             raise DataError(_cannot_tell(where, len(messages) - 1, "turns overlap"))
-        return text, turns
+        starts = [turn.start for turn in turns]
+        for part in (part for own in places.parts.values() for part in own if part.places):
+            turn = turns[max(bisect_right(starts, part.places[0]) - 1, 0)] if turns else None
+            if turn and turn.message != part.message and turn.start <= part.places[0] < turn.end:
+                number = max(part.message, turn.message)  # such as a tool's result, put into the turn that called it
+                raise DataError(_cannot_tell(where, number, "it is rendered inside the assistant's turn"))
+        return places.text, turns
 
     # -- templates with marks ------------------------------------------------------------------------------------
 
     def _encode_marked(self, messages: Messages, where: str, tools: Any) -> EncodedChat:
         check_messages(messages, where)
-        self._checked_text(messages, where, tools)
+        self._checked_places(messages, where, tools)
         encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
         if not edges and any(message["role"] == "assistant" for message in messages):
@@ -186,7 +202,9 @@ class ChatEncoder:
             prompt = render([QUESTION], add_generation_prompt=True)
             start, *ends = self._template.around_last_answer
         except TemplateRefusal as error:
-            raise ConfigError(f"the chat template refuses a question and an answer: {error.__cause__}") from error
+            raise ConfigError(
+                f"the chat template {refusal(error.__cause__)} a question and an answer: {cause(error.__cause__)}"
+            ) from error
         # Some templates end a conversation that waits for no answer with a token of its own.
         shared = num_shared(before, prompt, start)
         if QUESTION["content"] not in before[:shared] or len(ends) != 1:
@@ -194,15 +212,79 @@ class ChatEncoder:
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
             )
-        self._generation_prompt = prompt[shared:]
-        self._header, self._closing = start[shared:], ends[0]
         tokens = self._template.tokenizer.added_tokens_decoder.values()
-        special = sorted({token.content for token in tokens if token.special and token.content})
-        self._special_token = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        self._ends_with_special_token = bool(self._special_token.search(self._closing))
+        names = sorted({token.content for token in tokens if token.content.strip()}, key=len, reverse=True)
+        self._token = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._generation_prompt, self._header = prompt[shared:], start[shared:]
+        try:
+            inner = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 1)
+            again = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 3)[0]
+        except TemplateRefusal:
+            inner, again = [start, ends[0]], start
+        history = inner[0][num_shared(before, inner[0]) :]
+        self._opener = prompt[shared:][: num_shared(prompt[shared:], start[shared:], history)]
+        closing = ends[0][: num_shared(ends[0], inner[-1])]
+        self._tail = ends[0].removeprefix(closing) if self._token.search(closing) else ""
+        self._closing = ends[0].removesuffix(self._tail) if self._tail else ends[0]
 
-    def _turn(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
-        """Return the characters of the assistant's message `number` in the rendered `text`.
+    def _turn(self, messages: Messages, number: int, places: Places, where: str, tools: Any) -> Turn:
+        """Return the assistant's message `number` in the rendered text.
+
+        Raises:
+            DataError: its characters cannot be distinguished from the template's.
+        """
+        found = self._written(messages, number, places, tools)
+        alone = self._template.alone(messages[number], tools=tools) if number + 1 < len(messages) else None
+        shown = alone and self._written([QUESTION, messages[number]], 1, alone, tools)
+        if found is None or (shown is None and number + 1 < len(messages)):
+            return Turn(number, *self._turn_around(messages, number, places.text, where, tools), False)
+        start, last, rest = found
+        closing = rest.removesuffix(self._tail) if shown is None else shown[2].removesuffix(self._tail)
+        end = last + self._closing_size(rest, closing)
+        is_rewritten = shown is not None and not (alone.text + closing)[shown[0] :].startswith(places.text[start:end])
+        return Turn(number, start, end, is_rewritten)
+
+    def _written(
+        self, messages: Messages, number: int, places: Places, tools: Any
+    ) -> tuple[int, int, str] | None:
+        """Return where the assistant's message begins, where its last part ends, and the template's text from there.
+
+        None if the places of its parts do not show this.
+        """
+        ends = [place for part in places.parts.get(number, ()) for place in part.places]
+        is_ended = ends and all(part.end is not None or not part.places for part in places.parts[number])
+        if not is_ended or len(ends) != len(set(ends)):
+            return None
+        before, after = places.between(number, min(ends), max(ends))
+        text = places.text
+        at = text.find(self._opener, before, min(ends)) if self._opener else -1
+        if at >= 0:
+            start = at + num_shared(self._generation_prompt, text[at : min(ends)])
+            return start, max(ends), text[max(ends) : after]
+        try:  # the template asks for this answer in another way, such as after a tool's result
+            asked = self._template.render(messages[:number], tools=tools, add_generation_prompt=True)
+        except TemplateRefusal:
+            return None
+        if not text.startswith(asked) or not before <= len(asked) <= min(ends):
+            return None
+        return len(asked), max(ends), text[max(ends) : after]
+
+    def _closing_size(self, rest: str, closing: str) -> int:
+        """Return how much of the text after an answer ends the turn.
+
+        Args:
+            rest: the template's text after the answer.
+            closing: the text that the template writes after the answer if the conversation ends there.
+        """
+        shared = rest[: num_shared(rest, closing)]
+        if tokens := [*self._token.finditer(shared)]:
+            return tokens[-1].end()
+        if self._token.search(closing) and (token := self._token.search(rest)):
+            return token.end()  # it ends otherwise in history
+        return len(shared)
+
+    def _turn_around(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
+        """Return the characters of an assistant's message, by the text around a stand-in for its content.
 
         Raises:
             DataError: the characters cannot be distinguished from the template's.
@@ -210,7 +292,7 @@ class ChatEncoder:
         try:
             found = self._template.around(messages, number, tools=tools)
         except TemplateRefusal as error:
-            raise DataError(_cannot_tell(where, number, str(error.__cause__))) from error
+            raise DataError(_cannot_tell(where, number, cause(error.__cause__))) from error
         if len(found) != 2:
             raise DataError(_cannot_tell(where, number, f"its content is rendered {len(found) - 1} times"))
         before, after = found
@@ -229,36 +311,27 @@ class ChatEncoder:
         if prompted < len(self._generation_prompt):  # what follows the header by chance begins like the rest of it
             prompted = min(prompted, num_shared(self._generation_prompt, header))
         start, end = header_start + prompted, len(text) - len(after)
-        if self._ends_with_special_token and (token := self._special_token.search(after)):
-            end += token.end()
-        elif not self._ends_with_special_token and after.startswith(self._closing):
-            end += len(self._closing)
+        end += self._closing_size(after, self._closing)
         if start > end:
             raise DataError(_cannot_tell(where, number, "it ends before its header does"))
         return start, end
 
     # -- rendering -------------------------------------------------------------------------------------------------
 
-    def _checked_text(self, messages: Messages, where: str, tools: Any) -> str:
-        """Return the conversation as text.
+    def _checked_places(self, messages: Messages, where: str, tools: Any) -> Places:
+        """Return the conversation as text, with the places of its parts.
 
         Raises:
-            DataError: the template refuses a role, or leaves out a role or a call.
+            DataError: the template fails, or leaves out a part.
         """
         try:
             text = self._template.render(messages, tools=tools)
         except TemplateRefusal as error:
+            failed = error.__cause__
             role = self._refused_role(messages, tools)
-            what = f"the role {role!r}" if role else "this order of roles: " + ", ".join(m["role"] for m in messages)
-            raise DataError(f"{where}: the chat template refuses {what}: {error.__cause__}") from error
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" and not self._template.shows(messages, number, text, tools=tools):
-                raise DataError(
-                    f"{where}, messages[{number}]: the chat template leaves out the role {message['role']!r}, whose "
-                    "content would be lost"
-                )
-        check_calls(messages, text, f"{where}, ")
-        return text
+            what = f"the role {role!r}" if role else f"the conversation of {', '.join(m['role'] for m in messages)}"
+            raise DataError(f"{where}: the chat template {refusal(failed)} {what}: {cause(failed)}") from error
+        return self._template.check(messages, text, f"{where}, ", tools=tools)
 
     def _refused_role(self, messages: Messages, tools: Any) -> str | None:
         """Return the role without whose messages the template would render the conversation."""
@@ -279,13 +352,16 @@ def _cannot_tell(where: str, number: int, reason: str) -> str:
     )
 
 
-def _tokens_of(turns: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the tokens [start, end) that hold a character of each turn; an empty range for an empty turn."""
+def _tokens_of(turns: Sequence[Sequence[int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the tokens [start, end) that begin in each turn; an empty range for an empty turn.
+
+    A token that begins in the header is the template's, even if it reaches into the answer.
+    """
     spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = spans[:, 0], spans[:, 1]
     ranges = []
     for start, end in turns:
-        inside = np.flatnonzero((ends > start) & (starts < end))
+        inside = np.flatnonzero((ends > start) & (starts >= start) & (starts < end))
         first = int(inside[0]) if len(inside) else int(np.searchsorted(starts, start))
         ranges.append((first, first + len(inside)))
     return tuple(ranges)
