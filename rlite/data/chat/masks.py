@@ -251,9 +251,9 @@ class ChatEncoder:
 
         None if the places of its parts do not show this.
         """
-        ends = [place for part in places.parts.get(number, ()) for place in part.places]
-        is_ended = ends and all(part.end is not None or not part.places for part in places.parts[number])
-        if not is_ended or len(ends) != len(set(ends)):
+        own = [part for part in places.parts.get(number, ()) if part.places]
+        ends = [place for part in own for place in part.places]
+        if not own or any(part.end is None or (part.times > 1 and part.name == "'content'") for part in own):
             return None
         before, after = places.between(number, min(ends), max(ends))
         text = places.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class Part(NamedTuple):
     """index of its first character; None if the template drops or replaces the beginning"""
     end: int | None
     """index after its last character; None if the template drops or replaces the end"""
+    times: int
+    """how often the template writes it"""
 
     @property
     def places(self) -> list[int]:
@@ -66,8 +69,11 @@ class Marks:
             size += len(piece)
             if mark is not None:
                 places.setdefault(int(mark), size)
-        parts = [Part(*part, places.get(2 * n), places.get(2 * n + 1)) for n, part in enumerate(self._parts)]
-        return "".join(pieces[::2]), parts
+        times = Counter(map(int, pieces[1::2]))
+        return "".join(pieces[::2]), [
+            Part(*part, places.get(2 * n), places.get(2 * n + 1), max(times[2 * n], times[2 * n + 1]))
+            for n, part in enumerate(self._parts)
+        ]
 
     def _text(self, text: str, number: int, name: str, is_key: bool = False) -> str:
         core = text.strip()
