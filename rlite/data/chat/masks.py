@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.parts import Places
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.chat.template import ANSWER, QUESTION, ChatTemplate, TemplateRefusal, cause, num_shared, refusal
@@ -26,6 +27,8 @@ from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
+WEIGHTS = ("weight", "train", "loss_mask")
+"""keys of a message that say whether it is learnt"""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")
 
@@ -48,11 +51,15 @@ class EncodedChat:
     input_ids: np.ndarray
     """[L] int32"""
     turns: tuple[tuple[int, int], ...]
+    rewritten: frozenset[int] = frozenset()
+    """indexes of turns that the template writes otherwise when the conversation ends with them"""
+    is_answered: bool = True
+    """whether the conversation ends with the assistant"""
 
-    def mask(self, turns: slice = slice(None)) -> np.ndarray:
+    def mask(self, turns: Sequence[int] | None = None) -> np.ndarray:
         """Return [L] bool: true at the tokens of the given turns of the assistant (default: of all turns)."""
         mask = np.zeros(len(self.input_ids), dtype=bool)
-        for start, end in self.turns[turns]:
+        for start, end in self.turns if turns is None else (self.turns[turn] for turn in turns):
             mask[start:end] = True
         return mask
 
@@ -99,13 +106,20 @@ class ChatEncoder:
         tokenizer: a fast tokenizer with a chat template.
         escape_special_tokens: make special tokens in messages plain text, except in the assistant's messages. See
             `EscapingTokenizer`.
+        ends: ends learnt turns with tokens at which the model stops; None learns them as the template writes them.
         options: keyword arguments for `apply_chat_template`, such as `enable_thinking=False`.
 
     Raises:
         ConfigError: the tokenizer has no chat template or is not fast, or the turns of its template cannot be found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, escape_special_tokens: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        escape_special_tokens: bool = False,
+        ends: LearntEnds | None = None,
+        **options: Any,
+    ) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(f"{type(tokenizer).__name__} gives no offsets; messages need a fast tokenizer")
         try:
@@ -117,8 +131,12 @@ class ChatEncoder:
             ) from error
         self._is_marked = bool(_GENERATION_MARK.search(template)) and not escape_special_tokens
         self._template = ChatTemplate(EscapingTokenizer(tokenizer) if escape_special_tokens else tokenizer, options)
-        if not self._is_marked:
+        self._ends, self._known_ends = ends, tuple[int, ...]()
+        try:
             self._learn_turns()
+        except ConfigError:
+            if not self._is_marked:
+                raise
 
     def encode(self, chats: Sequence[Messages], where: Sequence[str], tools: Sequence[Any] = ()) -> list[EncodedChat]:
         """Tokenise conversations.
@@ -149,9 +167,33 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            EncodedChat(np.asarray(ids, dtype=np.int32), _tokens_of([turn[1:3] for turn in turns], offsets))
-            for (_, turns), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            EncodedChat(
+                np.asarray(ids, dtype=np.int32),
+                _tokens_of([turn[1:3] for turn in turns], offsets),
+                frozenset(index for index, turn in enumerate(turns) if turn.is_rewritten),
+                chat[-1]["role"] == "assistant",
+            )
+            for chat, (_, turns), ids, offsets in zip(
+                chats, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            )
         ]
+
+    def ended(self, chat: EncodedChat, turns: Sequence[int], where: str) -> EncodedChat:
+        """Return a conversation of which the given turns end with tokens at which the model stops.
+
+        Raises:
+            ConfigError: no token ends a turn.
+        """
+        if self._ends is None:
+            return chat
+        ids, found = chat.input_ids.tolist(), list(chat.turns)
+        for turn in turns:
+            is_final = chat.is_answered and turn == len(found) - 1
+            ids, end = self._ends.end_turn(
+                ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where
+            )
+            found[turn] = found[turn][0], end
+        return replace(chat, input_ids=np.asarray(ids, dtype=np.int32), turns=tuple(found))
 
     def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[Turn]]:
         """Return the conversation as text, with each turn of the assistant.
@@ -185,8 +227,25 @@ class ChatEncoder:
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
         if not edges and any(message["role"] == "assistant" for message in messages):
             raise DataError(f"{where}: the chat template's {{% generation %}} marks select nothing of the conversation")
-        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-        return EncodedChat(ids, tuple(zip(edges[::2], edges[1::2], strict=True)))
+        ids, turns = np.asarray(encoded["input_ids"], dtype=np.int32), tuple(zip(edges[::2], edges[1::2], strict=True))
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        rewritten = [
+            index
+            for index, (number, turn) in enumerate(zip(answers, turns, strict=False))
+            if number + 1 < len(messages) and len(answers) == len(turns)
+            if not self._is_generated(messages[number], ids[slice(*turn)], tools)
+        ]
+        return EncodedChat(ids, turns, frozenset(rewritten), messages[-1]["role"] == "assistant")
+
+    def _is_generated(self, answer: Mapping[str, Any], tokens: np.ndarray, tools: Any) -> bool:
+        """Return whether the template writes an answer with these tokens if the conversation ends with it."""
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        try:
+            encoded = self._template.apply([QUESTION, answer], tools=tools, **options)
+        except TemplateRefusal:
+            return True
+        learnt = np.asarray(encoded["input_ids"])[np.asarray(encoded["assistant_masks"], dtype=bool)]
+        return np.array_equal(learnt, tokens)
 
     # -- templates without -----------------------------------------------------------------------------------------
 
@@ -226,6 +285,9 @@ class ChatEncoder:
         closing = ends[0][: num_shared(ends[0], inner[-1])]
         self._tail = ends[0].removeprefix(closing) if self._token.search(closing) else ""
         self._closing = ends[0].removesuffix(self._tail) if self._tail else ends[0]
+        between = self._token.match(inner[-1].lstrip())
+        names = self._token.findall(self._closing)[-1:] or ([between[0]] if between else [])
+        self._known_ends = tuple(map(self._template.tokenizer.convert_tokens_to_ids, names))
 
     def _turn(self, messages: Messages, number: int, places: Places, where: str, tools: Any) -> Turn:
         """Return the assistant's message `number` in the rendered text.
