@@ -29,8 +29,9 @@ def sft_rows(
     All rows have the form of the first row. Raw: `prompt` and `response` are texts; the response and the
     end-of-sequence token after it are learnt. Messages: every turn of the assistant is learnt, with the token that ends
     it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`,
-    only the turns in the completion are learnt. A message with `weight`, `train` or `loss_mask` 0 is not learnt. A `text` is learnt whole, with the end-of-sequence token. A row longer
-    than `max_length` is cut at its end. `rlite.data.formats.normalise` converts other formats to these.
+    only the turns in the completion are learnt. A message with `weight`, `train` or `loss_mask` 0 is not learnt. A
+    `text` is learnt whole, with the end-of-sequence token. A row longer than `max_length` is cut at its end.
+    `rlite.data.formats.normalise` converts other formats to these.
 
     Args:
         rows: the table.
@@ -71,7 +72,9 @@ def sft_rows(
     def encode_chats(numbers: range) -> list[list[Tokens]]:
         names = [f"{where}, row index {number}" for number in numbers]
         chats = encoder.encode(
-            [_conversation(rows[number]) for number in numbers], names, [rows[number].get("tools") for number in numbers]
+            [_conversation(rows[number]) for number in numbers],
+            names,
+            [rows[number].get("tools") for number in numbers],
         )
         tokens = []
         for number, chat, name in zip(numbers, chats, names, strict=True):

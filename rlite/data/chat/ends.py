@@ -49,13 +49,19 @@ class LearntEnds:
             return
         if self.is_settled:
             raise DataError(
-                f"{where}: answers end with {self._names([end])}, at which the model does not stop, and no row before did; "
-                "let the first rows have one, or use data.end_token=keep"
+                f"{where}: answers end with {self._names([end])}, which is no end token of the model, and no row before "
+                "ended so; let the first rows have such an answer, or use data.end_token=keep"
             )
         self.new.add(end)
 
     def end_turn(
-        self, ids: list[int], turn: tuple[int, int], known: Collection[int], is_final: bool, is_rewritten: bool, where: str
+        self,
+        ids: list[int],
+        turn: tuple[int, int],
+        known: Collection[int],
+        is_final: bool,
+        is_rewritten: bool,
+        where: str,
     ) -> tuple[list[int], int]:
         """Return a row and the end of a turn, so that the turn ends with a token at which the model stops.
 
@@ -103,16 +109,16 @@ class LearntEnds:
         found = {"end of answers": "; ".join(said)} if said else {}
         if self.num_rewritten:
             found["rewritten history"] = (
-                f"{self.num_rewritten / self.num_turns:.0%} of {self.num_turns} learnt turns are never generated so: the "
-                "chat template rewrites earlier answers; data.last_turn_only=true learns the last turn alone"
+                f"{self.num_rewritten / self.num_turns:.0%} of {self.num_turns} learnt turns are never generated so: "
+                "the chat template rewrites earlier answers; data.last_turn_only=true learns the last turn alone"
             )
         return found
 
     def _no_end(self, tail: list[int], where: str) -> str:
         return (
             f"{where}: the chat template ends an answer with {self._tokenizer.decode(tail)!r}, without one token at "
-            f"which the model can stop (now: {self._names(self._stop_ids)}); use a template whose end is a token of the "
-            f"tokenizer, data.end_token=append to learn {self._tokenizer.eos_token!r} after each last answer, or "
+            f"which the model can stop (now: {self._names(self._stop_ids)}); use a template whose end is a token of "
+            f"the tokenizer, data.end_token=append to learn {self._tokenizer.eos_token!r} after each last answer, or "
             "data.end_token=keep"
         )
 

@@ -189,9 +189,7 @@ class ChatEncoder:
         ids, found = chat.input_ids.tolist(), list(chat.turns)
         for turn in turns:
             is_final = chat.is_answered and turn == len(found) - 1
-            ids, end = self._ends.end_turn(
-                ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where
-            )
+            ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where)
             found[turn] = found[turn][0], end
         return replace(chat, input_ids=np.asarray(ids, dtype=np.int32), turns=tuple(found))
 
@@ -277,9 +275,8 @@ class ChatEncoder:
         self._generation_prompt, self._header = prompt[shared:], start[shared:]
         try:
             inner = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 1)
-            again = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 3)[0]
         except TemplateRefusal:
-            inner, again = [start, ends[0]], start
+            inner = [start, ends[0]]
         history = inner[0][num_shared(before, inner[0]) :]
         self._opener = prompt[shared:][: num_shared(prompt[shared:], start[shared:], history)]
         closing = ends[0][: num_shared(ends[0], inner[-1])]
@@ -306,9 +303,7 @@ class ChatEncoder:
         is_rewritten = shown is not None and not (alone.text + closing)[shown[0] :].startswith(places.text[start:end])
         return Turn(number, start, end, is_rewritten)
 
-    def _written(
-        self, messages: Messages, number: int, places: Places, tools: Any
-    ) -> tuple[int, int, str] | None:
+    def _written(self, messages: Messages, number: int, places: Places, tools: Any) -> tuple[int, int, str] | None:
         """Return where the assistant's message begins, where its last part ends, and the template's text from there.
 
         None if the places of its parts do not show this.

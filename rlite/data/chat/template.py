@@ -78,8 +78,6 @@ class ChatTemplate:
             try:
                 return self.tokenizer.apply_chat_template(list(messages), **options)
             except TypeError:  # some templates (DeepSeek's) take the arguments of calls as JSON text
-                if not any(message.get("tool_calls") for message in messages):
-                    raise
                 converted = [_with_json_arguments(message) for message in messages]
                 return self.tokenizer.apply_chat_template(converted, **options)
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlite.checkpoint.end_tokens import end_ids
 from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan, TilePlan
 from rlite.engine.embedded.lean_decoder import LeanDecoder
 from rlite.errors import CheckpointError
@@ -210,8 +210,4 @@ class ShardedModel:
 
     def end_ids(self) -> frozenset[int]:
         """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-        if (Path(self.path) / "generation_config.json").exists():
-            found = GenerationConfig.from_pretrained(self.path).eos_token_id
-        else:
-            found = self.config.eos_token_id
-        return frozenset([found] if isinstance(found, int) else found or [])
+        return frozenset(end_ids(self.path, self.config))

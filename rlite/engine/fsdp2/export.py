@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rlite.checkpoint import huggingface
+from rlite.checkpoint.end_tokens import add_end_ids
 from rlite.errors import CheckpointError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
@@ -55,6 +56,7 @@ def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapt
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None
         writer.add_config(module.exported_config(), exported_class(module), folder)
+        add_end_ids(writer.folder, module.further_end_ids)
     if isinstance(module, LoraTrainModule) and adapter:
         module.save_adapter(writer.folder / "adapter", adapter)
     writer.finish()

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from rlite.checkpoint.end_tokens import end_ids
 from rlite.cluster.host import WorkerContext
 from rlite.engine.vllm.options import VllmOptions
 from rlite.engine.vllm.process import EngineProcess
@@ -362,10 +363,3 @@ def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     if name not in DTYPES:
         raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
     return name
-
-
-def end_ids(path: str, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-    has_own = os.path.exists(os.path.join(path, "generation_config.json"))
-    found = GenerationConfig.from_pretrained(path).eos_token_id if has_own else config.get_text_config().eos_token_id
-    return tuple([found] if isinstance(found, int) else found or [])

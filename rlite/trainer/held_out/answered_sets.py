@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import rlite
@@ -129,6 +130,15 @@ def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, Evalu
         found[name] = EvaluationSet(name, rows, workflow, own.samples, own.largest_k, own.solved_at)
         check_samples(found[name])
     return found
+
+
+def stopping(each: EvaluationSet, end_ids: Sequence[int]) -> EvaluationSet:
+    """Return a set whose answers also end with tokens that the served model does not know as its ends."""
+    gconfig = each.workflow.gconfig
+    if gconfig is None or gconfig.ignore_eos or not end_ids:
+        return each
+    gconfig = replace(gconfig, stop_token_ids=[*gconfig.stop_token_ids, *end_ids])
+    return replace(each, workflow=each.workflow.sampled_by(gconfig))
 
 
 def _workflow(
