@@ -49,7 +49,7 @@ class LearntEnds:
             return
         if self.is_settled:
             raise DataError(
-                f"{where}: answers end with {self._names([end])}, which is no end token of the model, and no row before "
+                f"{where}: answers end with {self._names([end])}, no end token of the model, and no earlier row "
                 "ended so; let the first rows have such an answer, or use data.end_token=keep"
             )
         self.new.add(end)
