@@ -114,7 +114,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         else:
             self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
-        self.engine.module.further_end_ids = self.further_end_ids
+        module: Any = self.engine.module
+        module.further_end_ids = self.further_end_ids
         reported = self.reported_metrics()
         check_evaluated(trainer, reported.evaluated)
         self.run = TrainingRun(options, reported, self.loader.num_batches, True, callbacks)

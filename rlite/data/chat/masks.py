@@ -9,7 +9,6 @@ thoughts).
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -36,8 +35,6 @@ _BASIC_ROLES = ("user", "assistant")
 class Turn(NamedTuple):
     """A turn of the assistant in a rendered conversation: the characters [start, end)."""
 
-    message: int
-    """index of its message"""
     start: int
     end: int
     is_rewritten: bool
@@ -169,7 +166,7 @@ class ChatEncoder:
         return [
             EncodedChat(
                 np.asarray(ids, dtype=np.int32),
-                _tokens_of([turn[1:3] for turn in turns], offsets),
+                _tokens_of([turn[:2] for turn in turns], offsets),
                 frozenset(index for index, turn in enumerate(turns) if turn.is_rewritten),
                 chat[-1]["role"] == "assistant",
             )
@@ -208,42 +205,21 @@ class ChatEncoder:
         ]
         if any(later.start < earlier.end for earlier, later in pairwise(turns)):
             raise DataError(_cannot_tell(where, len(messages) - 1, "turns overlap"))
-        starts = [turn.start for turn in turns]
-        for part in (part for own in places.parts.values() for part in own if part.places):
-            turn = turns[max(bisect_right(starts, part.places[0]) - 1, 0)] if turns else None
-            if turn and turn.message != part.message and turn.start <= part.places[0] < turn.end:
-                number = max(part.message, turn.message)  # such as a tool's result, put into the turn that called it
-                raise DataError(_cannot_tell(where, number, "it is rendered inside the assistant's turn"))
         return places.text, turns
 
     # -- templates with marks ------------------------------------------------------------------------------------
 
     def _encode_marked(self, messages: Messages, where: str, tools: Any) -> EncodedChat:
         check_messages(messages, where)
-        self._checked_places(messages, where, tools)
+        places = self._checked_places(messages, where, tools)
         encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
         if not edges and any(message["role"] == "assistant" for message in messages):
             raise DataError(f"{where}: the chat template's {{% generation %}} marks select nothing of the conversation")
         ids, turns = np.asarray(encoded["input_ids"], dtype=np.int32), tuple(zip(edges[::2], edges[1::2], strict=True))
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        rewritten = [
-            index
-            for index, (number, turn) in enumerate(zip(answers, turns, strict=False))
-            if number + 1 < len(messages) and len(answers) == len(turns)
-            if not self._is_generated(messages[number], ids[slice(*turn)], tools)
-        ]
-        return EncodedChat(ids, turns, frozenset(rewritten), messages[-1]["role"] == "assistant")
-
-    def _is_generated(self, answer: Mapping[str, Any], tokens: np.ndarray, tools: Any) -> bool:
-        """Return whether the template writes an answer with these tokens if the conversation ends with it."""
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        try:
-            encoded = self._template.apply([QUESTION, answer], tools=tools, **options)
-        except TemplateRefusal:
-            return True
-        learnt = np.asarray(encoded["input_ids"])[np.asarray(encoded["assistant_masks"], dtype=bool)]
-        return np.array_equal(learnt, tokens)
+        rewritten = frozenset(index for index, number in enumerate(answers) if places.missing(number))
+        return EncodedChat(ids, turns, rewritten, answers[-1:] == [len(messages) - 1])
 
     # -- templates without -----------------------------------------------------------------------------------------
 
@@ -272,7 +248,7 @@ class ChatEncoder:
         tokens = self._template.tokenizer.added_tokens_decoder.values()
         names = sorted({token.content for token in tokens if token.content.strip()}, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._generation_prompt, self._header = prompt[shared:], start[shared:]
+        self._generation_prompt = prompt[shared:]
         try:
             inner = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 1)
         except TemplateRefusal:
@@ -292,39 +268,49 @@ class ChatEncoder:
         Raises:
             DataError: its characters cannot be distinguished from the template's.
         """
-        found = self._written(messages, number, places, tools)
-        alone = self._template.alone(messages[number], tools=tools) if number + 1 < len(messages) else None
-        shown = alone and self._written([QUESTION, messages[number]], 1, alone, tools)
-        if found is None or (shown is None and number + 1 < len(messages)):
-            return Turn(number, *self._turn_around(messages, number, places.text, where, tools), False)
-        start, last, rest = found
-        closing = rest.removesuffix(self._tail) if shown is None else shown[2].removesuffix(self._tail)
+        found, is_last = self._written(messages, number, places, tools), number + 1 == len(messages)
+        if found is None:
+            reason = "its beginning or its end is not at one place, or depends on the rest of the conversation"
+            raise DataError(_cannot_tell(where, number, reason))
+        start, last, after, following = found
+        rest, closing, is_rewritten = places.text[last:after], self._closing, False
+        alone = None if is_last else self._template.alone(messages[number], tools=tools)
+        shown = None if alone is None else self._written([QUESTION, messages[number]], 1, alone, tools)
+        if alone is not None and shown is not None:
+            closing = alone.text[shown[1] :].removesuffix(self._tail)
+            generated = alone.text[shown[0] : shown[1]] + closing.rstrip()
+            is_rewritten = not places.text.startswith(generated, start)
+        closing = (rest if is_last else closing).removesuffix(self._tail)
         end = last + self._closing_size(rest, closing)
-        is_rewritten = shown is not None and not (alone.text + closing)[shown[0] :].startswith(places.text[start:end])
-        return Turn(number, start, end, is_rewritten)
+        if after < last or (end == last and following < len(messages) and self._token.search(closing)):
+            raise DataError(_cannot_tell(where, following, "it is rendered inside the assistant's turn"))
+        return Turn(start, end, is_rewritten)
 
-    def _written(self, messages: Messages, number: int, places: Places, tools: Any) -> tuple[int, int, str] | None:
-        """Return where the assistant's message begins, where its last part ends, and the template's text from there.
+    def _written(self, messages: Messages, number: int, places: Places, tools: Any) -> tuple[int, int, int, int] | None:
+        """Return where the assistant's message begins, where its last part ends, and where the next part begins.
 
-        None if the places of its parts do not show this.
+        The last value is the index of the next part's message. None if the places of the parts do not show this.
         """
         own = [part for part in places.parts.get(number, ()) if part.places]
-        ends = [place for part in own for place in part.places]
         if not own or any(part.end is None or (part.times > 1 and part.name == "'content'") for part in own):
             return None
-        before, after = places.between(number, min(ends), max(ends))
-        text = places.text
-        at = text.find(self._opener, before, min(ends)) if self._opener else -1
+        ends = [place for part in own for place in part.places]
+        before, inside, other = places.around(number, min(ends), min(ends))
+        _, after, following = (0, inside, other) if inside < max(ends) else places.around(number, max(ends), max(ends))
+        text, first, header = places.text, min(ends), self._opener
+        at = text.find(header, before, first) if header else -1
+        while at < 0 and self._token.search(header := header[:-1]):  # the answer itself may begin like the rest of it
+            at = first - len(header) if text.endswith(header, before, first) else -1
         if at >= 0:
-            start = at + num_shared(self._generation_prompt, text[at : min(ends)])
-            return start, max(ends), text[max(ends) : after]
+            prompt = self._generation_prompt
+            prompted = len(prompt) if text.startswith(prompt, at) else num_shared(prompt, text[at:first])
+            return at + prompted, max(ends), after, following
         try:  # the template asks for this answer in another way, such as after a tool's result
             asked = self._template.render(messages[:number], tools=tools, add_generation_prompt=True)
         except TemplateRefusal:
             return None
-        if not text.startswith(asked) or not before <= len(asked) <= min(ends):
-            return None
-        return len(asked), max(ends), text[max(ends) : after]
+        is_there = text.startswith(asked) and before <= len(asked) <= first
+        return (len(asked), max(ends), after, following) if is_there else None
 
     def _closing_size(self, rest: str, closing: str) -> int:
         """Return how much of the text after an answer ends the turn.
@@ -339,39 +325,6 @@ class ChatEncoder:
         if self._token.search(closing) and (token := self._token.search(rest)):
             return token.end()  # it ends otherwise in history
         return len(shared)
-
-    def _turn_around(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
-        """Return the characters of an assistant's message, by the text around a stand-in for its content.
-
-        Raises:
-            DataError: the characters cannot be distinguished from the template's.
-        """
-        try:
-            found = self._template.around(messages, number, tools=tools)
-        except TemplateRefusal as error:
-            raise DataError(_cannot_tell(where, number, cause(error.__cause__))) from error
-        if len(found) != 2:
-            raise DataError(_cannot_tell(where, number, f"its content is rendered {len(found) - 1} times"))
-        before, after = found
-        # In history a template may leave out what it inserts before the last answer (an empty thought), or the part of
-        # the generation prompt that opens a thought.
-        header = self._header
-        if not before.endswith(header):
-            header = self._generation_prompt
-            while not before.endswith(header):
-                header = header[:-1]
-        header_start = len(before) - len(header)
-        is_embedded = text.startswith(before[:header_start]) and text.endswith(after)
-        if not is_embedded or header_start > len(text) - len(after):
-            raise DataError(_cannot_tell(where, number, "the rest of the conversation depends on its content"))
-        prompted = num_shared(self._generation_prompt, text[header_start:])
-        if prompted < len(self._generation_prompt):  # what follows the header by chance begins like the rest of it
-            prompted = min(prompted, num_shared(self._generation_prompt, header))
-        start, end = header_start + prompted, len(text) - len(after)
-        end += self._closing_size(after, self._closing)
-        if start > end:
-            raise DataError(_cannot_tell(where, number, "it ends before its header does"))
-        return start, end
 
     # -- rendering -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.parts import TOOLS, Marks, Places
+from rlite.data.chat.parts import THOUGHTS, TOOLS, Marks, Part, Places
 from rlite.data.chat.raw import TextTokenizer
 from rlite.errors import ConfigError, DataError
 
@@ -23,6 +23,8 @@ STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
 QUESTION: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
+OPTIONAL = tuple(map(repr, THOUGHTS))
+"""names of the parts of earlier answers that a prompt may lack, because they are not learnt"""
 
 
 class Tokenizer(TextTokenizer, Protocol):
@@ -133,7 +135,14 @@ class ChatTemplate:
         except TemplateRefusal:
             return None
 
-    def check(self, messages: Sequence[Message], text: str, where: str = "", **options: Any) -> Places:
+    def check(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        where: str = "",
+        optional: Collection[str] = (),
+        **options: Any,
+    ) -> Places:
         """Check that a rendered conversation holds each part of its messages at its own place, and each tool.
 
         Earlier thoughts may be left out, if the template shows them in an answer that ends a conversation.
@@ -142,6 +151,7 @@ class ChatTemplate:
             messages: the conversation.
             text: the rendered conversation.
             where: stands before the name of a message in the error.
+            optional: names of parts of answers that may be left out, such as OPTIONAL in prompts.
             options: keyword arguments for `apply`.
 
         Returns:
@@ -152,34 +162,26 @@ class ChatTemplate:
         """
         places = self.places(messages, text, **options)
         for number, message in enumerate(messages):
-            role, what = message["role"], ""
-            if number not in places.parts:
-                what = "" if self._shows(messages, number, text, **options) else f"the role {role!r}"
-                check_calls([message], text, f"{where}messages[{number}]: ")
-            elif part := places.missing(number):
-                is_earlier = role == "assistant" and number + 1 < len(messages)
-                alone = self.alone(message, **options) if is_earlier else None
-                if alone is None or 1 not in alone.parts or alone.missing(1):
-                    of = "a part of " if part.places else ""
-                    is_role = role != "assistant" and not of
-                    what = f"the role {role!r}, whose content would be lost" if is_role else f"{of}{part.name}"
-            if what:
+            missing, role = places.missing(number), message["role"]
+            if number not in places.parts and str(message.get("content") or "").strip() not in text:
+                missing = [Part(number, "'content'", "", None, None, 0)]
+            if role == "assistant":
+                missing = [part for part in missing if part.name not in optional and not (optional and part.places)]
+                if missing and message is not messages[-1] and self._writes(message, options):
+                    continue
+            if missing:
+                of = "a part of " if missing[0].places else ""
+                is_role = role != "assistant" and not of
+                what = f"the role {role!r}, whose content would be lost" if is_role else f"{of}{missing[0].name}"
                 raise DataError(f"{where}messages[{number}]: the chat template leaves out {what}")
-        if part := places.missing(TOOLS):
-            raise DataError(f"{where}tools: the model's chat template leaves out {part.name}")
-        if TOOLS not in places.parts:
-            check_tools({**self._options, **options}.get("tools") or (), text)
+        if missing := places.missing(TOOLS):
+            raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}")
         return places
 
-    def _shows(self, messages: Sequence[Message], number: int, text: str, **options: Any) -> bool:
-        """Return whether a rendered text has the content of a message that changes with marks in it."""
-        content = messages[number].get("content")
-        if not isinstance(content, str) or not content.strip():
-            return True
-        try:
-            return len(self.around(messages, number, **options)) > 1
-        except TemplateRefusal:
-            return content.strip() in text
+    def _writes(self, answer: Message, options: Mapping[str, Any]) -> bool:
+        """Return whether the template writes all parts of an answer that ends a conversation."""
+        alone = self.alone(answer, **options)
+        return alone is not None and 1 in alone.parts and not alone.missing(1)
 
     def between(self, replies: Sequence[Message]) -> str:
         """Return the text from the end of an answer's content to the beginning of the next answer.
@@ -286,38 +288,6 @@ def called_names(message: Message) -> list[str]:
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = [(call.get("function") or call).get("name") for call in calls]
     return [name for name in names if isinstance(name, str)]
-
-
-def check_calls(messages: Sequence[Message], text: str, where: str = "") -> None:
-    """Check that a rendered text has the calls of tools.
-
-    Args:
-        messages: the conversation.
-        text: the rendered conversation.
-        where: begins the error.
-
-    Raises:
-        DataError: the text has no call of a name.
-    """
-    for message in messages:
-        for name in called_names(message):
-            if name not in text:
-                raise DataError(f"{where}the chat template leaves out the call of {name!r}")
-
-
-def check_tools(tools: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Check that a rendered text has the tools that a model may call.
-
-    Args:
-        tools: JSON schemas.
-        text: the rendered conversation.
-
-    Raises:
-        DataError: the text has no tool of a name.
-    """
-    for tool in tools:
-        if (name := (tool.get("function") or tool)["name"]) not in text:
-            raise DataError(f"tools: the model's chat template leaves out {name!r}")
 
 
 def _with_json_arguments(message: Message) -> Message:

@@ -137,7 +137,7 @@ def stopping(each: EvaluationSet, end_ids: Sequence[int]) -> EvaluationSet:
     gconfig = each.workflow.gconfig
     if gconfig is None or gconfig.ignore_eos or not end_ids:
         return each
-    gconfig = replace(gconfig, stop_token_ids=[*gconfig.stop_token_ids, *end_ids])
+    gconfig = replace(gconfig, stop_token_ids=(*gconfig.stop_token_ids, *end_ids))
     return replace(each, workflow=each.workflow.sampled_by(gconfig))
 
 
