@@ -248,16 +248,18 @@ class ChatEncoder:
         tokens = self._template.tokenizer.added_tokens_decoder.values()
         names = sorted({token.content for token in tokens if token.content.strip()}, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._generation_prompt = prompt[shared:]
         try:
             inner = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 1)
         except TemplateRefusal:
             inner = [start, ends[0]]
-        history = inner[0][num_shared(before, inner[0]) :]
-        self._opener = prompt[shared:][: num_shared(prompt[shared:], start[shared:], history)]
-        closing = ends[0][: num_shared(ends[0], inner[-1])]
-        self._tail = ends[0].removeprefix(closing) if self._token.search(closing) else ""
-        self._closing = ends[0].removesuffix(self._tail) if self._tail else ends[0]
+        headers = [prompt[shared:], start[shared:], inner[0][shared:]]
+        self._generation_prompt, self._opener = headers[0], headers[0][: num_shared(*headers)]
+        if not self._opener:  # what ends the question differs, as in a template that writes ends between turns alone
+            size = num_shared(*(header[::-1] for header in headers))
+            self._generation_prompt = self._opener = headers[0][len(headers[0]) - size :]
+        shown = [*self._token.finditer(ends[0][: num_shared(ends[0], inner[-1])])]
+        self._closing = ends[0][: shown[-1].end()] if shown else ends[0]
+        self._tail = ends[0].removeprefix(self._closing)
         between = self._token.match(inner[-1].lstrip())
         names = self._token.findall(self._closing)[-1:] or ([between[0]] if between else [])
         self._known_ends = tuple(map(self._template.tokenizer.convert_tokens_to_ids, names))
