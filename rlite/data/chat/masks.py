@@ -300,7 +300,9 @@ class ChatEncoder:
         before, inside, other = places.around(number, min(ends), min(ends))
         _, after, following = (0, inside, other) if inside < max(ends) else places.around(number, max(ends), max(ends))
         text, first, header = places.text, min(ends), self._opener
-        at = text.find(header, before, first) if header else -1
+        # beside a message without a known place, which may hold such a header, the nearest one counts
+        find = text.find if len(places.parts) > len(messages) else text.rfind
+        at = find(header, before, first) if header else -1
         while at < 0 and self._token.search(header := header[:-1]):  # the answer itself may begin like the rest of it
             at = first - len(header) if text.endswith(header, before, first) else -1
         if at >= 0:

@@ -17,8 +17,6 @@ TOOLS = -1
 """stands for the index of a message in parts of tools"""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """keys of an answer's thoughts in the chat templates of different models"""
-_TEXTS = ("text", "function", "name", "arguments")
-"""keys of a call, of a tool and of a part of a content whose values are parts"""
 _MARK = str(10**18 + secrets.randbelow(10**18))
 """begins every mark; random digits: no text holds them, and no filter of a template changes them"""
 _MARKS = re.compile(rf"{_MARK}(\d{{6}})")
@@ -94,16 +92,19 @@ class Marks:
             return [self._value(part, number, name, is_argument) for part in value]
         if not isinstance(value, Mapping):
             return value
-        if isinstance(called := value.get("name"), str) and not is_argument:
-            name = f"the call of {called!r}" if number != TOOLS else repr(called)
-        return {
-            self._text(key, number, name, is_empty=True) if is_argument else key: self._value(
-                own, number, name, is_argument or key == "arguments"
-            )
-            if is_argument or key in _TEXTS
-            else own
-            for key, own in value.items()
-        }
+        if is_argument:
+            return {
+                self._text(key, number, name, is_empty=True) if self._has_starts else key: self._value(
+                    own, number, name, True
+                )
+                for key, own in value.items()
+            }
+        if isinstance(called := value.get("name"), str):
+            name = repr(called) if number == TOOLS else f"the call of {called!r}"
+        marked = {key: self._value(value[key], number, name) for key in ("text", "function", "name") if key in value}
+        if "arguments" in value:
+            marked["arguments"] = self._value(value["arguments"], number, f"the arguments of {name}", True)
+        return {**value, **marked}
 
     def _text(self, text: str, number: int, name: str, is_empty: bool = False) -> str:
         """Return a text with its marks. Keys, which a template may sort, have both marks behind them."""

@@ -164,7 +164,8 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             missing, role = places.missing(number), message["role"]
             if number not in places.parts and str(message.get("content") or "").strip() not in text:
-                missing = [Part(number, "'content'", "", None, None, 0)]
+                is_shown = len(self.around(messages, number, **options)) > 1
+                missing = [] if is_shown else [Part(number, "'content'", "", None, None, 0)]
             if role == "assistant":
                 missing = [part for part in missing if part.name not in optional and not (optional and part.places)]
                 if missing and message is not messages[-1] and self._writes(message, options):

@@ -121,8 +121,9 @@ def test_an_end_that_is_no_token_is_refused_unless_the_user_chooses(kind: str) -
         rows_of(kind, tokenizer, LearntEnds(tokenizer, {number(tokenizer, "<|im_end|>")}))
     appending = LearntEnds(tokenizer, {number(tokenizer, "<|im_end|>")}, "append")
     assert learnt(tokenizer, rows_of(kind, tokenizer, appending)).endswith("good###\n<|im_end|>")
-    assert appending.describe() == {"end of answers": f"an end is appended to {1 + (kind == 'preferences')} answer"
-        + "s" * (kind == "preferences")}
+    assert appending.describe() == {
+        "end of answers": f"an end is appended to {1 + (kind == 'preferences')} answer" + "s" * (kind == "preferences")
+    }
     assert learnt(tokenizer, rows_of(kind, tokenizer, LearntEnds(tokenizer, {0}, "keep"))).endswith("good###\n")
 
 
