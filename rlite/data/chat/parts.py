@@ -49,20 +49,19 @@ class Marks:
     Args:
         messages: the conversation.
         tools: JSON schemas, or None.
-        only: index of the message to mark, or TOOLS; None marks all.
+        numbers: indexes of the messages to mark, or TOOLS.
         has_starts: mark the beginning of a part, too; some templates ask how a content begins.
     """
 
     def __init__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, only: int | None, has_starts: bool = True
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, numbers: Sequence[int], has_starts: bool
     ) -> None:
         self._parts: list[tuple[int, str, str]] = []
-        self._has_starts = has_starts
+        self._has_starts, marked = has_starts, {*numbers}
         self.messages = [
-            self._message(message, number) if only in (None, number) else message
-            for number, message in enumerate(messages)
+            self._message(message, number) if number in marked else message for number, message in enumerate(messages)
         ]
-        self.tools = self._value(tools, TOOLS, "a tool") if only in (None, TOOLS) else tools
+        self.tools = self._value(tools, TOOLS, "a tool") if TOOLS in marked else tools
 
     def read(self, rendered: str) -> tuple[str, list[Part]]:
         """Return a rendered text without its marks, and the parts with their places."""
@@ -93,12 +92,8 @@ class Marks:
         if not isinstance(value, Mapping):
             return value
         if is_argument:
-            return {
-                self._text(key, number, name, is_empty=True) if self._has_starts else key: self._value(
-                    own, number, name, True
-                )
-                for key, own in value.items()
-            }
+            keys = [self._text(key, number, name, is_empty=True) if self._has_starts else key for key in value]
+            return dict(zip(keys, (self._value(own, number, name, True) for own in value.values()), strict=True))
         if isinstance(called := value.get("name"), str):
             name = repr(called) if number == TOOLS else f"the call of {called!r}"
         marked = {key: self._value(value[key], number, name) for key in ("text", "function", "name") if key in value}
@@ -112,13 +107,9 @@ class Marks:
         if not core and not is_empty:
             return text
         head, tail = text.split(core, 1) if core else (text, "")
-        first = 2 * len(self._parts)
+        begin, end = (f"{_MARK}{2 * len(self._parts) + side:06d}" for side in (0, 1))
         self._parts.append((number, name, core))
-        return (
-            f"{head}{_MARK}{first:06d}{core}{_MARK}{first + 1:06d}{tail}"
-            if self._has_starts or not core
-            else (f"{head}{core}{_MARK}{first + 1:06d}{tail}")
-        )
+        return f"{head}{begin if self._has_starts else ''}{core}{end}{tail}"
 
 
 class Places:
@@ -140,22 +131,28 @@ class Places:
         tools: Any,
         only: int | None = None,
     ) -> None:
-        self.text = text
-        numbers = [*range(len(messages)), TOOLS] if only is None else [only]
+        self.text, self._render = text, render
         self.parts: dict[int, list[Part]] = {}
         """parts by the index of their message, or TOOLS; without messages whose text the marks change"""
-        wanted = [(only, True)] + [(number, has_starts) for has_starts in (True, False) for number in numbers]
-        for number, has_starts in wanted:
-            if number in self.parts or len(self.parts) == len(numbers):
-                continue
-            marks = Marks(messages, tools, number, has_starts)
-            found, parts = marks.read(render(marks) or "")
-            if found == text:
-                self.parts |= {each: [] for each in ([number] if number is not None else numbers)}
-                for part in parts:
-                    self.parts[part.message].append(part)
+        self._place(messages, tools, [TOOLS, *range(len(messages))] if only is None else [only])
         edges = [(place, number) for number, own in self.parts.items() for part in own for place in part.places]
         self._edges, self._size = sorted(edges), len(messages)
+
+    def _place(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, numbers: Sequence[int], has_starts: bool = True
+    ) -> None:
+        """Mark these messages. If marks change the text, mark fewer of them, and in the end only their ends."""
+        marks, half = Marks(messages, tools, numbers, has_starts), len(numbers) // 2
+        found, parts = marks.read(self._render(marks) or "")
+        if found == self.text:
+            self.parts |= {number: [] for number in numbers}
+            for part in parts:
+                self.parts[part.message].append(part)
+        elif half:
+            self._place(messages, tools, numbers[:half])
+            self._place(messages, tools, numbers[half:])
+        elif has_starts:
+            self._place(messages, tools, numbers, has_starts=False)
 
     def around(self, number: int, start: int, end: int) -> tuple[int, int, int]:
         """Return where another message's last part before `start` ends, and where the first one after `end` begins.

@@ -9,10 +9,10 @@ from typing import Any
 
 import rlite
 from rlite.data.prompts import check_prompts
-from rlite.data.rows import read_source
+from rlite.data.rows import place_of, read_source
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
@@ -127,9 +127,18 @@ def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, Evalu
         workflow = _workflow(options, own, rows, key_of(name), given)
         if workflow.needs_prompt:
             check_prompts(rows, key_of(name))
+            _check_openings(rows, workflow, key_of(name))
         found[name] = EvaluationSet(name, rows, workflow, own.samples, own.largest_k, own.solved_at)
         check_samples(found[name])
     return found
+
+
+def _check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, where: str) -> None:
+    for number, row in enumerate(rows):
+        try:
+            workflow.opening(row)
+        except DataError as error:
+            raise DataError(f"{place_of(rows, number, where)}: {error}") from error
 
 
 def stopping(each: EvaluationSet, end_ids: Sequence[int]) -> EvaluationSet:

@@ -165,5 +165,5 @@ def test_a_later_row_brings_no_new_end_after_the_model_is_made() -> None:
     tokenizer = tokenizer_for(CHATML)
     ends = LearntEnds(tokenizer, {number(tokenizer, "<|endoftext|>")})
     ends.is_settled = True
-    with pytest.raises(DataError, match="answers end with '<|im_end|>', no end token of the model"):
+    with pytest.raises(DataError, match=r"answers end with '<\|im_end\|>', no end token of the model"):
         rows_of("sft", tokenizer, ends)
