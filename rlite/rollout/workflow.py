@@ -105,7 +105,7 @@ class PromptWorkflow(RolloutWorkflow):
         self.chat_template_options = dict(chat_template_options or {})
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
-        """Return the tokens of the item's prompt, of which the chat template leaves out nothing."""
+        """Return the tokens of the item's prompt."""
         prompt = [] if "input_ids" in data else _prompt(data)
         if isinstance(prompt, list) and prompt:
             template = ChatTemplate(self.tokenizer, self.chat_template_options)
