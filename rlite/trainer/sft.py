@@ -71,7 +71,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     ) -> None:
         self.generated = generated or {}
         super().__init__(options, rows, test_rows, callbacks)
-        self.generated = {name: stopping(each, self.further_end_ids) for name, each in self.generated.items()}
+        self.generated = {name: stopping(each, self._new_end_ids) for name, each in self.generated.items()}
         self.generation = Generation(options, self.engine, self.generated)
         self.record = EvaluationRecord(options.trainer, self.run)
         sets = {name: own for name, own in options.test_data.items() if own.is_generated}

@@ -115,7 +115,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
         module: Any = self.engine.module
-        module.further_end_ids = self.further_end_ids
+        module.further_end_ids = self._new_end_ids
         reported = self.reported_metrics()
         check_evaluated(trainer, reported.evaluated)
         self.run = TrainingRun(options, reported, self.loader.num_batches, True, callbacks)
@@ -124,7 +124,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.build_options = self._build_options()
 
     @property
-    def further_end_ids(self) -> list[int]:
+    def _new_end_ids(self) -> list[int]:
         """End tokens that a policy learns besides its own."""
         return sorted(self.rows.ends.new) if self.key == "actor" and self.rows.ends is not None else []
 

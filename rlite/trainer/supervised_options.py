@@ -28,7 +28,7 @@ class DataOptions(TableOptions):
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
     end_token: Literal["keep", "append"] | None = None
-    """end of learnt answers. Default: the template's end becomes an end token of the model; an answer without one is
+    """end of learnt answers. Default: the template's end becomes an end token of the model; an answer without any is
     refused. append puts the tokenizer's end token there; keep learns what the template writes, and changes no model"""
     last_turn_only: bool = False
     """sft: of each conversation, learn the last answer alone"""
@@ -67,7 +67,7 @@ class SupervisedConfig(LaunchOptions):
     )
 
     learns_turns: ClassVar[bool] = False
-    """whether several answers of a conversation may be learnt"""
+    """true if several answers of a conversation may be learnt"""
 
     data: DataOptions = DataOptions()
     test_data: dict[str, HeldOutOptions] = Field(default={}, json_schema_extra=single_or_named)

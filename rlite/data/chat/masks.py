@@ -27,7 +27,7 @@ from rlite.errors import ConfigError, DataError
 Messages = Sequence[Mapping[str, Any]]
 
 WEIGHTS = ("weight", "train", "loss_mask")
-"""keys of a message that say whether it is learnt"""
+"""keys of a message, whose value 0 or false keeps it from being learnt"""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")
 
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
     start: int
     end: int
     is_rewritten: bool
-    """whether the template writes another text when the conversation ends with this turn"""
+    """true if the template writes another text when the conversation ends with this turn"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EncodedChat:
     rewritten: frozenset[int] = frozenset()
     """indexes of turns that the template writes otherwise when the conversation ends with them"""
     is_answered: bool = True
-    """whether the conversation ends with the assistant"""
+    """true if the conversation ends with the assistant"""
 
     def mask(self, turns: Sequence[int] | None = None) -> np.ndarray:
         """Return [L] bool: true at the tokens of the given turns of the assistant (default: of all turns)."""
@@ -177,6 +177,11 @@ class ChatEncoder:
 
     def ended(self, chat: EncodedChat, turns: Sequence[int], where: str) -> EncodedChat:
         """Return a conversation of which the given turns end with tokens at which the model stops.
+
+        Args:
+            chat: the conversation.
+            turns: indexes of the turns that are learnt.
+            where: the conversation's name in errors.
 
         Raises:
             ConfigError: no token ends a turn.

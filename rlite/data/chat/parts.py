@@ -35,7 +35,7 @@ class Part(NamedTuple):
     end: int | None
     """index after its last character; None if the template drops or replaces the end"""
     times: int
-    """how often the template writes it"""
+    """number of times that the template writes it"""
 
     @property
     def places(self) -> list[int]:
@@ -158,6 +158,11 @@ class Places:
         """Return where another message's last part before `start` ends, and where the first one after `end` begins.
 
         The last value is the index of the latter message. At the ends of the conversation there is no part.
+
+        Args:
+            number: index of the message whose own parts are passed over.
+            start: index of a character of the text.
+            end: index of a character of the text.
         """
         edges = self._edges
         first, last = bisect_right(edges, (start, self._size)), bisect_left(edges, (end, TOOLS))
