@@ -29,8 +29,8 @@ def end_ids(folder: str | Path, config: PreTrainedConfig | None = None) -> tuple
 
 def add_end_ids(folder: Path, tokens: Collection[int]) -> None:
     """Add end tokens to generation_config.json of a checkpoint, which is made if it does not exist."""
-    own = end_ids(folder)
-    if new := [token for token in tokens if token not in own]:
-        path = folder / FILE
-        kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**kept, "eos_token_id": [*own, *new]}, indent=2) + "\n")
+    if not tokens:
+        return
+    own, path = end_ids(folder), folder / FILE
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**kept, "eos_token_id": [*dict.fromkeys((*own, *tokens))]}, indent=2) + "\n")

@@ -220,7 +220,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             "data": f"{form}{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
             **data_plan(self.options.data),
-            **({} if self.rows.ends is None else self.rows.ends.describe()),
+            **({} if self.rows.ends is None else self.rows.ends.describe(self._new_end_ids)),
             "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
             f"{model.max_length_per_device * dims.pack_factor} tokens",
             "run": f"{self.loader} = {self.run.total_steps}, "

@@ -97,15 +97,19 @@ class LearntEnds:
         self.see(written, where)
         return ids, end
 
-    def describe(self) -> dict[str, str]:
-        """Return in words, by topic, what is learnt otherwise than the data and the model say."""
+    def describe(self, new: Collection[int]) -> dict[str, str]:
+        """Return in words, by topic, what is learnt otherwise than the data and the model say.
+
+        Args:
+            new: tokens that become end tokens of the model.
+        """
         said = []
         if self._num_extended:
             said.append(f"the token after {counted(self._num_extended, 'answer')} is learnt as the end")
         if self._num_appended:
             said.append(f"an end is appended to {counted(self._num_appended, 'answer')}")
-        if self.new:
-            said.append(f"{self._names(self.new)} added to the model's end tokens ({self._names(self._stop_ids)})")
+        if new:
+            said.append(f"{self._names(new)} added to the model's end tokens ({self._names(self._stop_ids)})")
         found = {"end of answers": "; ".join(said)} if said else {}
         if self.num_rewritten:
             found["rewritten history"] = (

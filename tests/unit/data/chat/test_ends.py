@@ -111,7 +111,7 @@ def test_inner_turns_learn_the_end_that_stands_between_turns_or_begins_the_next(
         tokenizer = tokenizer_for(template)
         ends = LearntEnds(tokenizer, {number(tokenizer, end)})
         assert learnt(tokenizer, rows_of("sft", tokenizer, ends)) == f"b{end}good{end}"
-        assert "end of answers" in ends.describe()
+        assert "end of answers" in ends.describe(ends.new)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +121,7 @@ def test_an_end_that_is_no_token_is_refused_unless_the_user_chooses(kind: str) -
         rows_of(kind, tokenizer, LearntEnds(tokenizer, {number(tokenizer, "<|im_end|>")}))
     appending = LearntEnds(tokenizer, {number(tokenizer, "<|im_end|>")}, "append")
     assert learnt(tokenizer, rows_of(kind, tokenizer, appending)).endswith("good###\n<|im_end|>")
-    assert appending.describe() == {
+    assert appending.describe(appending.new) == {
         "end of answers": f"an end is appended to {1 + (kind == 'preferences')} answer" + "s" * (kind == "preferences")
     }
     assert learnt(tokenizer, rows_of(kind, tokenizer, LearntEnds(tokenizer, {0}, "keep"))).endswith("good###\n")
@@ -149,7 +149,7 @@ def test_raw_texts_end_with_the_tokenizers_end(row: dict[str, str]) -> None:
     make = preference_rows if "chosen" in row else sft_rows
     make([row], tokenizer, 100, ends=ends)
     assert ends.new == {tokenizer.eos_token_id}
-    assert "'<|im_end|>' added to the model's end tokens ('<|endoftext|>')" in ends.describe()["end of answers"]
+    assert "'<|im_end|>' added to the model's end tokens ('<|endoftext|>')" in ends.describe(ends.new)["end of answers"]
 
 
 def test_history_that_ends_otherwise_than_generated_answers_makes_no_end() -> None:
@@ -158,7 +158,7 @@ def test_history_that_ends_otherwise_than_generated_answers_makes_no_end() -> No
     ends = LearntEnds(tokenizer, {number(tokenizer, "<|endoftext|>")})
     assert learnt(tokenizer, rows_of("sft", tokenizer, ends)) == "b<|im_end|>good<|endoftext|>"
     assert not ends.new
-    assert ends.describe()["rewritten history"].startswith("50% of 2 learnt turns are never generated so")
+    assert ends.describe(ends.new)["rewritten history"].startswith("50% of 2 learnt turns are never generated so")
 
 
 def test_a_later_row_brings_no_new_end_after_the_model_is_made() -> None:
