@@ -238,14 +238,14 @@ class ChatEncoder:
         try:
             before = render([QUESTION])
             prompt = render([QUESTION], add_generation_prompt=True)
-            start, *ends = self._template.around_last_answer
+            start, *after = self._template.around_last_answer
         except TemplateRefusal as error:
             raise ConfigError(
                 f"the chat template {refusal(error.__cause__)} a question and an answer: {cause(error.__cause__)}"
             ) from error
         # Some templates end a conversation that waits for no answer with a token of its own.
         shared = num_shared(before, prompt, start)
-        if QUESTION["content"] not in before[:shared] or len(ends) != 1:
+        if QUESTION["content"] not in before[:shared] or len(after) != 1:
             raise ConfigError(
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
@@ -256,18 +256,20 @@ class ChatEncoder:
         try:
             inner = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 1)
         except TemplateRefusal:
-            inner = [start, ends[0]]
+            inner = [start, after[0]]
         headers = [prompt[shared:], start[shared:], inner[0][shared:]]
         self._generation_prompt, self._opener = headers[0], headers[0][: num_shared(*headers)]
         if not self._opener:  # what ends the question differs, as in a template that writes ends between turns alone
             size = num_shared(*(header[::-1] for header in headers))
             self._generation_prompt = self._opener = headers[0][len(headers[0]) - size :]
-        shown = [*self._token.finditer(ends[0][: num_shared(ends[0], inner[-1])])]
-        self._closing = ends[0][: shown[-1].end()] if shown else ends[0]
-        self._tail = ends[0].removeprefix(self._closing)
+        shown = [*self._token.finditer(after[0][: num_shared(after[0], inner[-1])])]
+        self._closing = after[0][: shown[-1].end()] if shown else after[0]
+        self._tail = after[0].removeprefix(self._closing)
         between = self._token.match(inner[-1].lstrip())
-        names = self._token.findall(self._closing)[-1:] or ([between[0]] if between else [])
-        self._known_ends = tuple(map(self._template.tokenizer.convert_tokens_to_ids, names))
+        ends = self._token.findall(self._closing)[-1:]
+        if between and not ends:  # the marker of any next role is an end
+            ends = [between[0], *(token.content for token in tokens if token.special)]
+        self._known_ends = tuple(map(self._template.tokenizer.convert_tokens_to_ids, ends))
 
     def _turn(self, messages: Messages, number: int, places: Places, where: str, tools: Any) -> Turn:
         """Return the assistant's message `number` in the rendered text.

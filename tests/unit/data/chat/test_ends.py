@@ -114,6 +114,14 @@ def test_inner_turns_learn_the_end_that_stands_between_turns_or_begins_the_next(
         assert "end of answers" in ends.describe(ends.new)
 
 
+def test_the_marker_of_any_next_role_ends_a_call() -> None:
+    tokenizer = tokenizer_for(NEXT_ROLE, AddedToken("<|tool|>", special=True, normalized=False))
+    messages = [*chat("a", "b"), {"role": "tool", "content": "c"}, *chat("", "d")[1:]]
+    ends = LearntEnds(tokenizer, {0})
+    assert learnt(tokenizer, sft_rows([{"messages": messages}], tokenizer, 99, ends=ends)) == "b<|tool|>d<|user|>"
+    assert ends.new == {number(tokenizer, "<|tool|>"), number(tokenizer, "<|user|>")}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_is_no_token_is_refused_unless_the_user_chooses(kind: str) -> None:
     tokenizer = tokenizer_for(PLAIN)
