@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
+from rlite.data.chat.ends import LearntEnds
+from rlite.data.chat.masks import WEIGHTS, ChatEncoder, EncodedChat, check_messages
 from rlite.data.chat.raw import answer_encoder, text_encoder
 from rlite.data.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, tokenise
@@ -19,6 +20,8 @@ def sft_rows(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     where: str = "data.path",
+    ends: LearntEnds | None = None,
+    last_turn_only: bool = False,
     **template_options: Any,
 ) -> TokenRows:
     """Tokenise demonstrations for supervised fine-tuning.
@@ -26,14 +29,17 @@ def sft_rows(
     All rows have the form of the first row. Raw: `prompt` and `response` are texts; the response and the
     end-of-sequence token after it are learnt. Messages: every turn of the assistant is learnt, with the token that ends
     it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`,
-    only the turns in the completion are learnt. A `text` is learnt whole, with the end-of-sequence token. A row longer
-    than `max_length` is cut at its end. `rlite.data.formats.normalise` converts other formats to these.
+    only the turns in the completion are learnt. A message with `weight`, `train` or `loss_mask` 0 is not learnt. A
+    `text` is learnt whole, with the end-of-sequence token. A row longer than `max_length` is cut at its end.
+    `rlite.data.formats.normalise` converts other formats to these.
 
     Args:
         rows: the table.
         tokenizer: the model's tokenizer.
         max_length: most tokens of a row.
         where: the table's name in messages, such as "data.path=x.json".
+        ends: ends learnt answers with tokens at which the model stops; None learns them as the template writes them.
+        last_turn_only: learn only the last of the turns.
         **template_options: options of the chat template, such as `enable_thinking=False`.
 
     Returns:
@@ -55,22 +61,27 @@ def sft_rows(
         check_messages(_conversation(row), at)
         if not any(message["role"] == "assistant" for message in _conversation(row)):
             raise DataError(f"{at}: 'messages' has no turn of the assistant, hence nothing to learn")
+        for place, message in enumerate(_conversation(row)):
+            _check_weights(message, f"{at}, messages[{place}]")
     if is_text:
-        return tokenise(len(rows), text_encoder(tokenizer, rows), max_length, where)
+        return tokenise(len(rows), text_encoder(tokenizer, rows, ends), max_length, where)
     if not is_chat:
-        return tokenise(len(rows), answer_encoder(tokenizer, rows, ["response"]), max_length, where)
-    encoder = ChatEncoder(tokenizer, **template_options)
+        return tokenise(len(rows), answer_encoder(tokenizer, rows, ["response"], ends), max_length, where)
+    encoder = ChatEncoder(tokenizer, ends=ends, **template_options)
 
     def encode_chats(numbers: range) -> list[list[Tokens]]:
+        names = [f"{where}, row index {number}" for number in numbers]
         chats = encoder.encode(
             [_conversation(rows[number]) for number in numbers],
-            [f"{where}, row index {number}" for number in numbers],
+            names,
             [rows[number].get("tools") for number in numbers],
         )
-        return [
-            [(chat.input_ids, chat.mask(_learnt_turns(rows[number], chat, f"{where}, row index {number}")))]
-            for number, chat in zip(numbers, chats, strict=True)
-        ]
+        tokens = []
+        for number, chat, name in zip(numbers, chats, names, strict=True):
+            turns = _learnt_turns(rows[number], chat, name)[-1 if last_turn_only else 0 :]
+            ended = encoder.ended(chat, turns, name)
+            tokens.append([(ended.input_ids, ended.mask(turns))])
+        return tokens
 
     return tokenise(len(rows), encode_chats, max_length, where)
 
@@ -79,18 +90,30 @@ def _conversation(row: Mapping[str, Any]) -> list[Any]:
     return [*row["messages"], *(row.get("completion") or ())]
 
 
-def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> slice:
-    """Return the assistant's turns that are learnt: all, or those of the row's completion.
+def _check_weights(message: Mapping[str, Any], where: str) -> None:
+    for key in WEIGHTS:
+        if message.get(key) not in (None, 0, 1):
+            raise DataError(f"{where}: {key!r} is {message[key]!r:.100}; expected 0, 1, true or false")
+
+
+def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> list[int]:
+    """Return the indexes of the assistant's turns that are learnt.
 
     Raises:
-        DataError: the turns of the completion cannot be found.
+        DataError: some turns are learnt, and they cannot be found.
     """
-    if not row.get("completion"):
-        return slice(None)
-    turns = [number for number, message in enumerate(_conversation(row)) if message["role"] == "assistant"]
-    if len(turns) != len(chat.turns):
-        raise DataError(
-            f"{where}: the chat template shows {len(chat.turns)} of {len(turns)} turns of the assistant, so "
-            "the turns of the completion cannot be found"
-        )
-    return slice(sum(number < len(row["messages"]) for number in turns), None)
+    answers = [pair for pair in enumerate(_conversation(row)) if pair[1]["role"] == "assistant"]
+    first = len(row["messages"]) if row.get("completion") else 0
+    learnt = [
+        index
+        for index, (number, message) in enumerate(answers)
+        if number >= first and all(message.get(key) in (None, 1) for key in WEIGHTS)
+    ]
+    if len(answers) == len(chat.turns):
+        return learnt
+    if len(answers) == len(learnt):
+        return list(range(len(chat.turns)))
+    raise DataError(
+        f"{where}: the chat template shows {len(chat.turns)} of {len(answers)} turns of the assistant, so "
+        f"{'the turns of the completion' if first else 'the turns to learn'} cannot be found"
+    )

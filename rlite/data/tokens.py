@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from tensordict import TensorDict
 
+from rlite.data.chat.ends import LearntEnds
 from rlite.data.order import Mixture
 from rlite.data.streaming.table import StreamedTable
 from rlite.errors import ConfigError, DataError
@@ -50,6 +51,8 @@ class TokenRows:
     """format of the table's rows, in words"""
     mixture: Mixture | None = None
     """the sources that the items come from, end to end; None if there is one"""
+    ends: LearntEnds | None = None
+    """the ends of learnt answers; None if nobody compares them with the model's"""
     stream: StreamedTable[TokenRows] | None = None
     """the table of which these rows are the first window; None if they are the whole table"""
 

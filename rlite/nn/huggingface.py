@@ -50,6 +50,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     _dropout: DropoutRates = MappingProxyType({})
     _changes_logits: bool = False
     """true if the model's forward changes logits after the output embedding"""
+    further_end_ids: Sequence[int] = ()
+    """end tokens that the model learns besides its own; a saved checkpoint names them"""
     is_deterministic: bool = False
     """set by the worker: log-probabilities do not depend on the batch; see `rlite.nn.batch_invariant`"""
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.special_tokens import plain_text
-from rlite.data.chat.template import ChatTemplate, Tokenizer
+from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
 from rlite.data.chat.turns import end_of, special_ids
 from rlite.errors import DataError, RliteError
 from rlite.rollout.rewards.function import RewardFunction
@@ -107,6 +107,11 @@ class PromptWorkflow(RolloutWorkflow):
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
         """Return the tokens of the item's prompt."""
+        prompt = [] if "input_ids" in data else _prompt(data)
+        if isinstance(prompt, list) and prompt:
+            template = ChatTemplate(self.tokenizer, self.chat_template_options)
+            text = template.render(prompt, add_generation_prompt=True)
+            template.check(prompt, text, optional=OPTIONAL, add_generation_prompt=True)
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
 

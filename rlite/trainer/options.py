@@ -19,6 +19,7 @@ RESERVED_TEMPLATE_OPTIONS = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "rows", "tokenizer", "where", "escape_special_tokens"),
+    *("ends", "last_turn_only"),
 }
 """arguments of `apply_chat_template`, and of rlite's functions around it, that are not the user's"""
 

@@ -28,7 +28,7 @@ from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import Evaluation, EvaluationSet
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.answered_sets import Generation, read_generated
+from rlite.trainer.held_out.answered_sets import Generation, read_generated, stopping
 from rlite.trainer.held_out.evaluation_plan import answers_plan, topic_of
 from rlite.trainer.held_out.options import prefixed
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
@@ -71,6 +71,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     ) -> None:
         self.generated = generated or {}
         super().__init__(options, rows, test_rows, callbacks)
+        self.generated = {name: stopping(each, self._new_end_ids) for name, each in self.generated.items()}
         self.generation = Generation(options, self.engine, self.generated)
         self.record = EvaluationRecord(options.trainer, self.run)
         sets = {name: own for name, own in options.test_data.items() if own.is_generated}

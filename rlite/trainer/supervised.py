@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rlite
 from rlite import config
+from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import check_template_options, has_chat_template
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
@@ -25,6 +26,7 @@ from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
 from rlite.group_names import UNNAMED
+from rlite.nn.pretrained import end_ids, local_checkpoint
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
@@ -112,12 +114,19 @@ class SupervisedTrainer(ABC, Generic[C]):
         else:
             self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
+        module: Any = self.engine.module
+        module.further_end_ids = self._new_end_ids
         reported = self.reported_metrics()
         check_evaluated(trainer, reported.evaluated)
         self.run = TrainingRun(options, reported, self.loader.num_batches, True, callbacks)
         every = {name: options.test_data.get(name, HeldOutOptions()).every for name in self.set_names}
         self.schedule = EvaluationSchedule(self.run, {name: own or trainer.test_freq for name, own in every.items()})
         self.build_options = self._build_options()
+
+    @property
+    def _new_end_ids(self) -> list[int]:
+        """End tokens that a policy learns besides its own."""
+        return sorted(self.rows.ends.new) if self.key == "actor" and self.rows.ends is not None else []
 
     @abstractmethod
     def make_loss(self) -> BatchLoss:
@@ -213,6 +222,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             "data": f"{form}{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
             **data_plan(self.options.data),
+            **({} if self.rows.ends is None else self.rows.ends.describe(self._new_end_ids)),
             "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
             f"{model.max_length_per_device * dims.pack_factor} tokens",
             "run": f"{self.loader} = {self.run.total_steps}, "
@@ -390,19 +400,25 @@ def read_tokens(
         given: rows of a program, in place of those of the paths.
     """
     tokenizer, data = load_tokenizer(model_name), options.data
+    stop_ids = end_ids(local_checkpoint(model_name, weights=False))
+    ends, test_ends = (LearntEnds(tokenizer, stop_ids, data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
-    template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
+    template_options = {
+        **data.chat_template_options,
+        **({"last_turn_only": True} if data.last_turn_only else {}),
+        "escape_special_tokens": data.escape_special_tokens,
+    }
 
-    def tokens_of(table: Rows, source: Source, limit: int | None = None) -> TokenRows:
-        made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, **template_options)
+    def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
+        made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
         return replace(made, form=described(table, has_chat_template(tokenizer)))
 
-    def tokens(source: Source, limit: int | None = None) -> TokenRows:
-        return tokens_of(read_source(given.source(source), kind), source, limit)
+    def tokens(source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
+        return tokens_of(read_source(given.source(source), kind), source, ends, limit)
 
     def streamed_tokens(source: Source) -> TokenRows:
         stream = StreamedTable(
-            source, lambda rows: tokens_of(converted(rows, source, kind), source), data.shuffle_buffer
+            source, lambda rows: tokens_of(converted(rows, source, kind), source, ends), data.shuffle_buffer
         )
         return replace(stream.first, stream=stream)
 
@@ -410,8 +426,11 @@ def read_tokens(
     if data.streaming:
         rows = streamed_tokens(given.source(sources[""]))
     else:
-        parts = {name: tokens(source) for name, source in sources.items()}
+        parts = {name: tokens(source, ends) for name, source in sources.items()}
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
+    ends.is_settled = True
     sets = {name: own for name, own in options.test_data.items() if not own.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
-    return rows, {name: tokens(source, options.test_data[name].limit) for name, source in tests.items()}
+    return replace(rows, ends=ends), {
+        name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()
+    }

@@ -29,6 +29,11 @@ class DataOptions(TableOptions):
     """rows (of preferences: pairs) in one optimizer step"""
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
+    end_token: Literal["keep", "append"] | None = None
+    """end of learnt answers. Default: the template's end becomes an end token of the model; an answer without any is
+    refused. append puts the tokenizer's end token there; keep learns what the template writes, and changes no model"""
+    last_turn_only: bool = False
+    """sft: of each conversation, learn the last answer alone"""
 
 
 class EpochOptions(RunOptions):
@@ -63,6 +68,9 @@ class SupervisedConfig(LaunchOptions):
         *("trainer.n_epochs", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
     )
 
+    learns_turns: ClassVar[bool] = False
+    """true if several answers of a conversation may be learnt"""
+
     data: DataOptions = DataOptions()
     test_data: dict[str, HeldOutOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
@@ -79,6 +87,8 @@ class SupervisedConfig(LaunchOptions):
             yield f"trainer.n_epochs={self.trainer.n_epochs}: data.streaming=true ends after trainer.total_steps steps"
         if self.trainer.total_steps is not None and not self.data.streaming:
             yield "trainer.total_steps is an option of data.streaming=true; use trainer.n_epochs"
+        if self.data.last_turn_only and not self.learns_turns:
+            yield "data.last_turn_only is an option of sft; here only the answers are learnt"
 
     def check_complete(self) -> None:
         """Check that a run that chooses by evaluations has data for them."""
@@ -105,6 +115,7 @@ class SftConfig(SupervisedConfig):
 
     help_example: ClassVar[str] = "actor.model_name=Qwen/Qwen3-0.6B data.path=chats.jsonl"
     help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.lora", *SupervisedConfig.help_first)
+    learns_turns: ClassVar[bool] = True
 
     actor: ModelOptions
     test_data: dict[str, GeneratedOptions] = Field(default={}, json_schema_extra=single_or_named)  # type: ignore[assignment]

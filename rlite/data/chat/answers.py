@@ -33,7 +33,7 @@ def prompted_answer_encoder(
         answers: columns with answers.
         columns: types of further columns that every row must have.
         where: the table's name in messages, such as "data.path=x.json".
-        template_options: options of the chat template, such as `enable_thinking=False`.
+        template_options: options of the chat template, such as `enable_thinking=False`, and of `ChatEncoder`.
 
     Returns:
         A function: row numbers -> for each row, one sequence for each answer.
@@ -50,7 +50,7 @@ def prompted_answer_encoder(
         if is_chat:
             check_prompt(row["messages"], at, " and ".join(answers))
     if not is_chat:
-        return answer_encoder(tokenizer, rows, answers)
+        return answer_encoder(tokenizer, rows, answers, template_options.get("ends"))
     return chat_answer_encoder(ChatEncoder(tokenizer, **template_options), rows, answers, where)
 
 
@@ -79,10 +79,16 @@ def chat_answer_encoder(
             for number, answer in sides
         ]
         names = [f"{where}, row index {number}" for number, _ in sides]
-        encoded = encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides])
+        encoded = [
+            encoder.ended(chat, [len(chat.turns) - 1], name)
+            for chat, name in zip(
+                encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides]), names, strict=True
+            )
+        ]
         ends = [chat.turns[-1][1] for chat in encoded]
         tokens = [
-            (chat.input_ids[:end], chat.mask(slice(-1, None))[:end]) for chat, end in zip(encoded, ends, strict=True)
+            (chat.input_ids[:end], chat.mask([len(chat.turns) - 1])[:end])
+            for chat, end in zip(encoded, ends, strict=True)
         ]
         size = len(answers)
         return [tokens[start : start + size] for start in range(0, len(tokens), size)]

@@ -10,22 +10,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.ends import LearntEnds
+from rlite.data.chat.parts import Places
 from rlite.data.chat.special_tokens import EscapingTokenizer
-from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, check_calls, num_shared
+from rlite.data.chat.template import ANSWER, QUESTION, ChatTemplate, TemplateRefusal, cause, num_shared, refusal
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
+WEIGHTS = ("weight", "train", "loss_mask")
+"""keys of a message, whose value 0 or false keeps it from being learnt"""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")
+
+
+class Turn(NamedTuple):
+    """A turn of the assistant in a rendered conversation: the characters [start, end)."""
+
+    start: int
+    end: int
+    is_rewritten: bool
+    """true if the template writes another text when the conversation ends with this turn"""
 
 
 @dataclass(frozen=True)
@@ -35,11 +48,15 @@ class EncodedChat:
     input_ids: np.ndarray
     """[L] int32"""
     turns: tuple[tuple[int, int], ...]
+    rewritten: frozenset[int] = frozenset()
+    """indexes of turns that the template writes otherwise when the conversation ends with them"""
+    is_answered: bool = True
+    """true if the conversation ends with the assistant"""
 
-    def mask(self, turns: slice = slice(None)) -> np.ndarray:
+    def mask(self, turns: Sequence[int] | None = None) -> np.ndarray:
         """Return [L] bool: true at the tokens of the given turns of the assistant (default: of all turns)."""
         mask = np.zeros(len(self.input_ids), dtype=bool)
-        for start, end in self.turns[turns]:
+        for start, end in self.turns if turns is None else (self.turns[turn] for turn in turns):
             mask[start:end] = True
         return mask
 
@@ -86,13 +103,20 @@ class ChatEncoder:
         tokenizer: a fast tokenizer with a chat template.
         escape_special_tokens: make special tokens in messages plain text, except in the assistant's messages. See
             `EscapingTokenizer`.
+        ends: ends learnt turns with tokens at which the model stops; None learns them as the template writes them.
         options: keyword arguments for `apply_chat_template`, such as `enable_thinking=False`.
 
     Raises:
         ConfigError: the tokenizer has no chat template or is not fast, or the turns of its template cannot be found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, escape_special_tokens: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        escape_special_tokens: bool = False,
+        ends: LearntEnds | None = None,
+        **options: Any,
+    ) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(f"{type(tokenizer).__name__} gives no offsets; messages need a fast tokenizer")
         try:
@@ -104,8 +128,12 @@ class ChatEncoder:
             ) from error
         self._is_marked = bool(_GENERATION_MARK.search(template)) and not escape_special_tokens
         self._template = ChatTemplate(EscapingTokenizer(tokenizer) if escape_special_tokens else tokenizer, options)
-        if not self._is_marked:
+        self._ends, self._known_ends = ends, tuple[int, ...]()
+        try:
             self._learn_turns()
+        except ConfigError:
+            if not self._is_marked:
+                raise
 
     def encode(self, chats: Sequence[Messages], where: Sequence[str], tools: Sequence[Any] = ()) -> list[EncodedChat]:
         """Tokenise conversations.
@@ -136,41 +164,67 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            EncodedChat(np.asarray(ids, dtype=np.int32), _tokens_of(turns, offsets))
-            for (_, turns), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            EncodedChat(
+                np.asarray(ids, dtype=np.int32),
+                _tokens_of([turn[:2] for turn in turns], offsets),
+                frozenset(index for index, turn in enumerate(turns) if turn.is_rewritten),
+                chat[-1]["role"] == "assistant",
+            )
+            for chat, (_, turns), ids, offsets in zip(
+                chats, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            )
         ]
 
-    def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, with the characters [start, end) of each turn of the assistant.
+    def ended(self, chat: EncodedChat, turns: Sequence[int], where: str) -> EncodedChat:
+        """Return a conversation of which the given turns end with tokens at which the model stops.
+
+        Args:
+            chat: the conversation.
+            turns: indexes of the turns that are learnt.
+            where: the conversation's name in errors.
+
+        Raises:
+            ConfigError: no token ends a turn.
+        """
+        if self._ends is None:
+            return chat
+        ids, found = chat.input_ids.tolist(), list(chat.turns)
+        for turn in turns:
+            is_final = chat.is_answered and turn == len(found) - 1
+            ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where)
+            found[turn] = found[turn][0], end
+        return replace(chat, input_ids=np.asarray(ids, dtype=np.int32), turns=tuple(found))
+
+    def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[Turn]]:
+        """Return the conversation as text, with each turn of the assistant.
 
         Raises:
             DataError: as for `encode`.
         """
         check_messages(messages, where)
-        text = self._checked_text(messages, where, tools)
-        turns: list[tuple[int, int]] = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                turns.append(self._turn(messages, number, text, where, tools))
-            elif turns and message["role"] not in _BASIC_ROLES:
-                before = self._template.around(messages, number, tools=tools)[0]
-                if len(before) < turns[-1][1]:  # the result of a tool, put into the turn that called it
-                    raise DataError(_cannot_tell(where, number, "it is rendered inside the assistant's turn"))
-        if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
+        places = self._checked_places(messages, where, tools)
+        turns = [
+            self._turn(messages, number, places, where, tools)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        if any(later.start < earlier.end for earlier, later in pairwise(turns)):
             raise DataError(_cannot_tell(where, len(messages) - 1, "turns overlap"))
-        return text, turns
+        return places.text, turns
 
     # -- templates with marks ------------------------------------------------------------------------------------
 
     def _encode_marked(self, messages: Messages, where: str, tools: Any) -> EncodedChat:
         check_messages(messages, where)
-        self._checked_text(messages, where, tools)
+        places = self._checked_places(messages, where, tools)
         encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
         if not edges and any(message["role"] == "assistant" for message in messages):
             raise DataError(f"{where}: the chat template's {{% generation %}} marks select nothing of the conversation")
-        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-        return EncodedChat(ids, tuple(zip(edges[::2], edges[1::2], strict=True)))
+        ids, turns = np.asarray(encoded["input_ids"], dtype=np.int32), tuple(zip(edges[::2], edges[1::2], strict=True))
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        rewritten = frozenset(index for index, number in enumerate(answers) if places.missing(number))
+        return EncodedChat(ids, turns, rewritten, answers[-1:] == [len(messages) - 1])
 
     # -- templates without -----------------------------------------------------------------------------------------
 
@@ -184,81 +238,121 @@ class ChatEncoder:
         try:
             before = render([QUESTION])
             prompt = render([QUESTION], add_generation_prompt=True)
-            start, *ends = self._template.around_last_answer
+            start, *after = self._template.around_last_answer
         except TemplateRefusal as error:
-            raise ConfigError(f"the chat template refuses a question and an answer: {error.__cause__}") from error
+            raise ConfigError(
+                f"the chat template {refusal(error.__cause__)} a question and an answer: {cause(error.__cause__)}"
+            ) from error
         # Some templates end a conversation that waits for no answer with a token of its own.
         shared = num_shared(before, prompt, start)
-        if QUESTION["content"] not in before[:shared] or len(ends) != 1:
+        if QUESTION["content"] not in before[:shared] or len(after) != 1:
             raise ConfigError(
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
             )
-        self._generation_prompt = prompt[shared:]
-        self._header, self._closing = start[shared:], ends[0]
         tokens = self._template.tokenizer.added_tokens_decoder.values()
-        special = sorted({token.content for token in tokens if token.special and token.content})
-        self._special_token = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        self._ends_with_special_token = bool(self._special_token.search(self._closing))
+        names = sorted({token.content for token in tokens if token.content.strip()}, key=len, reverse=True)
+        self._token = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        try:
+            inner = self._template.around([QUESTION, ANSWER, QUESTION, ANSWER], 1)
+        except TemplateRefusal:
+            inner = [start, after[0]]
+        headers = [prompt[shared:], start[shared:], inner[0][shared:]]
+        self._generation_prompt, self._opener = headers[0], headers[0][: num_shared(*headers)]
+        if not self._opener:  # what ends the question differs, as in a template that writes ends between turns alone
+            size = num_shared(*(header[::-1] for header in headers))
+            self._generation_prompt = self._opener = headers[0][len(headers[0]) - size :]
+        shown = [*self._token.finditer(after[0][: num_shared(after[0], inner[-1])])]
+        self._closing = after[0][: shown[-1].end()] if shown else after[0]
+        self._tail = after[0].removeprefix(self._closing)
+        between = self._token.match(inner[-1].lstrip())
+        ends = self._token.findall(self._closing)[-1:]
+        if between and not ends:  # the marker of any next role is an end
+            ends = [between[0], *(token.content for token in tokens if token.special)]
+        self._known_ends = tuple(map(self._template.tokenizer.convert_tokens_to_ids, ends))
 
-    def _turn(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
-        """Return the characters of the assistant's message `number` in the rendered `text`.
+    def _turn(self, messages: Messages, number: int, places: Places, where: str, tools: Any) -> Turn:
+        """Return the assistant's message `number` in the rendered text.
 
         Raises:
-            DataError: the characters cannot be distinguished from the template's.
+            DataError: its characters cannot be distinguished from the template's.
         """
-        try:
-            found = self._template.around(messages, number, tools=tools)
-        except TemplateRefusal as error:
-            raise DataError(_cannot_tell(where, number, str(error.__cause__))) from error
-        if len(found) != 2:
-            raise DataError(_cannot_tell(where, number, f"its content is rendered {len(found) - 1} times"))
-        before, after = found
-        # In history a template may leave out what it inserts before the last answer (an empty thought), or the part of
-        # the generation prompt that opens a thought.
-        header = self._header
-        if not before.endswith(header):
-            header = self._generation_prompt
-            while not before.endswith(header):
-                header = header[:-1]
-        header_start = len(before) - len(header)
-        is_embedded = text.startswith(before[:header_start]) and text.endswith(after)
-        if not is_embedded or header_start > len(text) - len(after):
-            raise DataError(_cannot_tell(where, number, "the rest of the conversation depends on its content"))
-        prompted = num_shared(self._generation_prompt, text[header_start:])
-        if prompted < len(self._generation_prompt):  # what follows the header by chance begins like the rest of it
-            prompted = min(prompted, num_shared(self._generation_prompt, header))
-        start, end = header_start + prompted, len(text) - len(after)
-        if self._ends_with_special_token and (token := self._special_token.search(after)):
-            end += token.end()
-        elif not self._ends_with_special_token and after.startswith(self._closing):
-            end += len(self._closing)
-        if start > end:
-            raise DataError(_cannot_tell(where, number, "it ends before its header does"))
-        return start, end
+        found, is_last = self._written(messages, number, places, tools), number + 1 == len(messages)
+        if found is None:
+            reason = "its beginning or its end is not at one place, or depends on the rest of the conversation"
+            raise DataError(_cannot_tell(where, number, reason))
+        start, last, after, following = found
+        rest, closing, is_rewritten = places.text[last:after], self._closing, False
+        alone = None if is_last else self._template.alone(messages[number], tools=tools)
+        shown = None if alone is None else self._written([QUESTION, messages[number]], 1, alone, tools)
+        if alone is not None and shown is not None:
+            closing = alone.text[shown[1] :].removesuffix(self._tail)
+            generated = alone.text[shown[0] : shown[1]] + closing.rstrip()
+            is_rewritten = not places.text.startswith(generated, start)
+        closing = (rest if is_last else closing).removesuffix(self._tail)
+        end = last + self._closing_size(rest, closing)
+        if after < last or (end == last and following < len(messages) and self._token.search(closing)):
+            raise DataError(_cannot_tell(where, following, "it is rendered inside the assistant's turn"))
+        return Turn(start, end, is_rewritten)
+
+    def _written(self, messages: Messages, number: int, places: Places, tools: Any) -> tuple[int, int, int, int] | None:
+        """Return where the assistant's message begins, where its last part ends, and where the next part begins.
+
+        The last value is the index of the next part's message. None if the places of the parts do not show this.
+        """
+        own = [part for part in places.parts.get(number, ()) if part.places]
+        if not own or any(part.end is None or (part.times > 1 and part.name == "'content'") for part in own):
+            return None
+        ends = [place for part in own for place in part.places]
+        before, inside, other = places.around(number, min(ends), min(ends))
+        _, after, following = (0, inside, other) if inside < max(ends) else places.around(number, max(ends), max(ends))
+        text, first, header = places.text, min(ends), self._opener
+        # beside a message without a known place, which may hold such a header, the nearest one counts
+        find = text.find if len(places.parts) > len(messages) else text.rfind
+        at = find(header, before, first) if header else -1
+        while at < 0 and self._token.search(header := header[:-1]):  # the answer itself may begin like the rest of it
+            at = first - len(header) if text.endswith(header, before, first) else -1
+        if at >= 0:
+            prompt = self._generation_prompt
+            prompted = len(prompt) if text.startswith(prompt, at) else num_shared(prompt, text[at:first])
+            return at + prompted, max(ends), after, following
+        try:  # the template asks for this answer in another way, such as after a tool's result
+            asked = self._template.render(messages[:number], tools=tools, add_generation_prompt=True)
+        except TemplateRefusal:
+            return None
+        is_there = text.startswith(asked) and before <= len(asked) <= first
+        return (len(asked), max(ends), after, following) if is_there else None
+
+    def _closing_size(self, rest: str, closing: str) -> int:
+        """Return how much of the text after an answer ends the turn.
+
+        Args:
+            rest: the template's text after the answer.
+            closing: the text that the template writes after the answer if the conversation ends there.
+        """
+        shared = rest[: num_shared(rest, closing)]
+        if tokens := [*self._token.finditer(shared)]:
+            return tokens[-1].end()
+        if self._token.search(closing) and (token := self._token.search(rest)):
+            return token.end()  # it ends otherwise in history
+        return len(shared)
 
     # -- rendering -------------------------------------------------------------------------------------------------
 
-    def _checked_text(self, messages: Messages, where: str, tools: Any) -> str:
-        """Return the conversation as text.
+    def _checked_places(self, messages: Messages, where: str, tools: Any) -> Places:
+        """Return the conversation as text, with the places of its parts.
 
         Raises:
-            DataError: the template refuses a role, or leaves out a role or a call.
+            DataError: the template fails, or leaves out a part.
         """
         try:
             text = self._template.render(messages, tools=tools)
         except TemplateRefusal as error:
+            failed = error.__cause__
             role = self._refused_role(messages, tools)
-            what = f"the role {role!r}" if role else "this order of roles: " + ", ".join(m["role"] for m in messages)
-            raise DataError(f"{where}: the chat template refuses {what}: {error.__cause__}") from error
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" and not self._template.shows(messages, number, text, tools=tools):
-                raise DataError(
-                    f"{where}, messages[{number}]: the chat template leaves out the role {message['role']!r}, whose "
-                    "content would be lost"
-                )
-        check_calls(messages, text, f"{where}, ")
-        return text
+            what = f"the role {role!r}" if role else f"the conversation of {', '.join(m['role'] for m in messages)}"
+            raise DataError(f"{where}: the chat template {refusal(failed)} {what}: {cause(failed)}") from error
+        return self._template.check(messages, text, f"{where}, ", tools=tools)
 
     def _refused_role(self, messages: Messages, tools: Any) -> str | None:
         """Return the role without whose messages the template would render the conversation."""
@@ -279,13 +373,16 @@ def _cannot_tell(where: str, number: int, reason: str) -> str:
     )
 
 
-def _tokens_of(turns: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the tokens [start, end) that hold a character of each turn; an empty range for an empty turn."""
+def _tokens_of(turns: Sequence[Sequence[int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the tokens [start, end) that begin in each turn; an empty range for an empty turn.
+
+    A token that begins in the header is the template's, even if it reaches into the answer.
+    """
     spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = spans[:, 0], spans[:, 1]
     ranges = []
     for start, end in turns:
-        inside = np.flatnonzero((ends > start) & (starts < end))
+        inside = np.flatnonzero((ends > start) & (starts >= start) & (starts < end))
         first = int(inside[0]) if len(inside) else int(np.searchsorted(starts, start))
         ranges.append((first, first + len(inside)))
     return tuple(ranges)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.ends import LearntEnds
 from rlite.data.tokens import Tokens
 from rlite.errors import ConfigError, DataError
 
@@ -78,7 +79,10 @@ def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> li
 
 
 def answer_encoder(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, Any]],
+    answers: Sequence[str],
+    ends: LearntEnds | None = None,
 ) -> Callable[[range], list[list[Tokens]]]:
     """Return a function that tokenises a raw `prompt` with each of its answers.
 
@@ -89,6 +93,7 @@ def answer_encoder(
         tokenizer: the model's tokenizer.
         rows: the table.
         answers: columns with answers.
+        ends: takes note of the end; None if nobody compares it.
 
     Returns:
         A function: row numbers -> for each row, one sequence for each answer.
@@ -96,7 +101,7 @@ def answer_encoder(
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
     """
-    end = _end_of_sequence(tokenizer)
+    end = _end_of_sequence(tokenizer, ends)
 
     def joined(prompt: list[int], answer: list[int]) -> Tokens:
         ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
@@ -111,13 +116,14 @@ def answer_encoder(
 
 
 def text_encoder(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], ends: LearntEnds | None = None
 ) -> Callable[[range], list[list[Tokens]]]:
     """Return a function that tokenises the `text` of rows, with one end-of-sequence token. All tokens are learnt.
 
     Args:
         tokenizer: the model's tokenizer.
         rows: the table.
+        ends: takes note of the end; None if nobody compares it.
 
     Returns:
         A function: row numbers -> for each row, one sequence.
@@ -125,7 +131,7 @@ def text_encoder(
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
     """
-    end = _end_of_sequence(tokenizer)
+    end = _end_of_sequence(tokenizer, ends)
 
     def ended(ids: list[int]) -> Tokens:
         ids = ids if ids[-1:] == [end] else [*ids, end]
@@ -137,7 +143,9 @@ def text_encoder(
     return encode
 
 
-def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> int:
+def _end_of_sequence(tokenizer: PreTrainedTokenizerBase, ends: LearntEnds | None) -> int:
     if tokenizer.eos_token_id is None:
         raise ConfigError("the model's tokenizer has no eos_token, which raw responses and texts end with")
+    if ends is not None:
+        ends.see(tokenizer.eos_token_id)
     return tokenizer.eos_token_id

@@ -11,6 +11,9 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
+from jinja2 import TemplateError
+
+from rlite.data.chat.parts import THOUGHTS, TOOLS, Marks, Part, Places
 from rlite.data.chat.raw import TextTokenizer
 from rlite.data.chat.template_limits import check_constants, limited
 from rlite.errors import ConfigError, DataError
@@ -21,6 +24,8 @@ STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
 QUESTION: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
+OPTIONAL = tuple(map(repr, THOUGHTS))
+"""names of the parts of earlier answers that a prompt may lack, because they are not learnt"""
 
 
 class Tokenizer(TextTokenizer, Protocol):
@@ -80,9 +85,8 @@ class ChatTemplate:
                 return limited(lambda: self.tokenizer.apply_chat_template(converted, **options))
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
-            reason = str(error) or type(error).__name__
             raise TemplateRefusal(
-                f"the model's chat template refuses a conversation of the roles {roles}: {reason}"
+                f"the model's chat template {refusal(error)} a conversation of the roles {roles}: {cause(error)}"
             ) from error
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
@@ -105,19 +109,81 @@ class ChatTemplate:
         variant = [*messages[:number], {**kept, "content": STAND_IN}, *messages[number + 1 :]]
         return self.render(variant, **options).split(STAND_IN)
 
-    def shows(self, messages: Sequence[Message], number: int, text: str, **options: Any) -> bool:
-        """Return whether a rendered text has the content of one message, unchanged or in another form such as JSON.
+    def places(self, messages: Sequence[Message], text: str, only: int | None = None, **options: Any) -> Places:
+        """Return the parts of messages in a rendered conversation.
 
         Args:
             messages: the conversation.
-            number: the index of the message.
-            text: the rendered conversation, or the part of it in which the content is expected.
+            text: the rendered conversation.
+            only: index of the message whose parts are wanted; None wants all.
             options: keyword arguments for `apply`.
         """
-        content = messages[number].get("content")
-        if not isinstance(content, str) or content.strip() in text:
-            return True
-        return len(self.around(messages, number, **options)) > 1
+        tools = {**self._options, **options}.get("tools")
+
+        def render(marks: Marks) -> str | None:
+            try:
+                return self.render(marks.messages, **options | ({"tools": marks.tools} if tools else {}))
+            except TemplateRefusal:
+                return None
+
+        return Places(text, render, messages, tools, only)
+
+    def alone(self, answer: Message, **options: Any) -> Places | None:
+        """Return the parts of an answer that ends a conversation; None if the template does not render it there."""
+        try:
+            exchange = [QUESTION, answer]
+            return self.places(exchange, self.render(exchange, **options), 1, **options)
+        except TemplateRefusal:
+            return None
+
+    def check(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        where: str = "",
+        optional: Collection[str] = (),
+        **options: Any,
+    ) -> Places:
+        """Check that a rendered conversation holds each part of its messages at its own place, and each tool.
+
+        Earlier thoughts may be left out, if the template shows them in an answer that ends a conversation.
+
+        Args:
+            messages: the conversation.
+            text: the rendered conversation.
+            where: stands before the name of a message in the error.
+            optional: names of parts of answers that may be left out, such as OPTIONAL in prompts.
+            options: keyword arguments for `apply`.
+
+        Returns:
+            The places of the parts.
+
+        Raises:
+            DataError: the text lacks a part, or a tool.
+        """
+        places = self.places(messages, text, **options)
+        for number, message in enumerate(messages):
+            missing, role = places.missing(number), message["role"]
+            if number not in places.parts and str(message.get("content") or "").strip() not in text:
+                is_shown = len(self.around(messages, number, **options)) > 1
+                missing = [] if is_shown else [Part(number, "'content'", "", None, None, 0)]
+            if role == "assistant":
+                missing = [part for part in missing if part.name not in optional and not (optional and part.places)]
+                if missing and message is not messages[-1] and self._writes(message, options):
+                    continue
+            if missing:
+                of = "a part of " if missing[0].places else ""
+                is_role = role != "assistant" and not of
+                what = f"the role {role!r}, whose content would be lost" if is_role else f"{of}{missing[0].name}"
+                raise DataError(f"{where}messages[{number}]: the chat template leaves out {what}")
+        if missing := places.missing(TOOLS):
+            raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}")
+        return places
+
+    def _writes(self, answer: Message, options: Mapping[str, Any]) -> bool:
+        """Return whether the template writes all parts of an answer that ends a conversation."""
+        alone = self.alone(answer, **options)
+        return alone is not None and 1 in alone.parts and not alone.missing(1)
 
     def between(self, replies: Sequence[Message]) -> str:
         """Return the text from the end of an answer's content to the beginning of the next answer.
@@ -134,7 +200,9 @@ class ChatTemplate:
             roles = ", ".join(dict.fromkeys(message["role"] for message in replies))
             raise TemplateRefusal(f"the chat template renders an answer {len(found)} times if there follow: {roles}")
         for number, message in enumerate(replies, start=2):
-            if not self.shows(exchange, number, found[0], add_generation_prompt=True):
+            content = message.get("content")
+            is_shown = not isinstance(content, str) or content.strip() in found[0]
+            if not is_shown and len(self.around(exchange, number, add_generation_prompt=True)) == 1:
                 raise TemplateRefusal(f"the chat template leaves out messages of the role {message['role']!r}")
         return found[0]
 
@@ -216,43 +284,21 @@ def num_shared(*texts: str) -> int:
     return sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
 
 
+def refusal(error: BaseException | None) -> str:
+    """Return how a template fails: it refuses by its own words, or fails as a program."""
+    return "refuses" if type(error) is TemplateError else "fails on"
+
+
+def cause(error: BaseException | None) -> str:
+    """Return the cause of a template's failure in words."""
+    return str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
+
+
 def called_names(message: Message) -> list[str]:
     """Return the names of the tools that a message calls."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = [(call.get("function") or call).get("name") for call in calls]
     return [name for name in names if isinstance(name, str)]
-
-
-def check_calls(messages: Sequence[Message], text: str, where: str = "") -> None:
-    """Check that a rendered text has the calls of tools.
-
-    Args:
-        messages: the conversation.
-        text: the rendered conversation.
-        where: stands before the name of a message in the error.
-
-    Raises:
-        DataError: the text has no call of a name.
-    """
-    for number, message in enumerate(messages):
-        for name in called_names(message):
-            if name not in text:
-                raise DataError(f"{where}messages[{number}]: the chat template leaves out the call of {name!r}")
-
-
-def check_tools(tools: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Check that a rendered text has the tools that a model may call.
-
-    Args:
-        tools: JSON schemas.
-        text: the rendered conversation.
-
-    Raises:
-        DataError: the text has no tool of a name.
-    """
-    for tool in tools:
-        if (name := tool["function"]["name"]) not in text:
-            raise DataError(f"tools: the model's chat template leaves out {name!r}")
 
 
 def _with_json_arguments(message: Message) -> Message:

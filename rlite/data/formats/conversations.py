@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlite.data.chat.masks import check_messages
+from rlite.data.chat.masks import WEIGHTS, check_messages
 from rlite.data.tables import Row, check_columns, check_text
 from rlite.errors import DataError, did_you_mean
 
@@ -53,7 +53,7 @@ def _message(message: Any, where: str) -> Any:
     if not isinstance(content, str):
         raise DataError(f"{where}: 'value' is {content!r:.200}; expected a text")
     if sender != "function_call":
-        return {"role": ROLES[sender], "content": content}
+        return {"role": ROLES[sender], "content": content, **_weights(message)}
     calls = _json(content, f"{where}: 'value'")
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -63,7 +63,12 @@ def _message(message: Any, where: str) -> Any:
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": function} for function in functions],
+        **_weights(message),
     }
+
+
+def _weights(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: message[key] for key in WEIGHTS if key in message}
 
 
 def _json(text: str, where: str) -> Any:

@@ -15,7 +15,7 @@ from rlite.errors import CheckpointError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
 from rlite.nn.lora import LoraTrainModule
-from rlite.nn.pretrained import local_checkpoint
+from rlite.nn.pretrained import add_end_ids, local_checkpoint
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.parallel.fsdp import full_tensor
 
@@ -57,6 +57,7 @@ def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapt
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None
         writer.add_config(module.exported_config(), exported_class(module), folder)
+        add_end_ids(writer.folder, module.further_end_ids)
     if isinstance(module, HuggingFaceFsdp2ScoreModule):
         pad_apart(writer.folder, module.row_ends)
     if isinstance(module, LoraTrainModule) and adapter:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
-from rlite.data.chat.template import ChatTemplate, Message, Tokenizer, check_calls, check_tools
+from rlite.data.chat.template import OPTIONAL, ChatTemplate, Message, Tokenizer
 from rlite.data.chat.turns import end_of, special_ids, text_after, tokens_after
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
@@ -62,13 +62,16 @@ class ChatPrompts:
 
         Raises:
             TemplateRefusal: the chat template does not render the conversation.
-            DataError: the chat template leaves out a tool or a call, or the text is not valid Unicode.
+            DataError: the chat template leaves out a tool or a part of a message, or the text is not valid Unicode.
             TooManyTokens: the text is far longer than the limit.
         """
         text = self._template.render(messages, tools=tools, add_generation_prompt=True)
         _check_text(text, "messages")
-        check_calls(messages, text)
-        check_tools(tools or (), text)
+        optional = (
+            *OPTIONAL,
+            "'content'",
+        )  # a client may send any history, and the model reads what the template shows
+        self._template.check(messages, text, optional=optional, tools=tools, add_generation_prompt=True)
         for turn in _continued(messages, tools, turns):
             if (rest := text_after(self._template, turn, messages, text)) is None:
                 continue

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import rlite
 from rlite.data.prompts import check_prompts
-from rlite.data.rows import read_source
+from rlite.data.rows import place_of, read_source
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
@@ -126,9 +127,27 @@ def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, Evalu
         workflow = _workflow(options, own, rows, key_of(name), given)
         if workflow.needs_prompt:
             check_prompts(rows, key_of(name))
+            _check_openings(rows, workflow, key_of(name))
         found[name] = EvaluationSet(name, rows, workflow, own.samples, own.largest_k, own.solved_at)
         check_samples(found[name])
     return found
+
+
+def _check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, where: str) -> None:
+    for number, row in enumerate(rows):
+        try:
+            workflow.opening(row)
+        except DataError as error:
+            raise DataError(f"{place_of(rows, number, where)}: {error}") from error
+
+
+def stopping(each: EvaluationSet, end_ids: Sequence[int]) -> EvaluationSet:
+    """Return a set whose answers also end with tokens that the served model does not know as its ends."""
+    gconfig = each.workflow.gconfig
+    if gconfig is None or gconfig.ignore_eos or not end_ids:
+        return each
+    gconfig = replace(gconfig, stop_token_ids=(*gconfig.stop_token_ids, *end_ids))
+    return replace(each, workflow=each.workflow.sampled_by(gconfig))
 
 
 def _workflow(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlite.data.formats.normalise import normalise
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
@@ -98,3 +99,39 @@ def test_a_text_that_was_cut_inside_a_character_is_named_with_its_row(where: str
         DataError, match=rf"x\.json, row index 1.*'{where}' holds a lone surrogate, .*ud83d, at character 1"
     ):
         sft_rows([good, bad], TOKENIZER, 64, "data.path=x.json")
+
+
+def conversation(*keys: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return questions and the answers 0, 1, ..., each answer with further keys."""
+    return [
+        message
+        for number, own in enumerate(keys)
+        for message in ({"role": "user", "content": "?"}, {"role": "assistant", "content": str(number), **own})
+    ]
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss_mask"])
+@pytest.mark.parametrize("no", [0, False, 0.0])
+def test_a_message_that_says_so_is_not_learnt(key: str, no: Any) -> None:
+    rows = [{"messages": conversation({key: no}, {key: 1}, {key: True}, {key: None}, {})}]
+    assert learnt(sft_rows(rows, TOKENIZER, 200)) == "1<|im_end|>2<|im_end|>3<|im_end|>4<|im_end|>"
+    completion = [{"messages": conversation({})[:1], "completion": conversation({}, {key: no}, {})[1:]}]
+    assert learnt(sft_rows(completion, TOKENIZER, 200)) == "0<|im_end|>2<|im_end|>"
+
+
+@pytest.mark.parametrize("value", [2, 0.5, "0", "false", -1, [], {}])
+def test_a_weight_that_is_neither_0_nor_1_is_refused(value: Any) -> None:
+    with pytest.raises(DataError, match=r"row index 0, messages\[3\]: 'weight' is .*; expected 0, 1, true or false"):
+        sft_rows([{"messages": conversation({}, {"weight": value})}], TOKENIZER, 200)
+
+
+def test_weights_of_sharegpt_messages_are_kept() -> None:
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "0", "weight": 0}]
+    rows, _ = normalise([{"conversations": [*turns, turns[0], {"from": "gpt", "value": "1"}]}], "demonstrations", "x")
+    assert learnt(sft_rows(rows, TOKENIZER, 200)) == "1<|im_end|>"
+
+
+def test_only_the_last_turn_is_learnt_on_demand() -> None:
+    rows = [{"messages": conversation({}, {}, {})}, {"messages": conversation({}, {"weight": 0})}]
+    found = sft_rows(rows, TOKENIZER, 200, last_turn_only=True)
+    assert [learnt(found, row) for row in range(2)] == ["2<|im_end|>", "0<|im_end|>"]

@@ -157,9 +157,11 @@ def test_tokens_that_merge_across_seams_are_those_of_the_whole_text(turns: list[
     assert chat.input_ids.tolist() == made.apply_chat_template(messages, return_dict=False)
     for (start, end), (_, answer) in zip(chat.turns, turns, strict=True):
         text = made.decode(chat.input_ids[start:end])
-        # The header's end may be in one token with the answer's beginning, which then is learnt; nothing before it is.
-        assert text.endswith(f"{answer}<|im_end|>")
-        assert not made.decode(chat.input_ids[start + 1 : end]).endswith(f"{answer}<|im_end|>")
+        # The header's end may be in one token with the answer's beginning. The model never writes this token after a
+        # prompt, so it is not learnt; all tokens after it are.
+        whole = f"{answer}<|im_end|>"
+        assert whole.endswith(text.lstrip("\ufffd"))
+        assert text == whole or not whole.endswith(made.decode(chat.input_ids[start - 1 : end]).lstrip("\ufffd"))
 
 
 @pytest.mark.parametrize(
