@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import rlite
-from rlite.nn.pretrained import end_ids
 from rlite.config import load
 from rlite.engine.vllm import worker as vllm_worker
+from rlite.nn.pretrained import end_ids
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.kto import KtoConfig, KtoTrainer
