@@ -40,7 +40,7 @@ def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool
     trajectory = group.episodes[0].trajectory
     own = {} if trajectory is None else _sample_columns(trajectory)
     status = "evaluated" if episode.has_succeeded else status_of(episode.reason, episode.error)
-    ended = replace(group.ended(status, episode.reason), group=place.item, item=item, first_sample=place.sample)
+    ended = replace(group.ended(status, episode.reason), group=place.item, item=item)
     tables = make_tables(0, [ended], texts, {0})
     (row,) = tables["rows"].to_pylist()
     row |= own

@@ -39,4 +39,4 @@ class CollectorOptions(CollectorLimits):
     """keep each ended group of training until `RolloutCollector.take_ended` returns it"""
     seed: int | None = None
     """draw a request's random numbers from this, the policy version, and the item's, sample's and turn's numbers;
-    None: from the order in which requests arrive"""
+    None: from the engine's seed and the group's number if the engine has a seed, else from the order of requests"""

@@ -58,7 +58,9 @@ class GroupRunner:
         self._num_started = itertools.count()
         self._failures = FailureStreaks()
         self._num_refused = 0
-        self._loop = LoopThread("rollout-collector", self._on_loop_end)
+        self._loop = LoopThread(
+            "rollout-collector", self._on_loop_end, block_limit=options.request_timeout
+        )
 
     # -- called in any thread ------------------------------------------------------------------------------------
 
@@ -201,8 +203,8 @@ class GroupRunner:
     def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
             self._end(queue, group, lost_groups.CANCELLED)
-        elif (error := task.exception()) is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
-            self._loop.die(error)  # those two have ended the loop already; `_run` lets no Exception through
+        elif (error := task.exception()) is not None:
+            self._loop.die(error)  # `_run` lets no Exception through
 
     async def _run(self, queue: Queue, group: Group) -> None:
         try:
@@ -217,7 +219,7 @@ class GroupRunner:
                 self._stop(error)
         except EpisodeFailed as failed:
             self._fail(queue, group, reason_of(failed.error), failed.error)
-        except Exception as error:  # only should_accept is left: it is the caller's code, and would fail again
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # only should_accept is left: it is the caller's code, and would fail again
             if self._end(queue, group, reason_of(error), error):
                 self._stop(_stopping_error(f"should_accept raised {reason_of(error)}", error))
         else:
