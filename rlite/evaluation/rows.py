@@ -17,7 +17,7 @@ from rlite.evaluation.scores import measured, score_column
 from rlite.observability.record.files import all_files, write_table
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.rollout.collector.status import status_of
-from rlite.rollout.record.tables import make_tables
+from rlite.rollout.record.tables import SEPARATOR, make_tables
 from rlite.rollout.record.texts import TokenTexts
 
 Row = dict[str, Any]
@@ -69,6 +69,8 @@ def sample_of(row: Row) -> Sample:
         truncated=bool(row.get("truncated")),
         answer=row.get("answer"),
         length=row.get("response_tokens") or 0,
+        failed_attempts=tuple(filter(None, (row.get("failed_attempts") or "").split(SEPARATOR))),
+        redrawn=row.get("redrawn") or "",
     )
 
 

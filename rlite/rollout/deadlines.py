@@ -1,14 +1,13 @@
 """Deadlines for user code in this process. A task that goes on although it was cancelled is abandoned.
 
-`asyncio.timeout` asks its victim: a bare `except:` around an `await` swallows the cancellation, and the wait for the end
-has no end. Here the caller waits beside the task, and not for it.
+`asyncio.timeout` asks its victim: a bare `except:` around an `await` swallows the cancellation, and the caller waits
+forever. Here the caller waits beside the task, and not for its end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -25,7 +24,11 @@ GRACE = 1.0
 
 
 class Overdue(TimeoutError):
-    """User code did not end in time. The text is empty if the code has ended now, else it says where the code runs."""
+    """User code did not end in time."""
+
+
+class Abandoned(Overdue):
+    """User code did not end in time, and goes on. The text says where."""
 
 
 class UserExit(RuntimeError):
@@ -36,21 +39,10 @@ class AbandonedTasks:
     """The tasks that went on although they were cancelled. Nobody waits for them."""
 
     def __init__(self) -> None:
-        self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
-        self._num_reported = 0
-        self._lock = threading.Lock()
-
-    def __contains__(self, task: asyncio.Task[Any]) -> bool:
-        return task in self._tasks
-
-    @property
-    def num_running(self) -> int:
-        """Number of abandoned tasks that have not ended."""
-        with self._lock:
-            return sum(not task.done() for task in self._tasks)
+        self.running: WeakSet[asyncio.Task[Any]] = WeakSet()
 
     def add(self, task: asyncio.Task[Any], what: str) -> str:
-        """Abandon a task. The log names the first task, and each one at which the number of running ones has doubled.
+        """Abandon a task. The log says so when 1, 2, 4, 8, ... of them run.
 
         Args:
             task: was cancelled.
@@ -59,18 +51,12 @@ class AbandonedTasks:
         Returns:
             A text that says where the code runs.
         """
-        with self._lock:
-            self._tasks.add(task)
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
         where = f"it ignores its cancellation, goes on and was abandoned, at:\n{stack_of(task)}"
-        if (count := self.num_running) >= 2 * self._num_reported:
-            self._num_reported = count
-            logger.warning(
-                "%s is over time: %s\n%s so far; let asyncio.CancelledError pass (a bare `except:` does not), or run "
-                "the code in a process",
-                what,
-                where,
-                counted(count, "abandoned task"),
-            )
+        if (count := len(self.running)) & (count - 1) == 0:
+            advice = "let asyncio.CancelledError pass (a bare `except:` does not), or run the code in a process"
+            logger.warning("%s is over time: %s\n%s now; %s", what, where, counted(count, "abandoned task"), advice)
         return where
 
 
@@ -86,6 +72,7 @@ async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T
         what: name of the user code in messages.
 
     Raises:
+        Abandoned: the code did not end in time, and ignores its cancellation.
         Overdue: the code did not end in time. What it returns later is discarded.
         UserExit: the code raised SystemExit, KeyboardInterrupt or another exception that is no Exception.
         CancelledError: this call was cancelled, or the code cancelled itself.
@@ -97,7 +84,8 @@ async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T
         await _end(task, what)
         raise
     if not task.done():
-        raise Overdue(await _end(task, what))
+        where = await _end(task, what)
+        raise Abandoned(where) if where else Overdue
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, Exception):
         raise UserExit(f"{what} raised {error!r}") from error

@@ -35,8 +35,8 @@ class LoopThread:
         on_end: called in the loop's thread with the exception that ended the loop, or None.
         look_interval: seconds after which `wait` checks whether the loop still responds.
         close_timeout: seconds in which cancelled tasks must end.
-        block_limit: seconds of an episode. Code that blocks the loop for longer is named, and `LOOK_INTERVAL` later it is an
-            error of the thread that waits. None sets no limit.
+        block_limit: seconds of an episode. Code that blocks the loop for longer is named. `LOOK_INTERVAL` later, the
+            thread that waits gets an error. None sets no limit.
     """
 
     def __init__(
@@ -163,8 +163,9 @@ class LoopThread:
                 self._close_timeout,
                 "\n".join(sorted({stack_of(task) for task in tasks})),
             )
+        ABANDONED.running -= asyncio.all_tasks(self._loop)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _left_tasks(self) -> set[asyncio.Task[Any]]:
-        return {task for task in asyncio.all_tasks(self._loop) if task not in ABANDONED}
+        return {task for task in asyncio.all_tasks(self._loop) if task not in ABANDONED.running}

@@ -1,7 +1,7 @@
 """The episodes of one group: they run side by side, and each is attempted until it succeeds or has no attempt left.
 
-An attempt gets the answers that earlier attempts have drawn (`draws.py`). Its deadline does not depend on its code: code
-that ignores its cancellation is abandoned, which ends its episode (`rlite.rollout.deadlines`).
+An attempt gets the answers that earlier attempts have drawn (`draws.py`). Its deadline does not depend on its code:
+code that ignores its cancellation is abandoned, which ends its episode (`rlite.rollout.deadlines`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.lost_groups import reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
-from rlite.rollout.deadlines import Overdue, by_deadline
+from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline
 from rlite.rollout.episode import running
 from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
@@ -110,18 +110,8 @@ class Episodes:
         while True:
             recorded.begin_attempt()
             draws.begin_attempt()
-            inference = SampleInference(
-                self.engine,
-                number,
-                group.seed,
-                group.tokens,
-                affinity,
-                is_trained_on=group.start_order is not None,
-                episode=recorded,
-                keeps_tokens=self.options.keep_ended,
-                first_sample=group.first_sample,
-                draws=draws,
-            )
+            keeps_tokens = self.options.keep_ended
+            inference = SampleInference(self.engine, group, number, draws, affinity, keeps_tokens)
             try:
                 result = await self._attempt(inference)
             except ENGINE_FAILURES:
@@ -130,13 +120,13 @@ class Episodes:
                 kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
                 recorded.failed_attempts.append(kind)
                 self.failed_attempts[kind] += 1
-                is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Overdue) and str(error.__cause__)
+                is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
                 if len(recorded.failed_attempts) > self.options.request_retries or is_final:
                     recorded.failure = reason_of(error)
                     raise EpisodeFailed(error) from error
             else:
                 group.num_finished += 1
-                recorded.redrawn = recorded.failed_attempts[-1] if draws.differs else ""
+                recorded.redrawn = recorded.failed_attempts[-1] if draws.are_other(self.engine.get_version()) else ""
                 recorded.take_trajectory(result)
                 return result
             finally:

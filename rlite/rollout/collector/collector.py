@@ -30,6 +30,7 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.progress import RolloutProgress
 from rlite.rollout.collector.runner import GroupRunner
 from rlite.rollout.collector.seeds import group_seed
+from rlite.rollout.collector.selection import Selection
 from rlite.rollout.collector.status import status_of
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.sandbox.pool import close_shared_pool
@@ -113,6 +114,13 @@ class RolloutCollector:
         """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
         with self._changed:
             return dict(self._runner.lost_groups.first)
+
+    def take_selection(self) -> Selection:
+        """Return what failures have done to the answers of the batches since the last call."""
+        with self._changed:
+            lost = self._runner.lost_groups
+            found, lost.selection = lost.selection, Selection()
+        return found
 
     @property
     def failed_attempts(self) -> Counter[str]:
@@ -357,7 +365,7 @@ class RolloutCollector:
         """
         with self._changed:
             self._ahead.load_state_dict(state, workflow, should_accept, self.engine.get_version())
-            self._runner.lost_groups = LostGroups(self.failed_attempts.total())
+            self._runner.lost_groups = LostGroups(self.failed_attempts)
             self._restore_record(state)
         self.version_changed()
 

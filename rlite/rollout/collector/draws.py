@@ -1,12 +1,12 @@
 """Answers that an episode has drawn. Another attempt gets the same answers, and repeats only the work after them.
 
-A new answer after each failure would select answers: a grader that fails on half of the answers would see four of each
-item, and the metrics would count the one that it likes.
+A new answer after each failure would select answers: a grader that fails on half of the answers would see up to four of
+each episode, and the metrics would count the one that it can grade.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -21,10 +21,9 @@ class Draw:
     """hash of the request"""
     seed: int | None
     version: int | None
-    """policy version of all tokens; None if it has changed meanwhile"""
-    is_greedy: bool = False
+    """policy version that draws all tokens; None: another generation would draw others"""
     has_begun: bool = False
-    """tokens have arrived, or the wait for them was cancelled: another answer is not the same draw"""
+    """tokens have arrived, or the wait for them was cancelled"""
     is_repeated: bool = False
     """the draw repeats one of an earlier attempt"""
     answer: LLMResponse | None = None
@@ -35,16 +34,18 @@ class Draw:
 class Draws:
     """The draws of one episode over all of its attempts."""
 
-    is_redrawn: bool = False
-    """an attempt has drawn other answers in place of earlier ones"""
     _earlier: list[Draw] = field(default_factory=list)
     """draws of earlier attempts that the current attempt has not asked for"""
     _own: list[Draw] = field(default_factory=list)
 
-    @property
-    def differs(self) -> bool:
-        """True if answers of an earlier attempt are missing in the current one."""
-        return self.is_redrawn or any(draw.has_begun for draw in self._earlier)
+    def are_other(self, version: int) -> bool:
+        """Return whether the current attempt has other answers than an earlier one.
+
+        Args:
+            version: current policy version.
+        """
+        is_missing = any(draw.has_begun for draw in self._earlier)
+        return is_missing or any(draw.is_repeated and draw.version != version for draw in self._own)
 
     def begin_attempt(self) -> None:
         """Offer all draws to the next attempt."""
@@ -58,85 +59,57 @@ class Draws:
             seed: seed of a new draw.
             version: current policy version.
         """
-        gconfig = request.gconfig
-        key = hash((tuple(request.input_ids), gconfig, request.extras))
-        draw = next((each for each in self._earlier if each.key == key), None)
-        if draw is not None:
-            self._earlier.remove(draw)
-        if draw is None or draw.answer is None:
-            earlier, draw = draw, Draw(key, seed, version, gconfig.greedy)
-            if earlier is not None and earlier.has_begun:
+        key = hash((tuple(request.input_ids), request.gconfig, request.extras))
+        draw = Draw(key, seed, None if seed is None and not request.gconfig.greedy else version)
+        if (earlier := next((each for each in self._earlier if each.key == key), None)) is not None:
+            self._earlier.remove(earlier)
+            if earlier.answer is not None:
+                draw = earlier
+            elif earlier.has_begun:
                 draw.seed, draw.is_repeated = earlier.seed, True
-                self.is_redrawn |= version != earlier.version or (draw.seed is None and not draw.is_greedy)
+                draw.version = version if version == earlier.version else None
         self._own.append(draw)
         return draw
 
-    def end(self, draw: Draw, version: int) -> None:
-        """Note the end of a generation, complete or not.
 
-        Args:
-            draw: what `begin` returned, without an answer.
-            version: current policy version.
-        """
-        if draw.version != version:
-            self.is_redrawn |= draw.is_repeated
-            draw.version = None
+def joined(chunks: Iterable[TokenChunk], into: LLMResponse | None = None) -> LLMResponse:
+    """Return an answer made of chunks, without prompt and times.
 
-
-class WrittenAnswer:
-    """Joins the chunks of a stream into an answer."""
-
-    def __init__(self) -> None:
-        self._answer = LLMResponse(
-            input_tokens=[],
-            output_tokens=[],
-            output_logprobs=[],
-            output_versions=[],
-            stop_reason="stop",
-            latency=0.0,
-            ttft=0.0,
-        )
-
-    def take(self, chunk: TokenChunk) -> LLMResponse | None:
-        """Return the answer if the chunk completes it."""
-        answer = self._answer
-        answer.output_tokens.extend(chunk.token_ids)
-        answer.output_logprobs.extend(chunk.logprobs)
-        answer.output_versions.extend([chunk.version] * len(chunk.token_ids))
-        answer.sampling_logprobs.extend(chunk.sampling_logprobs)
-        for name, column in chunk.extras.items():
-            answer.extras.setdefault(name, []).extend(column)
-        if chunk.finish_reason in (None, "abort"):
-            return None
-        return replace(answer, stop_reason=chunk.finish_reason)
-
-
-def copied(answer: LLMResponse) -> LLMResponse:
-    """Return an answer in lists of its own: workflows may change theirs. It has no prompt."""
-    return replace(
-        answer,
+    Args:
+        chunks: in order.
+        into: answer to the chunks before, whose lists grow.
+    """
+    made = into or LLMResponse(
         input_tokens=[],
-        output_tokens=[*answer.output_tokens],
-        output_logprobs=[*answer.output_logprobs],
-        output_versions=[*answer.output_versions],
-        sampling_logprobs=[*answer.sampling_logprobs],
-        extras={name: [*column] for name, column in answer.extras.items()},
+        output_tokens=[],
+        output_logprobs=[],
+        output_versions=[],
+        stop_reason="abort",
+        latency=0,
+        ttft=0,
     )
+    for chunk in chunks:
+        made.output_tokens.extend(chunk.token_ids)
+        made.output_logprobs.extend(chunk.logprobs)
+        made.output_versions.extend([chunk.version] * len(chunk.token_ids))
+        made.sampling_logprobs.extend(chunk.sampling_logprobs)
+        for name, column in chunk.extras.items():
+            made.extras.setdefault(name, []).extend(column)
+        made = replace(made, stop_reason=chunk.finish_reason or "abort")
+    return made
 
 
 def chunks_of(answer: LLMResponse) -> Iterator[TokenChunk]:
     """Yield the tokens of an answer, in a chunk for each run of one policy version."""
     begin = 0
     for version, run in groupby(answer.output_versions or [0]):  # an empty answer is one empty chunk
-        end = begin + len(list(run))
-        own = slice(begin, end)
+        own = slice(begin, begin := begin + len(list(run)))
         yield TokenChunk(
             request_id=0,
             version=version,
             token_ids=answer.output_tokens[own],
             logprobs=answer.output_logprobs[own],
             sampling_logprobs=answer.sampling_logprobs[own],
-            finish_reason=answer.stop_reason if end >= len(answer.output_tokens) else None,
+            finish_reason=answer.stop_reason if begin >= len(answer.output_tokens) else None,
             extras={name: column[own] for name, column in answer.extras.items()},
         )
-        begin = end

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
-from rlite.rollout.collector.draws import Draw, Draws, WrittenAnswer, chunks_of, copied
-from rlite.rollout.episode import Episode
+from rlite.rollout.collector.draws import Draw, Draws, chunks_of, joined
+from rlite.rollout.collector.group import Group
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
@@ -47,47 +44,35 @@ class SampleInference:
     A request with a seed keeps it in the first episode of its item, and gets a different one in each other episode. A
     request that an earlier attempt has made gets the answer of that attempt, see `Draws`.
 
-    A request that truncates asks for `kept_ids`, if the episode is trained on and the engine offers them.
+    A request that truncates asks for `kept_ids`, if the group is trained on and the engine offers them.
 
     Args:
         engine: generates; its other attributes are available, too.
-        sample: the episode's number in its group.
-        group_seed: see `group_seed`.
-        tokens: counts the generated tokens, by episode.
-        affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
-        is_trained_on: whether the episode is trained on.
-        episode: records the waits for the engine.
-        keeps_tokens: whether the episode also records the tokens.
-        first_sample: number of the group's first episode among those of its item.
+        group: the episode's group, whose `tokens` count the generated tokens.
+        number: the episode's number in its group.
         draws: of the episode's attempts.
+        affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
+        keeps_tokens: whether the group's episode also records the tokens.
     """
 
     def __init__(
         self,
         engine: AsyncInference,
-        sample: int,
-        group_seed: int | None = None,
-        tokens: Counter[int] | None = None,
+        group: Group,
+        number: int,
+        draws: Draws,
         affinity: str | None = None,
-        is_trained_on: bool = True,
-        episode: Episode | None = None,
         keeps_tokens: bool = False,
-        first_sample: int = 0,
-        draws: Draws | None = None,
     ) -> None:
-        self._engine = engine
-        self._has_kept_ids = is_trained_on and "kept_ids" in getattr(engine, "extras", ())
+        self._engine, self._group, self._number, self._draws = engine, group, number, draws
+        self._has_kept_ids = group.start_order is not None and "kept_ids" in getattr(engine, "extras", ())
         self._affinity = affinity
-        self._episode = episode or Episode(time.monotonic())
         self._keeps_tokens = keeps_tokens
-        self._tokens = Counter() if tokens is None else tokens
-        self._tokens[sample] = 0
-        self._sample, self._place = sample, first_sample + sample
-        self._seed = None if group_seed is None else mix(group_seed, sample)
+        self._sample = group.first_sample + number
+        self._seed = None if group.seed is None else mix(group.seed, number)
         self._turns = itertools.count()
-        self._draws = draws or Draws()
-        self._waiting: set[asyncio.Task[Any] | None] = set()
         self._is_over = False
+        group.tokens[number] = 0
 
     def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use an engine's other attributes
         return getattr(self._engine, name)
@@ -103,13 +88,12 @@ class SampleInference:
                     on_chunk(chunk)
 
             if draw.answer is not None:
-                for chunk in chunks_of(draw.answer):
+                chunks = list(chunks_of(draw.answer))
+                for chunk in chunks:
                     note(chunk)
-                kept = copied(draw.answer)
-                return replace(kept, input_tokens=list(request.input_ids), metadata=dict(request.metadata))
+                return replace(joined(chunks), input_tokens=list(request.input_ids), metadata=dict(request.metadata))
             response = await self._engine.agenerate(self._own(request, draw.seed), note)
-            if response.stop_reason != "abort":
-                draw.answer = copied(response)
+            draw.answer = None if response.stop_reason == "abort" else joined(chunks_of(response))
             return response
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
@@ -121,19 +105,17 @@ class SampleInference:
                     count(chunk)
                     yield chunk
                 return
-            written = WrittenAnswer()
+            written = joined([])
             async with aclosing(self._engine.stream(self._own(request, draw.seed))) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     count(chunk)
-                    draw.answer = written.take(chunk)
+                    written = joined([chunk], into=written)
+                    draw.answer = None if written.stop_reason == "abort" else written
                     yield chunk
 
     def end(self) -> None:
-        """End the attempt: its requests under way are cancelled, and further ones are refused."""
+        """End the attempt: further requests are refused."""
         self._is_over = True
-        for task in self._waiting:
-            if task is not None:
-                task.cancel()
 
     async def _check_open(self) -> None:
         """Refuse requests after the attempt's end. The delay keeps a loop that ignores errors from turning quickly.
@@ -154,34 +136,33 @@ class SampleInference:
 
         Yields:
             The draw of the request, and a function that takes the tokens as they arrive.
+
+        Raises:
+            CancelledError: the wait was cancelled.
+            GeneratorExit: the stream was closed.
         """
         draw = self._draws.begin(request, self._seed_of(request), self._engine.get_version())
-        is_kept, task = draw.answer is not None, asyncio.current_task()
+        episode = self._group.episodes[self._number]
 
         def count(chunk: TokenChunk) -> None:
-            self._tokens[self._sample] += len(chunk.token_ids)
+            self._group.tokens[self._number] += len(chunk.token_ids)
             draw.has_begun |= bool(chunk.token_ids)
             if write is not None:
                 write(chunk)
 
-        turn = self._episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
-        self._waiting.add(task)
+        turn = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
         try:
-            with self._episode.span("generate"), turn as write:
+            with episode.span("generate"), turn as write:
                 yield draw, count
         except (asyncio.CancelledError, GeneratorExit):
             draw.has_begun = True
             raise
-        finally:
-            self._waiting.discard(task)
-            if not is_kept:
-                self._draws.end(draw, self._engine.get_version())
 
     def _seed_of(self, request: LLMRequest) -> int | None:
         turn, seed = next(self._turns), request.gconfig.seed
         if seed is None:
             return None if self._seed is None else mix(self._seed, turn)
-        return mix(seed, self._place) if self._place > 0 else seed
+        return mix(seed, self._sample) if self._sample > 0 else seed
 
     def _own(self, request: LLMRequest, seed: int | None) -> LLMRequest:
         extras = request.extras
