@@ -163,9 +163,16 @@ class LoopThread:
                 self._close_timeout,
                 "\n".join(sorted({stack_of(task) for task in tasks})),
             )
-        ABANDONED.running -= asyncio.all_tasks(self._loop)
+        if tasks := asyncio.all_tasks(self._loop):
+            ABANDONED.running -= tasks
+            threading.Thread(target=_hold, args=(tasks,), name="abandoned tasks", daemon=True).start()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _left_tasks(self) -> set[asyncio.Task[Any]]:
         return {task for task in asyncio.all_tasks(self._loop) if task not in ABANDONED.running}
+
+
+def _hold(tasks: set[asyncio.Task[Any]]) -> None:
+    """Keep tasks until the program ends: Python would close their coroutines, which a bare `except:` never lets end."""
+    threading.Event().wait()
