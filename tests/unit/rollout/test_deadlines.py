@@ -254,7 +254,7 @@ def test_code_that_blocks_the_loop_is_named_and_ends_the_call(monkeypatch: pytes
 
     collector = RolloutCollector(ScriptedEngine([[7]]), OPTIONS)
     for mode in (by_rollout_batch, by_rlite_eval):
-        threading.Timer(3, release.set).start()  # the thread of `rlite eval` is joined
+        threading.Timer(6, release.set).start()  # the thread of `rlite eval` is joined
         with pytest.raises(CallTimeout, match="has blocked the rollouts' event loop") as blocked:
             mode(collector, Acts(sleep_synchronously))
         assert "in sleep_synchronously" in str(blocked.value)
