@@ -50,7 +50,7 @@ class Alarms:
         step = self._run.step
         self._look_at_losses(metrics, first_losses)
         of_failures = (selection or Selection()).alarms()
-        for cause, rows in (self._equal_rewards(metrics), self._drift(metrics), *of_failures):
+        for cause, rows in (self._equal_rewards(metrics), _unreplaced(metrics), self._drift(metrics), *of_failures):
             if cause and self._is_due(cause, step):
                 self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
@@ -69,9 +69,6 @@ class Alarms:
         if metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:
             found = {"rewards": f"from {lowest:g} to {highest:g}, but the same for all responses to a prompt"}
             return "in every group all rewards are equal, and teach nothing", {**found, **LOOK}
-        if number := metrics.get("num_unreplaced"):
-            cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
-            return cause, {"groups": f"{number:g}", **LOOK}
         return "", {}
 
     def _drift(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
@@ -100,3 +97,11 @@ class Alarms:
                 for key, number in lost.items()
             ],
         )
+
+
+def _unreplaced(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
+    """Return why a batch has groups that teach nothing in spite of the filter; an empty text if it has none."""
+    if not (number := metrics.get("num_unreplaced")):
+        return "", {}
+    cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
+    return cause, {"groups": f"{number:g}", **LOOK}
