@@ -28,39 +28,15 @@ class Overdue(TimeoutError):
 
 
 class Abandoned(Overdue):
-    """User code did not end in time, and goes on. The text says where."""
+    """User code did not end in time, and goes on. The text says where it is."""
 
 
 class UserExit(RuntimeError):
     """User code raised an exception that ends programs, such as SystemExit."""
 
 
-class AbandonedTasks:
-    """The tasks that went on although they were cancelled. Nobody waits for them."""
-
-    def __init__(self) -> None:
-        self.running: WeakSet[asyncio.Task[Any]] = WeakSet()
-
-    def add(self, task: asyncio.Task[Any], what: str) -> str:
-        """Abandon a task. The log says so when 1, 2, 4, 8, ... of them run.
-
-        Args:
-            task: was cancelled.
-            what: name of the user code.
-
-        Returns:
-            A text that says where the code runs.
-        """
-        self.running.add(task)
-        task.add_done_callback(self.running.discard)
-        where = f"it ignores its cancellation, goes on and was abandoned, at:\n{stack_of(task)}"
-        if (count := len(self.running)) & (count - 1) == 0:
-            advice = "let asyncio.CancelledError pass (a bare `except:` does not), or run the code in a process"
-            logger.warning("%s is over time: %s\n%s now; %s", what, where, counted(count, "abandoned task"), advice)
-        return where
-
-
-ABANDONED = AbandonedTasks()
+ABANDONED: WeakSet[asyncio.Task[Any]] = WeakSet()
+"""tasks that went on although they were cancelled, and run. Nobody waits for them"""
 
 
 async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T:
@@ -85,7 +61,8 @@ async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T
         raise
     if not task.done():
         where = await _end(task, what)
-        raise Abandoned(where) if where else Overdue
+        text = f"{what} did not end in {seconds:g} s"
+        raise Abandoned(f"{text}: {where}") if where else Overdue(text)
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, Exception):
         raise UserExit(f"{what} raised {error!r}") from error
@@ -107,8 +84,7 @@ async def converted(work: Awaitable[T], seconds: float | None, what: str, errors
     try:
         return await by_deadline(work, seconds, what)
     except Overdue as error:
-        where = f": {error}" if str(error) else ""
-        raise errors["timeout"](f"{what} ran for more than {seconds:g} s{where}") from error
+        raise errors["timeout"](str(error)) from error
     except Exception as error:
         cause = error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
         raise errors["raised"](f"{what} raised {describe(cause)}") from error
@@ -120,14 +96,28 @@ async def _end(task: asyncio.Future[Any], what: str) -> str:
     Returns:
         A text that says where the code runs; "" if it has ended.
     """
-    where = ""
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio reports it as lost
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=GRACE)
     finally:  # this call may be cancelled, too
-        if isinstance(task, asyncio.Task) and not task.done():
-            where = ABANDONED.add(task, what)
+        where = _abandon(task, what) if isinstance(task, asyncio.Task) and not task.done() else ""
+    return where
+
+
+def _abandon(task: asyncio.Task[Any], what: str) -> str:
+    """Abandon a task. The log says so when 1, 2, 4, 8, ... abandoned tasks run.
+
+    Returns:
+        A text that says where the code runs, in one line.
+    """
+    ABANDONED.add(task)
+    task.add_done_callback(ABANDONED.discard)
+    place = " > ".join(line.strip() for line in stack_of(task).splitlines())
+    where = f"it ignores its cancellation, goes on and was abandoned, at {place}"
+    if (count := len(ABANDONED)) & (count - 1) == 0:
+        advice = "let asyncio.CancelledError pass (a bare `except:` does not), or run the code in a process"
+        logger.warning("%s is over time: %s; %s now; %s", what, where, counted(count, "abandoned task"), advice)
     return where
 
 

@@ -151,7 +151,9 @@ class LoopThread:
             break
         self._on_end(self._death)
         deadline = time.monotonic() + self._close_timeout
-        while (tasks := self._left_tasks()) and time.monotonic() < deadline:
+        while (
+            tasks := {task for task in asyncio.all_tasks(self._loop) if task not in ABANDONED}
+        ) and time.monotonic() < deadline:
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # these leave the loop, other tasks are left
@@ -164,13 +166,10 @@ class LoopThread:
                 "\n".join(sorted({stack_of(task) for task in tasks})),
             )
         if tasks := asyncio.all_tasks(self._loop):
-            ABANDONED.running -= tasks
+            ABANDONED.difference_update(tasks)
             threading.Thread(target=_hold, args=(tasks,), name="abandoned tasks", daemon=True).start()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
-
-    def _left_tasks(self) -> set[asyncio.Task[Any]]:
-        return {task for task in asyncio.all_tasks(self._loop) if task not in ABANDONED.running}
 
 
 def _hold(tasks: set[asyncio.Task[Any]]) -> None:

@@ -138,12 +138,11 @@ class Episodes:
         Raises:
             CallTimeout: The attempt did not end in time.
         """
-        limit, what = self.options.request_timeout, f"an episode of {self.name}"
+        what = f"an episode of {self.name}"
         try:
-            result = await by_deadline(self._episode(inference), limit, what)
+            result = await by_deadline(self._episode(inference), self.options.request_timeout, what)
         except Overdue as error:
-            where = f": {error}" if str(error) else ""
-            raise CallTimeout(f"{what} did not end in {limit:g} s{where}") from error
+            raise CallTimeout(str(error)) from error
         if result is not None:
             check_trajectory(result, f"the trajectory of {self.name}")
         return result

@@ -128,7 +128,7 @@ class LostGroups:
         with stats_tracker.scope("rollout"):
             stats_tracker.count(num_groups=len(groups), num_lost=self._lost.total(), num_refused=num_refused)
             stats_tracker.count(**found.counts(), **{f"lost/{kind}": n for kind, n in self._lost.items()})
-            stats_tracker.scalar(num_abandoned=len(ABANDONED.running), **found.lengths())
+            stats_tracker.scalar(num_abandoned=len(ABANDONED), **found.lengths())
             _report_age(batch, version, self._too_old, found.kept)
         self._lost, self._failed_attempts = Counter(), failed_attempts
         self._too_old, self._failed_lengths = [], []

@@ -226,7 +226,7 @@ def test_greedy_training_is_refused_where_responses_to_a_prompt_must_differ():
 
 
 def test_the_options_of_the_collector_are_set_from_the_trainer():
-    assert load(PpoConfig, PPO).collector_options() == CollectorOptions(consumer_batch_size=32, keep_ended=True)
+    assert load(PpoConfig, PPO).collector_options() == CollectorOptions(consumer_batch_size=32, keep_ended=True, is_filter_bounded=True)
     wanted = {"stale_timeout": 1.0, "request_timeout": 2.0, "request_retries": 0, "max_consecutive_failures": 5}
     settings = [f"rollout.{name}={value}" for name, value in wanted.items()]
     assert load(PpoConfig, [*PPO, *settings]).collector_options() == CollectorOptions(
