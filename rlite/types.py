@@ -362,7 +362,8 @@ class AsyncInference(Protocol):
 
     An engine may also have `context_length`, the most tokens of prompt and completion together: longer texts are then
     refused before they are tokenised whole. It may also have `extras`, the names of the columns that a request may ask
-    for, and `end_ids`, the model's own end tokens.
+    for, `end_ids`, the model's own end tokens, and `seed`, from which requests without a seed get one that another
+    attempt repeats.
     """
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:

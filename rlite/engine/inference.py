@@ -286,6 +286,11 @@ class RliteInferenceEngine(ElasticReplicas):
         self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
 
     @property
+    def seed(self) -> int:
+        """Seed of requests without a seed of their own."""
+        return self.options.seed
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer."""
         if self._tokenizer is None:

@@ -73,8 +73,9 @@ class EpisodeRunner:
 
         Raises:
             RolloutError: user code has ended the event loop of the episodes.
+            CallTimeout: user code blocks the event loop for longer than an episode may take.
         """
-        loop = LoopThread("evaluation", lambda _: None)
+        loop = LoopThread("evaluation", lambda _: None, block_limit=self.options.request_timeout)
         taker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation-taker")
 
         has_failed = False
@@ -94,7 +95,7 @@ class EpisodeRunner:
 
         running = loop.submit(self._run_all(iter(places), min(self.max_concurrent, len(places)), take))
         try:
-            running.result()
+            loop.result(running)
         except CancelledError as error:
             raise RolloutError("the evaluation was stopped: user code has ended the episodes' event loop") from error
         finally:
@@ -119,7 +120,7 @@ class EpisodeRunner:
 
     async def _episode(self, place: Place) -> EndedEpisode:
         seed = mix(mix(self.seed, place.item), place.sample)
-        group = Group(place.item, self.items[place.item], self.workflow, size=1, seed=seed)
+        group = Group(place.item, self.items[place.item], self.workflow, size=1, seed=seed, first_sample=place.sample)
         try:
             found = await Episodes(group, self.engine, self.options, Counter()).run()
         except EpisodeFailed as failed:

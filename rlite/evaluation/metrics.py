@@ -12,6 +12,7 @@ from statistics import NormalDist
 from rlite.errors import DataError
 from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
 from rlite.rollout.collector.lost_groups import kind_of
+from rlite.rollout.collector.selection import Selection
 from rlite.wording import counted
 
 
@@ -29,6 +30,9 @@ def summary(
         NAME_standard_error of pass@k, majority@ks and truncated, clustered by item; missing with one item
         NAME_low, NAME_high interval of accuracy, pass@k, majority@ks and truncated, if all values are between 0 and 1
         num_errors          failed samples, and errors/KIND by kind
+        length_failed       mean length of their answers, beside length_kept of the others; missing without both
+        num_failed_attempts attempts that failed, and failed_attempts/KIND by kind; missing if none failed
+        num_redrawn         samples whose model answered anew after a failure, and redrawn/KIND; missing if none did
 
     Args:
         samples: at least one; `ks` or more of each item.
@@ -53,7 +57,23 @@ def summary(
         metrics |= with_error(f"pass@{k}", [[pass_at_k(n, solved, k)] for n, solved in num_solved])
     if any(sample.answer is not None for sample in samples):
         metrics |= with_error(f"majority@{ks}", [[majority(own[:ks], solved_at)] for own in items.values()])
-    return metrics | error_counts(samples)
+    found = selection_of(samples)
+    seldom = {name: float(value) for name, value in found.counts().items() if value}
+    return metrics | error_counts(samples) | seldom | (found.lengths() if finished else {})
+
+
+def selection_of(samples: Sequence[Sample]) -> Selection:
+    """Return what failures have done to the answers of an evaluation."""
+    failed_attempts = Counter(kind for sample in samples for kind in sample.failed_attempts)
+    kept = [sample.length for sample in samples if sample.score is not None]
+    return Selection(
+        num_groups=len(samples),
+        num_attempts=failed_attempts.total() + len(kept),
+        failed_attempts=failed_attempts,
+        redrawn=Counter(sample.redrawn for sample in samples if sample.redrawn),
+        failed=[sample.length for sample in samples if sample.score is None],
+        kept=kept,
+    )
 
 
 def standard_error_of(metric: str) -> str:

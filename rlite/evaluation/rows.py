@@ -17,7 +17,7 @@ from rlite.evaluation.scores import measured, score_column
 from rlite.observability.record.files import all_files, write_table
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.rollout.collector.status import status_of
-from rlite.rollout.record.tables import make_tables
+from rlite.rollout.record.tables import SEPARATOR, make_tables
 from rlite.rollout.record.texts import TokenTexts
 
 Row = dict[str, Any]
@@ -40,7 +40,7 @@ def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool
     trajectory = group.episodes[0].trajectory
     own = {} if trajectory is None else _sample_columns(trajectory)
     status = "evaluated" if episode.has_succeeded else status_of(episode.reason, episode.error)
-    ended = replace(group.ended(status, episode.reason), group=place.item, item=item, first_sample=place.sample)
+    ended = replace(group.ended(status, episode.reason), group=place.item, item=item)
     tables = make_tables(0, [ended], texts, {0})
     (row,) = tables["rows"].to_pylist()
     row |= own
@@ -69,6 +69,8 @@ def sample_of(row: Row) -> Sample:
         truncated=bool(row.get("truncated")),
         answer=row.get("answer"),
         length=row.get("response_tokens") or 0,
+        failed_attempts=tuple(filter(None, (row.get("failed_attempts") or "").split(SEPARATOR))),
+        redrawn=row.get("redrawn") or "",
     )
 
 

@@ -34,7 +34,11 @@ class Sample:
     answer: str | None = None
     """answer that the reward has named; None if it names none"""
     length: int = 0
-    """tokens that the model wrote"""
+    """tokens that the model wrote, in the last attempt"""
+    failed_attempts: tuple[str, ...] = ()
+    """kinds of the errors of the attempts that failed"""
+    redrawn: str = ""
+    """kind of the failure after which the model answered anew; empty if it did not"""
 
     def __post_init__(self) -> None:
         if self.score is not None and not math.isfinite(self.score):

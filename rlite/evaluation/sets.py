@@ -127,8 +127,9 @@ def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
 def _sample(ended: Ended) -> Sample:
     [episode] = ended.episodes
     own: dict[str, Any] = {"item": str(ended.group), "sample": ended.first_sample}  # two rows may have the same id
+    own |= {"failed_attempts": tuple(episode.failed_attempts), "redrawn": episode.redrawn}
     if ended.reason or (trajectory := episode.trajectory) is None:
-        return Sample(**own, score=None, reason=ended.reason)
+        return Sample(**own, score=None, reason=ended.reason, length=ended.num_tokens.get(0, 0))
     return Sample(**own, answer=episode.answer, **measured(trajectory))
 
 

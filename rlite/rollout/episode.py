@@ -39,6 +39,10 @@ class Episode:
         """tokens of the last attempt; empty as soon as there is a trajectory"""
         self.failure = ""
         """error of the last attempt, if no attempt was left"""
+        self.failed_attempts: list[str] = []
+        """kinds of the errors of the attempts that failed, in order"""
+        self.redrawn = ""
+        """kind of the failure after which the episode drew other answers than before; empty if it did not"""
         self.answer: str | None = None
         """answer that the reward of the current attempt has named"""
         self._answered_by: object = None
@@ -110,6 +114,8 @@ class Episode:
             "ended_at": self.ended_at,
             "spans": [list(span) for span in list(self.spans)],
             "failure": self.failure,
+            "failed_attempts": list(self.failed_attempts),
+            "redrawn": self.redrawn,
             "answer": self.answer,
             "attempt": self.attempt.state_dict(),
         }
@@ -121,6 +127,7 @@ class Episode:
         episode.started, episode.ended, episode.ended_at = state["started"], state["ended"], state["ended_at"]
         episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
         episode.failure, episode.answer, episode.trajectory = state["failure"], state["answer"], trajectory
+        episode.failed_attempts, episode.redrawn = state.get("failed_attempts", []), state.get("redrawn", "")
         episode.attempt = AttemptHistory.from_state(state.get("attempt", ()))
         return episode
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rlite.evaluation.metrics import selection_of
 from rlite.evaluation.sets import Evaluation
 from rlite.rollout.collector.lost_groups import cause_of
 from rlite.trainer.held_out.options import UNNAMED, key_of, without_sets
@@ -47,6 +48,7 @@ class InvalidEvaluations:
             evaluation: evaluation of a set.
             first_losses: an example of each cause of lost groups.
         """
+        self._report_selection(evaluation)
         name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), evaluation.set.num_episodes
         limit = self._options.get(name, GeneratedOptions()).max_error_share
         if num_errors <= limit * num_episodes:
@@ -63,3 +65,12 @@ class InvalidEvaluations:
                 [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)],
             )
         return False
+
+    def _report_selection(self, evaluation: Evaluation) -> None:
+        """Report failures that choose among answers, each cause once for each set."""
+        name = evaluation.set.name
+        for cause, facts in selection_of(evaluation.samples).alarms():
+            if f"{name}/{cause}" not in self._told:
+                self._told.add(f"{name}/{cause}")
+                of_set = f" of {name}" if name else ""
+                self._run.console.alarm(f"ALARM at step {self._run.step}: evaluation{of_set}: {cause}", facts)

@@ -328,7 +328,8 @@ class PpoTrainer:
         self.record.step(batch)
         metrics |= self._evaluate_due()
         self.run.log(metrics)
-        self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
+        collector = self.engines.rollout.collector
+        self.alarms.look(metrics, collector.first_losses, collector.take_selection())
         if self.run.is_save_due():
             self._save_after_evaluations()
         return metrics

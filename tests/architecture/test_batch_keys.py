@@ -23,7 +23,10 @@ PACKS = {"data"}
 OTHERS = {
     "rlite/data/preferences.py": {"messages", "prompt", "tools"},
     "rlite/engine/fsdp2/batch_runner.py": {"params"},
-    "rlite/evaluation/rows.py": {"answer", "group", "item", "reason", "response_tokens", "reward", "sample", "score"}
+    "rlite/evaluation/rows.py": {
+        *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
+        "score",
+    }
     | {"tokens"},
     "rlite/rollout/record/tables.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},

@@ -161,8 +161,11 @@ def _rewrite(
 
 
 def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    with _reading(sources[0]):
-        schema = pq.read_schema(sources[0])
+    schemas: list[pa.Schema] = []
+    for source in sources:
+        with _reading(source):
+            schemas.append(pq.read_schema(source))
+    schema = pa.unify_schemas(schemas)  # older files lack columns
     changed = (table for source in sources for table in _changed(source, schema, change) if len(table))
     with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in _joined(changed):
@@ -172,7 +175,8 @@ def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], p
 def _changed(source: Path, schema: pa.Schema, change: Callable[[pa.Table], pa.Table]) -> Iterator[pa.Table]:
     with _reading(source), pq.ParquetFile(source) as file:
         for number in range(file.num_row_groups):
-            yield change(file.read_row_group(number)).cast(schema)
+            table = change(file.read_row_group(number))
+            yield pa.concat_tables([schema.empty_table(), table], promote_options="default").cast(schema)
 
 
 def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

@@ -57,6 +57,11 @@ ROWS = _schema(
     item=(pa.string(), "id of the data item: its `id`, else its number in the data"),
     status=(pa.string(), "one of STATUSES"),
     reason=(pa.string(), "why it was not trained on, in one line; empty if it was"),
+    failed_attempts=(pa.string(), "kinds of the errors of its attempts that failed, in order, between commas"),
+    redrawn=(
+        pa.string(),
+        "kind of the failure after which the model answered anew; empty if all answers are those drawn first",
+    ),
     reward=(pa.float64(), "reward of the trajectory; null if it has none"),
     reward_parts=(pa.map_(pa.string(), pa.float64()), "parts of the reward by name, before their weights"),
     score=(pa.float64(), "score by which it is evaluated; null if the workflow gives none"),

@@ -1,4 +1,8 @@
-"""The episodes of one group: they run side by side, and each is attempted until it succeeds or has no attempt left."""
+"""The episodes of one group: they run side by side, and each is attempted until it succeeds or has no attempt left.
+
+An attempt gets the answers that earlier attempts have drawn (`draws.py`). Its deadline does not depend on its code:
+code that ignores its cancellation is abandoned, which ends its episode (`rlite.rollout.deadlines`).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
+from rlite.rollout.collector.draws import Draws
 from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.lost_groups import reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
+from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline
 from rlite.rollout.episode import running
 from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
@@ -51,6 +57,11 @@ class Episodes:
     """time-out and number of attempts"""
     failed_attempts: Counter[str]
     """counts the attempts that raised, by the exception's name or the reward's outcome"""
+
+    @property
+    def name(self) -> str:
+        """Name of the workflow."""
+        return type(self.group.workflow).__name__
 
     async def run(self) -> list[TensorDict] | None:
         """Run all episodes. The first that fails for good cancels its siblings.
@@ -95,46 +106,49 @@ class Episodes:
             episode.end()
 
     async def _attempts(self, number: int, affinity: str | None) -> TensorDict | None:
-        group, num_attempts = self.group, 0
-        recorded, name = group.episodes[number], type(group.workflow).__name__
+        group, recorded, draws = self.group, self.group.episodes[number], Draws()
         while True:
-            num_attempts += 1
             recorded.begin_attempt()
-            limit = asyncio.timeout(self.options.request_timeout)
+            draws.begin_attempt()
+            keeps_tokens = self.options.keep_ended
+            inference = SampleInference(self.engine, group, number, draws, affinity, keeps_tokens)
             try:
-                async with limit:
-                    # with a seed, another attempt draws the same numbers: what failed was not the model's doing
-                    is_trained_on = group.start_order is not None
-                    inference: Any = SampleInference(
-                        self.engine,
-                        number,
-                        group.seed,
-                        group.tokens,
-                        affinity,
-                        is_trained_on,
-                        recorded,
-                        keeps_tokens=self.options.keep_ended,
-                    )
-                    episode = group.workflow.arun_episode(inference, dict(group.data))
-                    if not inspect.isawaitable(episode):
-                        raise ConfigError(
-                            f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`"
-                        )
-                    result = await episode
-                if result is not None:
-                    check_trajectory(result, f"the trajectory of {name}")
-                group.num_finished += 1
-                recorded.take_trajectory(result)
-                return result
+                result = await self._attempt(inference)
             except ENGINE_FAILURES:
                 raise
             except Exception as error:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError from error  # the workflow turned the cancellation into another error
-                cause: Exception = error
-                if isinstance(error, TimeoutError) and limit.expired():
-                    cause = CallTimeout(f"an episode of {name} did not end in {self.options.request_timeout:g} s")
-                self.failed_attempts[cause.outcome if isinstance(cause, SandboxError) else type(cause).__name__] += 1
-                if num_attempts > self.options.request_retries or isinstance(cause, FINAL):
-                    recorded.failure = reason_of(cause)
-                    raise EpisodeFailed(cause) from cause
+                kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
+                recorded.failed_attempts.append(kind)
+                self.failed_attempts[kind] += 1
+                is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
+                if len(recorded.failed_attempts) > self.options.request_retries or is_final:
+                    recorded.failure = reason_of(error)
+                    raise EpisodeFailed(error) from error
+            else:
+                group.num_finished += 1
+                recorded.redrawn = recorded.failed_attempts[-1] if draws.are_other(self.engine.get_version()) else ""
+                recorded.take_trajectory(result)
+                return result
+            finally:
+                inference.end()
+
+    async def _attempt(self, inference: SampleInference) -> TensorDict | None:
+        """Return the checked trajectory of one attempt.
+
+        Raises:
+            CallTimeout: The attempt did not end in time.
+        """
+        what = f"an episode of {self.name}"
+        try:
+            result = await by_deadline(self._episode(inference), self.options.request_timeout, what)
+        except Overdue as error:
+            raise CallTimeout(str(error)) from error
+        if result is not None:
+            check_trajectory(result, f"the trajectory of {self.name}")
+        return result
+
+    async def _episode(self, inference: Any) -> TensorDict | None:
+        episode = self.group.workflow.arun_episode(inference, dict(self.group.data))
+        if not inspect.isawaitable(episode):
+            raise ConfigError(f"{self.name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
+        return await episode

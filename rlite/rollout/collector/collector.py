@@ -30,6 +30,7 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.progress import RolloutProgress
 from rlite.rollout.collector.runner import GroupRunner
 from rlite.rollout.collector.seeds import group_seed
+from rlite.rollout.collector.selection import Selection
 from rlite.rollout.collector.status import status_of
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.sandbox.pool import close_shared_pool
@@ -113,6 +114,13 @@ class RolloutCollector:
         """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
         with self._changed:
             return dict(self._runner.lost_groups.first)
+
+    def take_selection(self) -> Selection:
+        """Return what failures have done to the answers of the batches since the last call."""
+        with self._changed:
+            lost = self._runner.lost_groups
+            found, lost.selection = lost.selection, Selection()
+        return found
 
     @property
     def failed_attempts(self) -> Counter[str]:
@@ -234,7 +242,8 @@ class RolloutCollector:
         """
         _check_items(data, workflow, group_size)
         named = [Prompt(item, item_name(item, number)) for number, item in enumerate(data)]
-        groups = self._submit(self._tests, [item for item in named for _ in range(group_size)], workflow)
+        each_alone = [item for item in named for _ in range(group_size)]
+        groups = self._submit(self._tests, each_alone, workflow, num_samples=group_size)
         try:
             with self._reporting("evaluation", groups):
                 self._consumer.finish(self._tests, groups, timeout, is_interrupted)
@@ -356,7 +365,7 @@ class RolloutCollector:
         """
         with self._changed:
             self._ahead.load_state_dict(state, workflow, should_accept, self.engine.get_version())
-            self._runner.lost_groups = LostGroups(self.failed_attempts.total())
+            self._runner.lost_groups = LostGroups(self.failed_attempts)
             self._restore_record(state)
         self.version_changed()
 
@@ -429,21 +438,27 @@ class RolloutCollector:
         group_size: int = 1,
         accept: ShouldAccept | None = None,
         first_place: int = 0,
+        num_samples: int = 1,
     ) -> list[Group]:
         _check_items(items, workflow, group_size)
         with self._changed:
             position = first_place + (queue.ledger.counters.submitted if queue is self._ahead else 0)
-            seed, version, id = self.options.seed, self.engine.get_version(), self._num_submitted
-            groups = [
-                Group(id + index, item, workflow, group_size, accept, group_seed(seed, version, position + index))
-                for index, item in enumerate(items)
-            ]
-            for group in groups:
-                named = group.data
-                group.item = named.item if isinstance(named, Prompt) else item_name(named, group.id)
+            groups: list[Group] = []
+            for index, item in enumerate(items):
+                id = self._num_submitted + index
+                group = Group(id, item, workflow, group_size, accept, self._seed(position + index, id))
+                group.item = item.item if isinstance(item, Prompt) else item_name(item, id)
+                group.first_sample = index % num_samples
+                groups.append(group)
             self._num_submitted += len(items)
             self._runner.submit(queue, groups)
         return groups
+
+    def _seed(self, position: int, id: int) -> int | None:
+        """Return the seed of a group. From the engine's seed, each group gets another one, whatever its position."""
+        if self.options.seed is not None:
+            return group_seed(self.options.seed, self.engine.get_version(), position)
+        return group_seed(getattr(self.engine, "seed", None), -1, id)
 
     def _next_items(self) -> Sequence[Item]:
         items = next(self._source)
@@ -464,8 +479,7 @@ def _collected(groups: Sequence[Group], batch: TensorDict | None) -> Collected:
 def _evaluated(group: Group, number: int, group_size: int) -> Ended:
     """Return an episode of an evaluation; `number` is its place among all episodes."""
     status = "evaluated" if group.reason is None else status_of(group.reason, group.error)
-    prompt, sample = divmod(number, group_size)
-    return replace(group.ended(status, group.reason or ""), group=prompt, first_sample=sample)
+    return replace(group.ended(status, group.reason or ""), group=number // group_size)
 
 
 def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:

@@ -134,7 +134,7 @@ class GroupConsumer:
         """Return consumed groups as a batch to train on, and record its statistics."""
         batch = join(groups)
         with self._runner.changed:
-            self._runner.report(batch, len(groups))
+            self._runner.report(batch, groups)
         return batch
 
     def _take(self, queue: Queue, count: int) -> TensorDict | None:

@@ -61,6 +61,8 @@ class Group:
     """episodes that have ended"""
     item: str = ""
     """name of the item in records"""
+    first_sample: int = 0
+    """number of the first episode among those of the item"""
     episodes: list[Episode] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,12 @@ class Group:
             reason: why it is lost.
         """
         columns = short_columns(self.data)
-        return Ended(self.id, self.item, status, reason, self.episodes, self.tokens, columns=columns)
+        return Ended(self.id, self.item, status, reason, self.episodes, self.tokens, self.first_sample, columns)
+
+    @property
+    def redrawn(self) -> str:
+        """Kind of the failure after which an episode drew other answers; empty if none did."""
+        return next((episode.redrawn for episode in self.episodes if episode.redrawn), "")
 
     def __str__(self) -> str:
         state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"

@@ -13,6 +13,8 @@ from tensordict import TensorDict
 from rlite.errors import shortened
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.group import Group, response_lengths
+from rlite.rollout.collector.selection import Selection
+from rlite.rollout.deadlines import ABANDONED
 from rlite.sandbox.child import text_of
 from rlite.sandbox.errors import SandboxError
 
@@ -71,15 +73,19 @@ class LostGroups:
     """Counts the groups to train on that were lost since the last batch.
 
     Args:
-        num_failed_attempts: attempts at an episode that have failed before.
+        failed_attempts: attempts at an episode that have failed before, by kind.
     """
 
-    def __init__(self, num_failed_attempts: int = 0) -> None:
+    def __init__(self, failed_attempts: Counter[str] | None = None) -> None:
         self.first: dict[str, str] = {}
         """reason of the first lost group of each cause, with its row"""
         self._lost: Counter[str] = Counter()
-        self._num_failed_attempts = num_failed_attempts
+        self._failed_attempts = Counter(failed_attempts or ())
         self._too_old: list[Counter[int]] = []
+        self._failed_lengths: list[int] = []
+        """lengths of the answers of episodes that have failed for good"""
+        self.selection = Selection()
+        """what failures have done to the answers since the alarms were given"""
 
     def explain(self, group: Group, reason: str, error: BaseException | None) -> None:
         """Keep the reason of a lost group, also of an evaluation, if it is the first of its cause.
@@ -95,35 +101,47 @@ class LostGroups:
     def add(self, group: Group, reason: str) -> None:
         """Count a lost group."""
         self._lost[kind_of(reason)] += 1
+        self._failed_lengths += [group.tokens[place] for place, each in enumerate(group.episodes) if each.failure]
         if reason.startswith(TOO_OLD):
             self._too_old.append(group.tokens)  # a cancelled group may still report a few more
 
-    def report(self, batch: TensorDict, num_groups: int, version: int, num_failed_attempts: int) -> None:
+    def report(self, batch: TensorDict, groups: Sequence[Group], version: int, failed_attempts: Counter[str]) -> None:
         """Record statistics of a batch and of the groups that were lost before it, then start again from zero.
 
         Args:
             batch: about to be consumed.
-            num_groups: groups in the batch.
+            groups: groups in the batch.
             version: current policy version.
-            num_failed_attempts: attempts at an episode that have failed so far.
+            failed_attempts: attempts at an episode that have failed so far, by kind.
         """
-        num_failed = num_failed_attempts - self._num_failed_attempts
+        failed = failed_attempts - self._failed_attempts
+        found = Selection(
+            num_groups=len(groups),
+            num_attempts=failed.total() + sum(group.size for group in groups),
+            failed_attempts=failed,
+            redrawn=Counter(group.redrawn for group in groups if group.redrawn),
+            failed=self._failed_lengths,
+            kept=response_lengths([batch]),
+        )
+        self.selection.add(found)
         num_refused = self._lost.pop(kind_of(NOT_ACCEPTED), 0)  # should_accept is there to refuse groups
         with stats_tracker.scope("rollout"):
-            stats_tracker.count(num_groups=num_groups, num_lost=self._lost.total(), num_failed_attempts=num_failed)
-            stats_tracker.count(num_refused=num_refused, **{f"lost/{kind}": n for kind, n in self._lost.items()})
-            _report_age(batch, version, self._too_old)
-        self._lost, self._num_failed_attempts, self._too_old = Counter(), num_failed_attempts, []
+            stats_tracker.count(num_groups=len(groups), num_lost=self._lost.total(), num_refused=num_refused)
+            stats_tracker.count(**found.counts(), **{f"lost/{kind}": n for kind, n in self._lost.items()})
+            stats_tracker.scalar(num_abandoned=len(ABANDONED), **found.lengths())
+            _report_age(batch, version, self._too_old, found.kept)
+        self._lost, self._failed_attempts = Counter(), failed_attempts
+        self._too_old, self._failed_lengths = [], []
 
 
-def _report_age(batch: TensorDict, version: int, too_old: Sequence[Counter[int]]) -> None:
+def _report_age(batch: TensorDict, version: int, too_old: Sequence[Counter[int]], kept: Sequence[int]) -> None:
     """Record how many updates late a batch is consumed, and the lengths of the groups that were too old for it."""
     if "versions" in batch:
         # a sequence is as old as its oldest token
         made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
         stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
     if too_old:
-        lengths, kept = [tokens for group in too_old for tokens in group.values()], response_lengths([batch])
+        lengths = [tokens for group in too_old for tokens in group.values()]
         stats_tracker.count(num_dropped_too_old=len(too_old))
         stats_tracker.scalar(
             length_dropped=sum(lengths) / max(1, len(lengths)),

@@ -35,8 +35,10 @@ class CollectorOptions(CollectorLimits):
     """groups that one weight update consumes; None: as many as `prepare_batch` reads, or `wait` asks for, first"""
     max_consecutive_rejections: Count = 1024
     """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
+    is_filter_bounded: bool = False
+    """should_accept itself refuses a bounded number of groups: they do not count for max_consecutive_rejections"""
     keep_ended: bool = False
     """keep each ended group of training until `RolloutCollector.take_ended` returns it"""
     seed: int | None = None
     """draw a request's random numbers from this, the policy version, and the item's, sample's and turn's numbers;
-    None: from the order in which requests arrive"""
+    None: from the engine's seed and the group's number if the engine has a seed, else from the order of requests"""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -58,7 +59,7 @@ class GroupRunner:
         self._num_started = itertools.count()
         self._failures = FailureStreaks()
         self._num_refused = 0
-        self._loop = LoopThread("rollout-collector", self._on_loop_end)
+        self._loop = LoopThread("rollout-collector", self._on_loop_end, block_limit=options.request_timeout)
 
     # -- called in any thread ------------------------------------------------------------------------------------
 
@@ -160,10 +161,10 @@ class GroupRunner:
             for id in queue.ledger.too_old(version):
                 self.drop(queue, queue.groups[id], lost_groups.TOO_OLD)
 
-    def report(self, batch: TensorDict, num_groups: int) -> None:
-        """Record the statistics of a batch of so many groups, and of the groups lost before it. Needs the lock."""
-        num_failed = sum(queue.failed_attempts.total() for queue in self._queues if queue.is_training)
-        self.lost_groups.report(batch, num_groups, self._engine.get_version(), num_failed)
+    def report(self, batch: TensorDict, groups: Sequence[Group]) -> None:
+        """Record the statistics of a batch of these groups, and of the groups lost before it. Needs the lock."""
+        failed = sum((queue.failed_attempts.copy() for queue in self._queues if queue.is_training), Counter[str]())
+        self.lost_groups.report(batch, groups, self._engine.get_version(), failed)
 
     def close(self) -> None:
         """Cancel the running groups and end the thread."""
@@ -201,8 +202,8 @@ class GroupRunner:
     def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
             self._end(queue, group, lost_groups.CANCELLED)
-        elif (error := task.exception()) is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
-            self._loop.die(error)  # those two have ended the loop already; `_run` lets no Exception through
+        elif (error := task.exception()) is not None:
+            self._loop.die(error)  # `_run` lets no Exception through
 
     async def _run(self, queue: Queue, group: Group) -> None:
         try:
@@ -217,7 +218,11 @@ class GroupRunner:
                 self._stop(error)
         except EpisodeFailed as failed:
             self._fail(queue, group, reason_of(failed.error), failed.error)
-        except Exception as error:  # only should_accept is left: it is the caller's code, and would fail again
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # only should_accept is left: it is the caller's code, and would fail again
             if self._end(queue, group, reason_of(error), error):
                 self._stop(_stopping_error(f"should_accept raised {reason_of(error)}", error))
         else:
@@ -240,7 +245,8 @@ class GroupRunner:
     def _refuse(self, queue: Queue, group: Group, reason: str) -> None:
         """Drop a group whose episodes succeeded, and stop the run if too many in a row were refused."""
         if self._end(queue, group, reason) and queue.is_training:
-            self._num_refused += 1
+            is_counted = reason != lost_groups.NOT_ACCEPTED or not self._options.is_filter_bounded
+            self._num_refused = self._num_refused + 1 if is_counted else 0
             if self._num_refused >= self._options.max_consecutive_rejections:
                 self._stop(_stopping_error(f"{self._num_refused} groups in a row were dropped: {reason}"))
 

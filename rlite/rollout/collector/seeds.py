@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 
-from rlite.rollout.episode import Episode
+from rlite.rollout.collector.draws import Draw, Draws, chunks_of, joined
+from rlite.rollout.collector.group import Group
+from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
+
+REFUSAL_DELAY = 1.0
+"""seconds until a request of an attempt that is over is refused"""
 
 
 def mix(seed: int, number: int) -> int:
@@ -26,7 +30,7 @@ def group_seed(seed: int | None, version: int, position: int) -> int | None:
     """Return the seed of a group, if there is a seed.
 
     Args:
-        seed: the collector's.
+        seed: the collector's, from its options.
         version: policy version at the submission.
         position: the item's, among the submitted ones. A resumed run submits the same items at the same positions.
     """
@@ -34,94 +38,133 @@ def group_seed(seed: int | None, version: int, position: int) -> int | None:
 
 
 class SampleInference:
-    """The engine as one episode of a group sees it: episodes of one group draw different random numbers.
+    """The engine as one attempt at an episode sees it: episodes of one item draw different random numbers.
 
     A request without a seed gets one from the group's seed, the episode's number and the turn, if the group has a seed.
-    A request with a seed keeps it in the first episode, and gets a different one in each other episode.
+    A request with a seed keeps it in the first episode of its item, and gets a different one in each other episode. A
+    request that an earlier attempt has made gets the answer of that attempt, see `Draws`.
 
-    A request that truncates asks for `kept_ids`, if the episode is trained on and the engine offers them.
+    A request that truncates asks for `kept_ids`, if the group is trained on and the engine offers them.
 
     Args:
         engine: generates; its other attributes are available, too.
-        sample: the episode's number in its group.
-        group_seed: see `group_seed`.
-        tokens: counts the generated tokens, by episode.
+        group: the episode's group, whose `tokens` count the generated tokens.
+        number: the episode's number in its group.
+        draws: of the episode's attempts.
         affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
-        is_trained_on: whether the episode is trained on.
-        episode: records the waits for the engine.
-        keeps_tokens: whether the episode also records the tokens.
+        keeps_tokens: whether the group's episode also records the tokens.
     """
 
     def __init__(
         self,
         engine: AsyncInference,
-        sample: int,
-        group_seed: int | None = None,
-        tokens: Counter[int] | None = None,
+        group: Group,
+        number: int,
+        draws: Draws,
         affinity: str | None = None,
-        is_trained_on: bool = True,
-        episode: Episode | None = None,
         keeps_tokens: bool = False,
     ) -> None:
-        self._engine = engine
-        self._has_kept_ids = is_trained_on and "kept_ids" in getattr(engine, "extras", ())
+        self._engine, self._group, self._number, self._draws = engine, group, number, draws
+        self._has_kept_ids = group.start_order is not None and "kept_ids" in getattr(engine, "extras", ())
         self._affinity = affinity
-        self._episode = episode or Episode(time.monotonic())
         self._keeps_tokens = keeps_tokens
-        self._tokens = Counter() if tokens is None else tokens
-        self._tokens[sample] = 0
-        self._sample = sample
-        self._seed = None if group_seed is None else mix(group_seed, sample)
+        self._sample = group.first_sample + number
+        self._seed = None if group.seed is None else mix(group.seed, number)
         self._turns = itertools.count()
+        self._is_over = False
+        group.tokens[number] = 0
 
     def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use an engine's other attributes
         return getattr(self._engine, name)
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the engine's answer to a request with this episode's seed."""
-        with self._turn(request) as count:
+        await self._check_open()
+        with self._turn(request) as (draw, count):
 
             def note(chunk: TokenChunk) -> None:
                 count(chunk)
                 if on_chunk is not None:
                     on_chunk(chunk)
 
-            return await self._engine.agenerate(self._own(request), note)
+            if draw.answer is not None:
+                chunks = list(chunks_of(draw.answer))
+                for chunk in chunks:
+                    note(chunk)
+                return replace(joined(chunks), input_tokens=list(request.input_ids), metadata=dict(request.metadata))
+            response = await self._engine.agenerate(self._own(request, draw.seed), note)
+            draw.answer = None if response.stop_reason == "abort" else joined(chunks_of(response))
+            return response
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the engine's answer to a request with this episode's seed."""
-        with self._turn(request) as count:
-            async with aclosing(self._engine.stream(self._own(request))) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
+        await self._check_open()
+        with self._turn(request) as (draw, count):
+            if draw.answer is not None:
+                for chunk in chunks_of(draw.answer):
                     count(chunk)
                     yield chunk
+                return
+            written = joined([])
+            async with aclosing(self._engine.stream(self._own(request, draw.seed))) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    count(chunk)
+                    written = joined([chunk], into=written)
+                    draw.answer = None if written.stop_reason == "abort" else written
+                    yield chunk
+
+    def end(self) -> None:
+        """End the attempt: further requests are refused."""
+        self._is_over = True
+
+    async def _check_open(self) -> None:
+        """Refuse requests after the attempt's end. The delay keeps a loop that ignores errors from turning quickly.
+
+        Raises:
+            RolloutError: The attempt has ended.
+        """
+        if self._is_over:
+            await asyncio.sleep(REFUSAL_DELAY)
+            raise RolloutError("the attempt at this episode has ended; its requests are no longer answered")
 
     @contextmanager
-    def _turn(self, request: LLMRequest) -> Iterator[Callable[[TokenChunk], None]]:
+    def _turn(self, request: LLMRequest) -> Iterator[tuple[Draw, Callable[[TokenChunk], None]]]:
         """Record a wait for the engine.
 
         Args:
             request: the engine answers it inside of the block.
 
         Yields:
-            A function that takes the tokens as they arrive.
+            The draw of the request, and a function that takes the tokens as they arrive.
+
+        Raises:
+            CancelledError: the wait was cancelled.
+            GeneratorExit: the stream was closed.
         """
+        draw = self._draws.begin(request, self._seed_of(request), self._engine.get_version())
+        episode = self._group.episodes[self._number]
 
         def count(chunk: TokenChunk) -> None:
-            self._tokens[self._sample] += len(chunk.token_ids)
+            self._group.tokens[self._number] += len(chunk.token_ids)
+            draw.has_begun |= bool(chunk.token_ids)
             if write is not None:
                 write(chunk)
 
-        turn = self._episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
-        with self._episode.span("generate"), turn as write:
-            yield count
+        turn = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
+        try:
+            with episode.span("generate"), turn as write:
+                yield draw, count
+        except (asyncio.CancelledError, GeneratorExit):
+            draw.has_begun = True
+            raise
 
-    def _own(self, request: LLMRequest) -> LLMRequest:
+    def _seed_of(self, request: LLMRequest) -> int | None:
         turn, seed = next(self._turns), request.gconfig.seed
-        if seed is None and self._seed is not None:
-            seed = mix(self._seed, turn)
-        elif seed is not None and self._sample > 0:
-            seed = mix(seed, self._sample)
+        if seed is None:
+            return None if self._seed is None else mix(self._seed, turn)
+        return mix(seed, self._sample) if self._sample > 0 else seed
+
+    def _own(self, request: LLMRequest, seed: int | None) -> LLMRequest:
         extras = request.extras
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")

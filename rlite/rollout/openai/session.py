@@ -286,7 +286,7 @@ class AgentSession(RecordingOwner):
             turn = Turn(id=exchange.id, prompt_ids=prompt.token_ids, prompt_text=prompt.text, finish_reason="length")
             return Choice(index, turn, "", "")
         if gconfig.seed is not None and (sample := index % request.num_choices):
-            gconfig = gconfig.new(seed=mix(gconfig.seed, sample))
+            gconfig = gconfig.new(seed=mix(gconfig.seed, -sample))  # samples of an item mix in numbers above 0
         form = self._tool_format if request.may_call else None
         ends = self._end_ids.union(gconfig.stop_token_ids)
         text = TextStream(exchange.tokenizer, gconfig.stop, form, request.tools, ends, prompt.text)

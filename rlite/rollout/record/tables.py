@@ -28,6 +28,8 @@ MAX_EVENTS = 256
 """events of an episode that are recorded, the first"""
 SHORTEST = 1e-3
 """seconds of the environment that make an event"""
+SEPARATOR = ", "
+"""between the kinds of failed attempts in a column"""
 MAX_REASON = 500
 """characters of a reason"""
 NOT_FINITE = "the loss or the gradients of its update were not finite"
@@ -225,6 +227,8 @@ def _row(group: Ended, number: int) -> dict[str, Any]:
         "status": group.status,
         "reason": _clean(_reason(group, number))[:MAX_REASON],
         "response_tokens": group.num_tokens.get(number, 0),
+        "failed_attempts": _clean(SEPARATOR.join(episode.failed_attempts)),
+        "redrawn": _clean(episode.redrawn),
         "answer": None if episode.answer is None else _clean(episode.answer),
         **_times(episode),
     }

@@ -254,10 +254,10 @@ class RewardFunction:
         rows = {result: keywords for result, keywords in rows.items() if not result.done()}  # else it was cancelled
         if not rows:
             return
-        found: Sequence[float | str | Exception]
+        found: Sequence[float | str | BaseException]
         try:
             found = await self._call_batch([*rows.values()])
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:  # whatever it is, the callers wait for it
             if isinstance(error, (RewardError, DataError)) and len(rows) > 1:
                 await asyncio.gather(*(self._run_batch({result: rows[result]}) for result in rows))
                 return
@@ -265,7 +265,7 @@ class RewardFunction:
         for result, value in zip(rows, found, strict=True):
             if result.done():
                 continue
-            if isinstance(value, Exception):
+            if isinstance(value, BaseException):
                 result.set_exception(value)
             else:
                 result.set_result(value)

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rlite.rollout.deadlines import converted
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardTimeout
-from rlite.sandbox.function import limited
 
 BLOCKED_AFTER = 5.0
 """seconds beyond its time-out after which a call's loop counts as blocked"""
@@ -47,8 +47,7 @@ class JudgeLoop:
 
         async def awaited() -> Any:
             try:
-                async with limited(self._what, self._timeout, REWARD_ERRORS):
-                    return await value
+                return await converted(value, self._timeout, self._what, REWARD_ERRORS)
             finally:
                 ended.set_result(None)
 

@@ -11,9 +11,10 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from rlite.errors import ConfigError
+from rlite.rollout.deadlines import converted
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.results import TOOL_ERRORS, ToolError, ToolTimeout, read_text, result_text
-from rlite.sandbox.function import SandboxFunction, limited
+from rlite.sandbox.function import SandboxFunction
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,10 @@ def _runner(tool: Tool, timeout: float, env_vars: Sequence[str]) -> Callable[[Ma
     what = f"the tool {tool.name}"
     if inspect.iscoroutinefunction(tool.function):
 
-        async def call(arguments: Mapping[str, Any]) -> str:
-            async with limited(what, timeout, TOOL_ERRORS):
-                return result_text(await tool.function(**arguments))
+        async def text_of(arguments: Mapping[str, Any]) -> str:
+            return result_text(await tool.function(**arguments))
 
-        return call
+        return lambda arguments: converted(text_of(arguments), timeout, what, TOOL_ERRORS)
     function = SandboxFunction(
         tool.function, timeout, what=what, env_vars=env_vars, finish=result_text, errors=TOOL_ERRORS
     )

@@ -10,12 +10,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlite.evaluation.metrics import standard_error_of
+from rlite.evaluation.metrics import selection_of, standard_error_of
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.evaluate.options import default_temperature
 from rlite.wording import counted
 
+COUNTS = ("num_", "errors/", "failed_attempts/", "redrawn/")
+"""beginnings of the names of metrics that count"""
 _PASS_AT_K = re.compile(r"((?:.*/)?)pass@(\d+)")
 
 
@@ -36,6 +38,9 @@ def print_result(result: EvaluationResult) -> None:
         if reasons := Counter(in_a_line(sample.reason) for sample in model.samples if sample.score is None):
             failed, most = f"{reasons.total()} of {len(model.samples)} samples failed", reasons.most_common(1)[0][0]
             console.print(f"{model.name}: {failed}; most often: {most}", soft_wrap=True)
+        for cause, facts in selection_of(model.samples).alarms():
+            told = "; ".join(f"{name}: {fact}" for name, fact in facts.items())
+            console.print(f"{model.name}: {cause} ({told})", soft_wrap=True)
     if (sentence := difference(result)) is not None:
         console.print(sentence, soft_wrap=True)
 
@@ -85,7 +90,7 @@ def shown(name: str, metrics: Mapping[str, float]) -> str:
     if name not in metrics:
         return ""
     value = metrics[name]
-    if name == "num_errors" or name.startswith("errors/"):
+    if name.startswith(COUNTS):
         return f"{value:.0f}"
     if (low := metrics.get(f"{name}_low")) is not None:
         return f"{value:.4f} [{low:.4f}, {metrics[f'{name}_high']:.4f}]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlite.rollout.collector.lost_groups import kind_of
+from rlite.rollout.collector.selection import Selection
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
 
@@ -20,8 +21,9 @@ REPEAT_AFTER = 50
 class Alarms:
     """Watch over the metrics of each step.
 
-    Lost groups are reported once for each cause. Equal rewards, and log-probabilities that differ between trainer and
-    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last.
+    Lost groups are reported once for each cause. Equal rewards, log-probabilities that differ between trainer and
+    engine, and failures that choose among answers are reported when they begin, and again every `REPEAT_AFTER` steps
+    while they last.
 
     Args:
         options: the run's config.
@@ -35,16 +37,20 @@ class Alarms:
         self._told: set[str] = set()
         self._given_at: dict[str, int] = {}
 
-    def look(self, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
+    def look(
+        self, metrics: Mapping[str, float], first_losses: Mapping[str, str], selection: Selection | None = None
+    ) -> None:
         """Report what is new in the metrics of the finished step.
 
         Args:
             metrics: metrics of the step.
             first_losses: an example of each cause of lost groups.
+            selection: what failures have done to the answers of the step.
         """
         step = self._run.step
         self._look_at_losses(metrics, first_losses)
-        for cause, rows in (self._equal_rewards(metrics), self._drift(metrics)):
+        of_failures = (selection or Selection()).alarms()
+        for cause, rows in (self._equal_rewards(metrics), _unreplaced(metrics), self._drift(metrics), *of_failures):
             if cause and self._is_due(cause, step):
                 self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
@@ -91,3 +97,11 @@ class Alarms:
                 for key, number in lost.items()
             ],
         )
+
+
+def _unreplaced(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
+    """Return why a batch has groups that teach nothing in spite of the filter; an empty text if it has none."""
+    if not (number := metrics.get("num_unreplaced")):
+        return "", {}
+    cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
+    return cause, {"groups": f"{number:g}", **LOOK}

@@ -62,6 +62,11 @@ def varied_groups(batch: TensorDict) -> Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
+def num_uniform(batch: TensorDict) -> int:
+    """Return the number of groups whose trajectories all have the same reward."""
+    return len(batch["group_ids"].unique()) - len(varied_groups(batch))
+
+
 def is_varied(group: TensorDict) -> bool:
     """Return whether the trajectories of one group have different rewards."""
     return len(group["rewards"][first_rows(group)].unique()) > 1

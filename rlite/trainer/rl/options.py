@@ -265,7 +265,8 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """replace groups whose rewards are all equal by further prompts; default: if such groups teach nothing, because an
     advantage depends on the rewards of its group alone. Otherwise it is refused"""
     max_refills: Natural = 4
-    """further rounds of generation for that; groups that are missing then stay as they are"""
+    """further rounds of generation for that, or as many groups per batch if rollouts run ahead; then groups of equal
+    rewards are trained on, with an alarm"""
     train_sampling_params: SamplingOptions = SamplingOptions()
     """sampling for training; a workflow that is given to the trainer brings its own"""
     test_sampling_params: EvaluationSamplingOptions = EvaluationSamplingOptions()
@@ -514,6 +515,7 @@ class PpoConfig(LaunchOptions):
         return CollectorOptions(
             **limits,
             consumer_batch_size=self.train_data.prompts_per_rollout,
+            is_filter_bounded=True,  # by rollout.max_refills
             keep_ended=self.trainer.record != "none",
             seed=self.trainer.seed if self.rollout.deterministic else None,
         )

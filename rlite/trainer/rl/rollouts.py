@@ -14,7 +14,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.filtering import VariedGroups, replace_uniform_groups
+from rlite.trainer.rl.filtering import VariedGroups, num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.replay import check_kept
 from rlite.trainer.rl.rollout_metrics import Generated
@@ -82,6 +82,7 @@ class SynchronousRollouts:
             continue  # the collector stops a run in which everything fails
         if self._options.has_dynamic_filtering:
             batch = replace_uniform_groups(batch, data.prompts_per_rollout, generate, rollout.max_refills)
+            stats_tracker.scalar(num_unreplaced=num_uniform(batch))
         stats_tracker.scalar(**generated.metrics())
         return batch
 
@@ -121,7 +122,7 @@ class RolloutsAhead:
         check_trained_on(batch)
         check_kept(batch, self._options.rollout, self._workflow)
         if self._filter is not None:
-            stats_tracker.scalar(num_filtered=self._filter.next_batch())
+            stats_tracker.scalar(num_filtered=self._filter.next_batch(), num_unreplaced=num_uniform(batch))
         self._generated.add(batch)
         stats_tracker.scalar(**self._generated.metrics())
         return batch

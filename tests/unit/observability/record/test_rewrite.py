@@ -54,6 +54,16 @@ def test_full_hundreds_before_the_oldest_checkpoint_become_one_file(tmp_path: Pa
     assert VERSION_KEY in pq.read_schema(merged).metadata
 
 
+def test_files_of_an_older_rlite_are_merged_with_newer_ones(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    older = path_of(tmp_path, "train", "rows", 1, 1)
+    pq.write_table(pq.read_table(older).drop_columns(["failed_attempts", "redrawn"]), older)
+    compact(tmp_path, before=101)
+    assert steps(tmp_path) == list(range(1, 101))
+    assert "train-00000001_00000100.rows.parquet" in names(tmp_path)
+
+
 def test_a_merged_file_has_few_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 101):
         write(tmp_path, step)

@@ -74,6 +74,8 @@ def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
         "item": "item 4",
         "status": "trained",
         "reason": "",
+        "failed_attempts": "",
+        "redrawn": "",
         "reward": 1.5,
         "reward_parts": [("format", 0.25)],
         "score": 2.0,

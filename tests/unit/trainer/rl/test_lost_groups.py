@@ -15,7 +15,6 @@ from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.observability.console import ConsoleReporter
 from rlite.rollout import (
-    CollectorOptions,
     LLMRequest,
     RolloutCollector,
     RolloutError,
@@ -49,17 +48,23 @@ def make() -> Iterator[Callable[..., Any]]:
     """Makes what a trainer gets its batches from, around a scripted engine."""
     collectors = []
 
-    def of(ahead: int, workflow: RolloutWorkflow, prompts: int = 4, **options: Any) -> Any:
-        engine = ScriptedEngine([[7]])
-        collector = RolloutCollector(
-            engine, CollectorOptions(consumer_batch_size=prompts, max_head_offpolicyness=ahead, request_retries=0)
-        )
-        collectors.append(collector)
+    def of(
+        ahead: int,
+        workflow: RolloutWorkflow,
+        prompts: int = 4,
+        answer: Any = ((7,),),
+        max_consecutive_rejections: int = 1024,
+        **options: Any,
+    ) -> Any:
+        engine = ScriptedEngine(answer)
         config = PpoConfig(
             actor=ActorOptions(model_name="x"),
             train_data=PromptOptions(prompts_per_rollout=prompts, responses_per_prompt=4),
             rollout=RolloutOptions(max_head_offpolicyness=ahead, max_refills=8, **options),
         )
+        limits = {"request_retries": 0, "max_consecutive_rejections": max_consecutive_rejections, "keep_ended": False}
+        collector = RolloutCollector(engine, config.collector_options().model_copy(update=limits))
+        collectors.append(collector)
         served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
         stream = PromptStream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
         engines: Any = SimpleNamespace(rollout=served)
@@ -98,6 +103,68 @@ def test_a_run_in_which_everything_fails_stops_with_the_reason(
     run = make(ahead, Flaky(lambda number: True, error))
     with pytest.raises(RolloutError, match=rf"groups in a row failed, the last with {reason}"):
         run.rollouts.next_batch()
+
+
+def tell(run: Any, metrics: dict[str, float], step: int = 1, *settings: str) -> str:
+    """What the console says of a step."""
+    out = io.StringIO()
+    told_by: Any = SimpleNamespace(step=step, console=ConsoleReporter(file=out))
+    alarms = Alarms(PpoConfig(actor=ActorOptions(model_name="x")), told_by)
+    alarms.look(metrics, run.collector.first_losses, run.collector.take_selection())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("rejections", [6, 1024])
+def test_equal_rewards_are_filtered_up_to_max_refills_and_then_trained_on_with_an_alarm(
+    make: Callable[..., Any], ahead: int, rejections: int
+) -> None:
+    class Uniform(Flaky):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            return trajectory(await engine.agenerate(LLMRequest(input_ids=[1])), reward=1.0)
+
+    run = make(ahead, Uniform(lambda number: False, ValueError()), max_consecutive_rejections=rejections)
+    for step in range(2):
+        assert len(run.rollouts.next_batch()) == 16
+        run.engine.set_version(step + 1)
+        metrics = stats_tracker.export()
+        assert metrics["num_unreplaced"] == 4
+        assert metrics["num_filtered"] >= 8 * 4 * (step == 0)
+        assert "rollout.max_refills is spent" in tell(run, metrics)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_workflow_that_refuses_every_group_stops_the_run_in_both_modes(make: Callable[..., Any], ahead: int) -> None:
+    class Refuses(Flaky):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            return None
+
+    run = make(ahead, Refuses(lambda number: False, ValueError()), max_consecutive_rejections=8)
+    with pytest.raises(RolloutError, match="8 groups in a row were dropped: the workflow returned None"):
+        run.rollouts.next_batch()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_judge_that_fails_on_long_answers_is_told_with_the_lengths(make: Callable[..., Any], ahead: int) -> None:
+    class Judged(Flaky):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            self.count += 1
+            response = await engine.agenerate(LLMRequest(input_ids=[1] * (141 if self.count % 16 == 1 else 32)))
+            if response.output_len == 141:
+                raise TimeoutError("the judge takes too long")
+            return trajectory(response, reward=float(self.count % 2))
+
+    run = make(ahead, Judged(lambda number: False, ValueError()), answer=lambda request: [7] * len(request.input_ids))
+    told = ""
+    for step in range(6):
+        run.rollouts.next_batch()
+        run.engine.set_version(step + 1)
+        metrics = stats_tracker.export()
+        if "rollout/length_failed" in metrics:
+            assert (metrics["rollout/length_failed"], metrics["rollout/length_kept"]) == (141, 32)
+    told = tell(run, metrics)
+    assert "answers that fail are longer than others" in told
+    assert "mean length 141 tokens" in told
 
 
 def test_a_batch_of_which_nothing_is_left_is_asked_for_again(make: Callable[..., Any]) -> None:

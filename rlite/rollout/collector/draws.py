@@ -1,0 +1,115 @@
+"""Answers that an episode has drawn. Another attempt gets the same answers, and repeats only the work after them.
+
+A new answer after each failure would select answers: a grader that fails on half of the answers would see up to four of
+each episode, and the metrics would count the one that it can grade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from rlite.types import LLMRequest, LLMResponse, TokenChunk
+
+
+@dataclass(eq=False)
+class Draw:
+    """The answer to one request, as far as it is drawn."""
+
+    key: int
+    """hash of the request"""
+    seed: int | None
+    version: int | None
+    """policy version that draws all tokens; None: another generation would draw others"""
+    has_begun: bool = False
+    """tokens have arrived, or the wait for them was cancelled"""
+    is_repeated: bool = False
+    """the draw repeats one of an earlier attempt"""
+    answer: LLMResponse | None = None
+    """the complete answer, in lists of its own"""
+
+
+@dataclass(eq=False)
+class Draws:
+    """The draws of one episode over all of its attempts."""
+
+    _earlier: list[Draw] = field(default_factory=list)
+    """draws of earlier attempts that the current attempt has not asked for"""
+    _own: list[Draw] = field(default_factory=list)
+
+    def are_other(self, version: int) -> bool:
+        """Return whether the current attempt has other answers than an earlier one.
+
+        Args:
+            version: current policy version.
+        """
+        is_missing = any(draw.has_begun for draw in self._earlier)
+        return is_missing or any(draw.is_repeated and draw.version != version for draw in self._own)
+
+    def begin_attempt(self) -> None:
+        """Offer all draws to the next attempt."""
+        self._earlier, self._own = [*self._own, *self._earlier], []
+
+    def begin(self, request: LLMRequest, seed: int | None, version: int) -> Draw:
+        """Return the draw of an earlier attempt for the same request if it is complete, else a new draw.
+
+        Args:
+            request: as the workflow has made it.
+            seed: seed of a new draw.
+            version: current policy version.
+        """
+        key = hash((tuple(request.input_ids), request.gconfig, request.extras))
+        draw = Draw(key, seed, None if seed is None and not request.gconfig.greedy else version)
+        if (earlier := next((each for each in self._earlier if each.key == key), None)) is not None:
+            self._earlier.remove(earlier)
+            if earlier.answer is not None:
+                draw = earlier
+            elif earlier.has_begun:
+                draw.seed, draw.is_repeated = earlier.seed, True
+                draw.version = version if version == earlier.version else None
+        self._own.append(draw)
+        return draw
+
+
+def joined(chunks: Iterable[TokenChunk], into: LLMResponse | None = None) -> LLMResponse:
+    """Return an answer made of chunks, without prompt and times.
+
+    Args:
+        chunks: in order.
+        into: answer to the chunks before, whose lists grow.
+    """
+    made = into or LLMResponse(
+        input_tokens=[],
+        output_tokens=[],
+        output_logprobs=[],
+        output_versions=[],
+        stop_reason="abort",
+        latency=0,
+        ttft=0,
+    )
+    for chunk in chunks:
+        made.output_tokens.extend(chunk.token_ids)
+        made.output_logprobs.extend(chunk.logprobs)
+        made.output_versions.extend([chunk.version] * len(chunk.token_ids))
+        made.sampling_logprobs.extend(chunk.sampling_logprobs)
+        for name, column in chunk.extras.items():
+            made.extras.setdefault(name, []).extend(column)
+        made = replace(made, stop_reason=chunk.finish_reason or "abort")
+    return made
+
+
+def chunks_of(answer: LLMResponse) -> Iterator[TokenChunk]:
+    """Yield the tokens of an answer, in a chunk for each run of one policy version."""
+    begin = 0
+    for version, run in groupby(answer.output_versions or [0]):  # an empty answer is one empty chunk
+        own = slice(begin, begin := begin + len(list(run)))
+        yield TokenChunk(
+            request_id=0,
+            version=version,
+            token_ids=answer.output_tokens[own],
+            logprobs=answer.output_logprobs[own],
+            sampling_logprobs=answer.sampling_logprobs[own],
+            finish_reason=answer.stop_reason if begin >= len(answer.output_tokens) else None,
+            extras={name: column[own] for name, column in answer.extras.items()},
+        )
