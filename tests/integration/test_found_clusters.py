@@ -33,6 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dic
     """Address of a cluster that asks for TOKEN, and the environment of another user who finds it."""
     home, folder = tmp_path_factory.mktemp("home"), tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     env = environment(HOME=str(home), RAY_TMPDIR=folder, **{MARK: str(home)})
+    env.pop("RAY_AUTH_MODE", None)  # a Ray that an earlier test started has set it
     options = ["--head", "--num-cpus=1", "--disable-usage-stats", "--include-dashboard=false", f"--port={free_port()}"]
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
     path = f"{Path(sys.executable).parent}:{env['PATH']}"
@@ -54,13 +55,19 @@ def run(env: dict[str, str], **changes: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env={**env, **changes}, capture_output=True, text=True, timeout=START_S)
 
 
-def test_a_cluster_that_refuses_this_program_is_passed_over_with_a_warning(cluster: tuple[str, dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE=token, and there is no token"), ({}, "AuthenticationError")],
+)
+def test_a_cluster_that_refuses_this_program_is_passed_over_with_a_warning(
+    cluster: tuple[str, dict[str, str]], mode: dict[str, str], why: str
+) -> None:
     address, env = cluster
-    done = run(env)
+    done = run(env, **mode)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("joined ")
     assert address not in done.stdout
-    assert f"the Ray cluster that `ray start` left here at {address} is not used: AuthenticationError" in done.stderr
+    assert f"the Ray cluster that `ray start` left here at {address} is not used: {why}" in done.stderr
 
 
 def test_a_cluster_that_was_asked_for_and_refuses_is_an_error(cluster: tuple[str, dict[str, str]]) -> None:

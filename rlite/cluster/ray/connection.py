@@ -206,8 +206,15 @@ def _join(address: str | None, has_to_run: bool = False) -> bool:
 
 
 def _show_token() -> None:
-    """Use the token that is there, as a Ray that is started does. A cluster without authentication ignores it."""
-    if "RAY_AUTH_MODE" not in os.environ and ("RAY_AUTH_TOKEN" in os.environ or TOKEN.exists()):
+    """Use the token that is there, as a Ray that is started does. A cluster without authentication ignores it.
+
+    Raises:
+        WorkerError: there is none, and RAY_AUTH_MODE asks for one; Ray's client would end the process.
+    """
+    has_token = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()) or TOKEN.exists()
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not has_token:
+        raise WorkerError(f"RAY_AUTH_MODE=token, and there is no token in RAY_AUTH_TOKEN or {TOKEN}")
+    if "RAY_AUTH_MODE" not in os.environ and has_token:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # read when Ray was imported
 
