@@ -239,7 +239,7 @@ class AdvantageOptions(Options):
             known.check(self.estimator, self.options)
         unread = [*([] if is_named else ["options"]), *self.unread({"estimator": self.estimator})]
         if odd := [f"adv.{name}={value}" for name, value in self if name in unread and value]:
-            yield f"adv.estimator={self.estimator}: it has no {', '.join(odd).lower()}; leave it out"
+            yield f"adv.estimator={self.estimator}: it has no {', '.join(odd).lower()}; leave it out or override it"
 
     @classmethod
     def unread(cls, given: Mapping[str, Any]) -> Collection[str]:

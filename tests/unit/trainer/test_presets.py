@@ -56,7 +56,11 @@ OF_PRESET = r"\(actor.preference_loss.reference_free: the default of this preset
 @pytest.mark.parametrize(
     ("options", "arguments", "said"),
     [
-        (GrpoConfig, ["adv.norm_var=true", "adv.estimator=rloo"], r"rloo: it has no adv.norm_var=true; leave it out$"),
+        (
+            GrpoConfig,
+            ["adv.norm_var=true", "adv.estimator=rloo"],
+            r"rloo: it has no adv.norm_var=true; leave it out or override it$",
+        ),
         (GrpoConfig, ["--config", "recipe.yaml", "adv.estimator=rloo"], r"\(adv.norm_var: set by recipe.yaml\)"),
         (PpoConfig, ["--config", "recipe.yaml", "adv.estimator=own"], "unknown estimator"),
         (PpoConfig, ["--config", "recipe.yaml", "adv.estimator=opo"], r"\(adv.norm_var: set by recipe.yaml\)"),
