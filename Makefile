@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness nightly gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,6 +40,15 @@ test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vL
 
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness
+
+# each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
+NIGHTLY = comparison_intervals hostile_models chaos chaos_jobs architectures
+nightly: $(VENV)/.peers-installed  ## what is too long for CI: attacks, faults, simulations, all models; about an hour
+	@failed=; for name in $(NIGHTLY); do \
+		begun=$$(date +%s); echo "== $$name"; \
+		$(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; \
+		echo "== $$name took $$((($$(date +%s) - begun) / 60)) minutes"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
