@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.forms import check_parts
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, check_calls, num_shared
 from rlite.data.tables import check_text
@@ -71,6 +72,8 @@ def check_messages(messages: Any, where: str, key: str = "messages") -> None:
             raise DataError(f"{at}: 'content' is {content!r}; expected a text")
         if isinstance(content, str):
             check_text(content, f"{at}: 'content'")
+        elif content is not None:
+            check_parts(content, at)
 
 
 class ChatEncoder:
@@ -123,6 +126,7 @@ class ChatEncoder:
                 cannot be found. The error names the conversation and the role.
         """
         tools = tools or [None] * len(chats)
+        chats = [self._fitted(*chat) for chat in zip(chats, where, tools, strict=True)]
         if self._is_marked:
             return [self._encode_marked(*chat) for chat in zip(chats, where, tools, strict=True)]
         rendered = [self._render(*chat) for chat in zip(chats, where, tools, strict=True)]
@@ -140,13 +144,16 @@ class ChatEncoder:
             for (_, turns), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
+    def _fitted(self, messages: Messages, where: str, tools: Any) -> Messages:
+        check_messages(messages, where)
+        return self._template.fitted(messages, f"{where}, ", tools)
+
     def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, with the characters [start, end) of each turn of the assistant.
 
         Raises:
             DataError: as for `encode`.
         """
-        check_messages(messages, where)
         text = self._checked_text(messages, where, tools)
         turns: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
@@ -163,7 +170,6 @@ class ChatEncoder:
     # -- templates with marks ------------------------------------------------------------------------------------
 
     def _encode_marked(self, messages: Messages, where: str, tools: Any) -> EncodedChat:
-        check_messages(messages, where)
         self._checked_text(messages, where, tools)
         encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()

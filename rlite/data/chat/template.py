@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
+from rlite.data.chat.clock import CLOCK
+from rlite.data.chat.forms import Message, forms_of
 from rlite.data.chat.raw import TextTokenizer
 from rlite.errors import ConfigError, DataError
-
-Message = Mapping[str, Any]
 
 STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
@@ -71,18 +71,39 @@ class ChatTemplate:
             TemplateRefusal: the template fails. The cause is the template's own error.
         """
         options = {**self._options, **options}
+        messages = self.fitted(messages, tools=options.get("tools"))
+        if (source := self._source(options)) and (dated := CLOCK.in_template(source)) != source:
+            options["chat_template"] = dated
         try:
-            try:
-                return self.tokenizer.apply_chat_template(list(messages), **options)
-            except TypeError:  # some templates (DeepSeek's) take the arguments of calls as JSON text
-                converted = [_with_json_arguments(message) for message in messages]
-                return self.tokenizer.apply_chat_template(converted, **options)
+            return self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
             reason = str(error) or type(error).__name__
             raise TemplateRefusal(
                 f"the model's chat template refuses a conversation of the roles {roles}: {reason}"
             ) from error
+
+    def fitted(self, messages: Sequence[Message], where: str = "", tools: Any = None) -> list[Message]:
+        """Return messages in the forms that the template takes; see `MessageForms`.
+
+        Args:
+            messages: the conversation.
+            where: stands before the name of a message in errors, such as "data.path=x.json, row 3, ".
+            tools: the tools of the conversation, which may have a template of their own.
+
+        Raises:
+            DataError: a part of a content, or the arguments of a call, have a form that the template does not take.
+        """
+        source = self._source({**self._options, "tools": tools or self._options.get("tools")})
+        return forms_of(source).fitted(messages, where) if source else list(messages)
+
+    def _source(self, options: Mapping[str, Any]) -> str | None:
+        """Return the source of the template; None if the tokenizer renders conversations without a template."""
+        if not has_chat_template(self.tokenizer) or not hasattr(self.tokenizer, "get_chat_template"):
+            return None
+        with suppress(ValueError):  # several templates without a default: rendering reports it
+            return self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        return None
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Return a conversation as text. Arguments and errors are those of `apply`."""
@@ -243,16 +264,3 @@ def check_tools(tools: Sequence[Mapping[str, Any]], text: str) -> None:
     for tool in tools:
         if (name := tool["function"]["name"]) not in text:
             raise DataError(f"tools: the model's chat template leaves out {name!r}")
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
-
-
-def _with_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call["function"]
-    if isinstance(function["arguments"], str):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
