@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.answers import learnt_turns
 from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
 from rlite.data.chat.raw import answer_encoder, text_encoder
 from rlite.data.tables import check_columns
@@ -87,10 +88,4 @@ def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> slic
     """
     if not row.get("completion"):
         return slice(None)
-    turns = [number for number, message in enumerate(_conversation(row)) if message["role"] == "assistant"]
-    if len(turns) != len(chat.turns):
-        raise DataError(
-            f"{where}: the chat template shows {len(chat.turns)} of {len(turns)} turns of the assistant, so "
-            "the turns of the completion cannot be found"
-        )
-    return slice(sum(number < len(row["messages"]) for number in turns), None)
+    return learnt_turns(chat, _conversation(row), len(row["messages"]), where)

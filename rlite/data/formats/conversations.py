@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
 from rlite.data.tables import Row, check_columns, check_text
 from rlite.errors import DataError, did_you_mean
@@ -85,11 +86,11 @@ def prompt_messages(prompt: Any, where: str) -> list[Any]:
     return chat(prompt, where, "prompt")
 
 
-def answer_text(value: Any, where: str, column: str) -> str:
-    """Return the text of an answer, which is a text, a message of the assistant, or a list of one such message.
+def answer_of(value: Any, where: str, column: str) -> str | list[Any]:
+    """Return an answer: its messages, or the text if it is a text, or one message of a text alone.
 
     Args:
-        value: the answer.
+        value: a text, a message, or a list of messages.
         where: the row's name in messages.
         column: the column's name in messages.
 
@@ -100,12 +101,10 @@ def answer_text(value: Any, where: str, column: str) -> str:
         check_text(value, f"{where}: {column!r}")
         return value
     messages = chat([value] if isinstance(value, Mapping) else value, where, column)
-    if len(messages) != 1 or messages[0]["role"] != "assistant" or not isinstance(messages[0].get("content"), str):
-        roles = ", ".join(str(message["role"]) for message in messages)
-        raise DataError(
-            f"{where}: {column!r} has messages of the roles {roles}; expected one message of the assistant, with a text"
-        )
-    return messages[0]["content"]
+    check_answer(messages, where, column)
+    first = messages[0]
+    is_text = len(messages) == 1 and first.keys() <= {"role", "content"} and isinstance(first["content"], str)
+    return first["content"] if is_text else messages
 
 
 def _system(row: Row, where: str) -> list[Any]:

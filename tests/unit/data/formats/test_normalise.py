@@ -104,6 +104,32 @@ def test_an_implicit_prompt_is_all_that_both_conversations_begin_with() -> None:
     assert same == {"messages": [USER], "chosen": "a", "rejected": "a"}  # dropped and counted with the tokens
 
 
+CALLED_TWICE = [CALLED, {"role": "tool", "content": "2"}, ANSWER]
+THOUGHTFUL = [{**ANSWER, "reasoning_content": "hm", "own": 1}]
+
+
+@pytest.mark.parametrize("answer", [[CALLED], CALLED_TWICE, THOUGHTFUL], ids=["call", "call and result", "thought"])
+@pytest.mark.parametrize("form", ["implicit", "messages", "prompt", "text"])
+def test_answers_of_pairs_keep_all_of_their_messages(answer: list[dict[str, Any]], form: str) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "implicit": {"chosen": [USER, *answer], "rejected": [USER, OTHER]},
+        "messages": {"messages": [USER], "chosen": answer, "rejected": OTHER},
+        "prompt": {"prompt": [USER], "chosen": answer, "rejected": "b"},
+        "text": {"prompt": "q", "chosen": answer, "rejected": [OTHER]},
+    }
+    made = one("preferences", {**rows[form], "tools": [{"name": "add"}]})
+    assert made == {"messages": [USER], "chosen": answer, "rejected": "b", "tools": [{"name": "add"}]}
+    if form in ("messages", "prompt"):
+        prompt = {key: value for key, value in rows[form].items() if key in ("messages", "prompt")}
+        labelled = one("unpaired", {**prompt, "completion": answer, "label": True})
+        assert labelled == {"messages": [USER], "completion": answer, "label": True}
+
+
+def test_a_call_in_sharegpts_words_begins_an_answer_and_no_conversation() -> None:
+    made = one("preferences", {"prompt": [HUMAN], "chosen": [CALL], "rejected": [GPT]})
+    assert made == {"messages": [USER], "chosen": [CALLED], "rejected": "a"}
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -306,9 +332,13 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
         (
             "preferences",
             {"chosen": [USER, ANSWER], "rejected": [USER, OTHER, USER, ANSWER]},
-            "'rejected' has 3 messages",
+            "from message 1 of both on: 'rejected' has messages of the roles assistant, user, assistant",
         ),
-        ("preferences", {"chosen": [USER, ANSWER, USER], "rejected": [USER, OTHER, USER]}, "'chosen' has 2 messages"),
+        (
+            "preferences",
+            {"chosen": [USER, ANSWER, USER], "rejected": [USER, OTHER, USER]},
+            "'chosen' has messages of the roles assistant, user",
+        ),
         ("preferences", {"chosen": [USER, USER], "rejected": [USER, OTHER]}, "'chosen' has messages of the roles user"),
         (
             "preferences",
@@ -317,8 +347,8 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
         ),
         (
             "preferences",
-            {"prompt": "p", "chosen": [ANSWER, OTHER], "rejected": [OTHER]},
-            "'chosen' has messages of the roles assistant, assistant",
+            {"prompt": "p", "chosen": [ANSWER, USER, OTHER], "rejected": [OTHER]},
+            "'chosen' has messages of the roles assistant, user, assistant; expected an answer",
         ),
         ("preferences", {"prompt": "p", "chosen": 4, "rejected": [OTHER]}, "'chosen' is int; expected a list"),
         ("unpaired", {"prompt": "q", "completion": "a", "label": 1}, "'label' is 1; expected true or false"),
