@@ -89,6 +89,17 @@ def mismatched(batch: TensorDict, max_length: int) -> TensorDict | None:
     return TensorDict(columns, batch_size=[len(rows)])
 
 
+def longest_mismatch(rows: TokenRows) -> int:
+    """Return the most tokens that a prompt has with the answer of any row.
+
+    Args:
+        rows: the table.
+    """
+    learnt = np.flatnonzero(rows.loss_mask)
+    prompts = learnt[np.searchsorted(learnt, rows.starts[:-1])] - rows.starts[:-1]
+    return int(prompts.max() + (rows.lengths - prompts).max())
+
+
 def _partners(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
     """Return pairs of rows with different prompts, in which no row is first or second twice."""
     groups: dict[tuple[int, ...], list[int]] = {}

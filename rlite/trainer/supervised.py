@@ -132,6 +132,10 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the loss in words, for the plan of the run."""
         return type(self.loss).__name__
 
+    def check_capacity(self, rows: TokenRows, capacity: int, name: str, table: str) -> None:
+        """Check that every item fits the devices; see `TokenRows.check_capacity`."""
+        rows.check_capacity(capacity, name, table)
+
     def _build_options(self) -> dict[str, Any]:
         """Return the build options of the trained engine.
 
@@ -149,7 +153,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         for table, rows in {"data": self.rows, **tests}.items():
             capacity = model.max_length_per_device * model.tp_size * model.sp_size
             name = f"{self.key}.max_length_per_device{''.join(factors)}"
-            check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
+            check = partial(self.check_capacity, capacity=capacity, name=name, table=table)
             if rows.stream is None:
                 check(rows)
             else:

@@ -90,7 +90,9 @@ class MessageForms:
             return self._rendered([_QUESTION, message])
         if role in ("user", "system", "developer"):
             return self._rendered([message, *([] if role == "user" else [_QUESTION])])
-        return self._rendered([_QUESTION, _calling({}), message]) or self._rendered([_QUESTION, _calling("{}"), message])
+        return self._rendered([_QUESTION, _calling({}), message]) or self._rendered(
+            [_QUESTION, _calling("{}"), message]
+        )
 
     # -- calls of tools ------------------------------------------------------------------------------------------
 

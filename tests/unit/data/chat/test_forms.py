@@ -27,7 +27,8 @@ TEMPLATES = {
     "text in JSON": CHATML.replace(CONTENT, "{{ message.content | tojson }}"),
     "text, else nothing": CHATML.replace(CONTENT, "{% if message.content is string %}{{ message.content }}{% endif %}"),
     "the first part": CHATML.replace(
-        CONTENT, "{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}"
+        CONTENT,
+        "{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}",
     ),
     "either": CHATML.replace(CONTENT, EITHER),
     "parts": CHATML.replace(CONTENT, PARTS_ALONE),
@@ -98,8 +99,13 @@ def test_a_part_that_cannot_be_read_is_refused_with_the_reason(part: Any, messag
 
 
 def test_a_part_of_another_type_is_left_to_a_template_that_reads_it() -> None:
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}]
-    reading = EITHER.replace("{% endif %}{% endfor %}", "{% elif part.type == \"thinking\" %}({{ part.thinking }}){% endif %}{% endfor %}")
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
+    ]
+    reading = EITHER.replace(
+        "{% endif %}{% endfor %}", '{% elif part.type == "thinking" %}({{ part.thinking }}){% endif %}{% endfor %}'
+    )
     assert "(hm)" in ChatTemplate(tokenizer(CHATML.replace(CONTENT, reading))).render(chat)
     with pytest.raises(DataError, match=r"y, messages\[1\]: 'content' has a part of the type 'thinking', which the"):
         ChatEncoder(byte_tokenizer()).encode([chat], ["y"])
@@ -109,7 +115,9 @@ def test_a_part_of_another_type_is_left_to_a_template_that_reads_it() -> None:
 
 
 def calling(arguments: str) -> str:
-    each = "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }} " + arguments + "</call>{% endfor %}"
+    each = (
+        "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }} " + arguments + "</call>{% endfor %}"
+    )
     return CHATML.replace(CONTENT, "{{ message['content'] or '' }}" + each)
 
 
@@ -149,7 +157,9 @@ def test_a_call_without_arguments_has_an_empty_object(name: str, missing: dict[s
 @pytest.mark.parametrize("arguments", ["{", "[1]", "plain"])
 def test_arguments_that_are_no_json_object_are_named(arguments: str) -> None:
     answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    with pytest.raises(DataError, match=r"y, messages\[1\]: the arguments of the call of 'f' are the text .*no JSON obj"):
+    with pytest.raises(
+        DataError, match=r"y, messages\[1\]: the arguments of the call of 'f' are the text .*no JSON obj"
+    ):
         ChatEncoder(tokenizer(CALLS["an object, as JSON"])).encode([[{"role": "user", "content": "q"}, answer]], ["y"])
 
 
