@@ -37,6 +37,7 @@ from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics
+from rlite.trainer.run.start_time import run_clock
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
@@ -353,10 +354,11 @@ class SupervisedTrainer(ABC, Generic[C]):
             The metrics of the last step.
         """
         serve_if_worker(options)
-        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
-        further = cls.read_further(options, given)
-        with session_of(options):
-            return cls(options, rows, test_rows, given.callbacks, **further).fit()
+        with run_clock(options):
+            rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
+            further = cls.read_further(options, given)
+            with session_of(options):
+                return cls(options, rows, test_rows, given.callbacks, **further).fit()
 
     @classmethod
     def read_further(cls, options: C, given: ProgramObjects) -> dict[str, Any]:
