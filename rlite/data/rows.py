@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from rlite.data.columnar import without_added_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
 from rlite.data.order import Mixture
@@ -65,7 +66,12 @@ def read_source(source: Source, kind: RowKind) -> Rows:
         source: the table.
         kind: what the rows are for.
     """
-    rows = read_rows(source.path, f"{source.key}.path") if source.rows is None else [dict(row) for row in source.rows]
+    if source.rows is None:
+        rows = read_rows(source.path, f"{source.key}.path", source.columns)
+    elif hasattr(source.rows, "features"):  # a table of the `datasets` library, as it is in a file
+        rows = [without_added_nulls(dict(row)) for row in source.rows]
+    else:
+        rows = [dict(row) for row in source.rows]
     return converted(rows, source, kind)
 
 

@@ -31,6 +31,8 @@ SYSTEM_ROLES = ("system", "developer")
 def chat(value: Any, where: str, column: str) -> list[Any]:
     """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
 
+    Messages, and their `tool_calls`, may be JSON texts.
+
     Args:
         value: the messages.
         where: the row's name in messages.
@@ -39,6 +41,8 @@ def chat(value: Any, where: str, column: str) -> list[Any]:
     Raises:
         DataError: the value is no list of messages, or a sender is unknown.
     """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json(value, f"{where}: {column!r}")
     if isinstance(value, (list, tuple)):
         value = [_message(message, f"{where}, {column}[{number}]") for number, message in enumerate(value)]
     check_messages(value, where, column)
@@ -46,7 +50,12 @@ def chat(value: Any, where: str, column: str) -> list[Any]:
 
 
 def _message(message: Any, where: str) -> Any:
-    if not isinstance(message, Mapping) or message.get("from") is None or message.get("role") is not None:
+    if not isinstance(message, Mapping):
+        return message
+    if isinstance(text := message.get("tool_calls"), str):
+        calls = _json(text, f"{where}: 'tool_calls'") if text.strip() else None
+        message = {**message, "tool_calls": calls}
+    if message.get("from") is None or message.get("role") is not None:
         return message
     sender, content = message["from"], message.get("value")
     if not isinstance(sender, str) or sender not in ROLES:
@@ -116,7 +125,7 @@ def _system(row: Row, where: str) -> list[Any]:
 
 
 def tools_of(row: Row, where: str) -> Row:
-    """Return the column `tools`, if the row has it. It may be a JSON text.
+    """Return the column `tools`, if the row has it. The column, or each tool, may be a JSON text.
 
     Raises:
         DataError: the column is no list.
@@ -128,6 +137,8 @@ def tools_of(row: Row, where: str) -> Row:
         return {}
     if not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
+    are_texts = all(isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools)
+    tools = [_json(tool, f"{where}: 'tools'") for tool in tools] if are_texts else tools
     return {"tools": tools} if tools else {}
 
 

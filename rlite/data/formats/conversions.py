@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rlite.data.chat.answers import check_answer
@@ -59,7 +60,13 @@ def pair(row: Row, where: str, messages: list[Any]) -> Row:
 
 
 def _margin(row: Row) -> Row:
-    return {} if row.get("margin") is None else {"margin": row["margin"]}
+    """Return the column `margin`, if the row has it; a CSV file has it as text."""
+    if "margin" not in row:
+        return {}
+    margin = row["margin"]
+    with suppress(ValueError):
+        margin = float(margin) if isinstance(margin, str) else margin
+    return {"margin": margin}
 
 
 def prompted_pair(row: Row, where: str) -> Row:
@@ -114,6 +121,8 @@ def labelled(row: Row, where: str) -> Row:
     Raises:
         DataError: the label is no truth value.
     """
+    if isinstance(label := row["label"], str):  # as a CSV file has it
+        row = {**row, "label": {"true": True, "false": False}.get(label.lower(), label)}
     if not isinstance(row["label"], bool):
         raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
     prompt, completion = row.get("prompt"), row["completion"]
