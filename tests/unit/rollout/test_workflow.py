@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
+from rlite.rollout.rewards.signatures import adapt
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.types import OnChunk
 from tests.tiny import tokenizer_with_bos
 
@@ -144,3 +147,50 @@ def test_a_workflow_that_is_no_async_function_is_told_what_to_write() -> None:
             collector.rollout_batch([{"input_ids": [1]}], Plain())
     finally:
         collector.close()
+
+
+# -- columns whose names are those of parameters -----------------------------------------------------------------------
+
+COLUMNS = {
+    name: f"own {name}"
+    for name in (
+        *("self", "cls", "fn", "data", "engine", "task", "timeout", "item", "row", "rows", "what", "weight", "args"),
+        *("kwargs", "keywords", "arguments", "columns", "value", "function", "prompts", "is_batch", "reward_fn", "read"),
+        *("gconfig", "tokenizer", "limit", "name", "key", "finish", "parts", "method", "memory", "state", "action"),
+    )
+}
+
+
+def own_of_all(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    return float(sum(data[name] == value for name, value in COLUMNS.items()))
+
+
+def trls(completions: list[str], **data: Any) -> list[float]:
+    own = sum(data[name] == [value] for name, value in COLUMNS.items() if name != "prompts")
+    return [float(own + (data["prompts"] == ["ab"]))]
+
+
+def verls(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    return float(len(COLUMNS) * (ground_truth == "4"))
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["here", "process"])
+@pytest.mark.parametrize("fn", [own_of_all, trls, verls])
+@pytest.mark.parametrize("kind", ["one", "batch", "weighted"])
+def test_columns_may_be_named_like_parameters(fn: Callable[..., Any], in_process: bool, kind: str) -> None:
+    adapted, size = adapt(fn, "reward"), None
+    if kind == "batch" and fn is own_of_all:
+        size = 4
+
+        def lists(completions: list[str], **data: Any) -> list[float]:
+            return [float(sum(data[name] == [value] for name, value in COLUMNS.items()))]
+
+        reward: Any = RewardFunction(lists, in_process=in_process, batch_size=size, batch_wait=0.0)
+    else:
+        reward = RewardFunction(adapted.fn, in_process=in_process)
+    if kind == "weighted":
+        reward = WeightedRewards({"one": Part(reward, 1.0)})
+    asking = SingleTurnWorkflow(reward, GCONFIG, TOKENIZER)
+    item = {"prompt": "ab", **COLUMNS, "ground_truth": "4"}
+    row = asyncio.run(asking.arun_episode(ScriptedEngine(echo), item))
+    assert row["rewards"].tolist() == [len(COLUMNS)]
