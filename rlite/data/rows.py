@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from rlite.data.chat.template import has_chat_template, names_in
 from rlite.data.columnar import without_added_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
@@ -17,6 +18,12 @@ from rlite.data.streaming.table import StreamedTable
 from rlite.data.tables import Row, read_rows
 
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
+
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "weight", "train", "loss_mask"}
+"""keys of messages that are read without the chat template, or checked elsewhere, or that no model needs to see"""
+THOUGHTS = {"reasoning_content", "thinking", "reasoning"}
+"""keys of messages that hold thoughts: transformers gives a template each of them by the names of all"""
 
 
 @dataclass(frozen=True)
@@ -106,16 +113,28 @@ def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     return rows.stream if isinstance(rows, Rows) else None
 
 
-def described(rows: Rows, has_template: bool) -> str:
-    """Return the format of a table in words, with a remark if its texts could be chats but are not.
+def described(rows: Rows, tokenizer: Any | None) -> str:
+    """Return the format of a table in words, with remarks on what could be expected of it and is not done.
 
     Args:
         rows: the table.
-        has_template: whether the tokenizer has a chat template.
+        tokenizer: renders messages, if it has a chat template; None if there is none.
     """
+    if tokenizer is None or not has_chat_template(tokenizer):
+        return rows.form
     row = rows[0]
-    is_text = isinstance(row.get("prompt"), str) and row.get("messages") is None
-    return f"{rows.form}, {NO_TEMPLATE}" if is_text and has_template else rows.form
+    remarks = [NO_TEMPLATE] if isinstance(row.get("prompt"), str) and row.get("messages") is None else []
+    if unread := _unread_keys(rows, str(tokenizer.chat_template)):
+        remarks.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")
+    return ", ".join([rows.form, *remarks])
+
+
+def _unread_keys(rows: Rows, template: str) -> list[str]:
+    """Return the keys of messages that no name of a template reads."""
+    names = names_in(template) | KNOWN_KEYS
+    columns = [value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list)]
+    keys = {str(key) for messages in columns for each in messages if isinstance(each, Mapping) for key in each}
+    return sorted(keys - names - (THOUGHTS if names & THOUGHTS else set()))
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:

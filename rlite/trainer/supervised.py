@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rlite
 from rlite import config
-from rlite.data.chat.template import check_template_options, has_chat_template
+from rlite.data.chat.template import check_template_options
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
@@ -393,7 +393,7 @@ def read_tokens(
 
     def tokens_of(table: Rows, source: Source, limit: int | None = None) -> TokenRows:
         made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, **template_options)
-        return replace(made, form=described(table, has_chat_template(tokenizer)))
+        return replace(made, form=described(table, tokenizer))
 
     def tokens(source: Source, limit: int | None = None) -> TokenRows:
         return tokens_of(read_source(given.source(source), kind), source, limit)

@@ -209,12 +209,17 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
         template = tokenizer.get_chat_template()
     except ValueError as error:
         raise ConfigError(f"{key}: the model's tokenizer has no chat template") from error
-    read = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
+    read = names_in(template)
     for name in options:
         if name not in read:
             raise ConfigError(
                 f"{key}.{name}: the model's chat template reads no such variable; leave it out{_near(name, read)}"
             )
+
+
+def names_in(template: str) -> set[str]:
+    """Return all names and words in the expressions of a template."""
+    return set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
 
 
 def _near(name: str, known: Collection[str]) -> str:

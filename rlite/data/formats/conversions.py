@@ -41,6 +41,17 @@ def completed(answer: str) -> Callable[[Row, str], Row]:
     return convert
 
 
+def asked(column: str) -> Callable[[Row, str], Row]:
+    """Return a conversion of the messages of a prompt, which keeps the other columns for rewards."""
+
+    def convert(row: Row, where: str) -> Row:
+        tools = row.get("tools")  # schemas for the template, or a column of the reward's
+        has_json = isinstance(tools, list) or (isinstance(tools, str) and tools.lstrip().startswith("["))
+        return {**row, column: chat(row[column], where, column), **(tools_of(row, where) if has_json else {})}
+
+    return convert
+
+
 def plain_text(row: Row, where: str) -> Row:
     """Return a text that is learnt whole."""
     check_columns(row, {"text": str}, where)

@@ -12,7 +12,14 @@ from rlite.data.chat.turns import tokens_after
 from rlite.errors import ConfigError
 from rlite.rollout.chat.transcript import Transcript
 from rlite.rollout.text_threads import beside_loop
-from rlite.rollout.workflow import PromptWorkflow, RolloutError, context_length, prompt_ids, prompt_text
+from rlite.rollout.workflow import (
+    PromptWorkflow,
+    RolloutError,
+    context_length,
+    prompt_ids,
+    prompt_text,
+    template_options,
+)
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]
@@ -57,7 +64,7 @@ class Conversation:
     ) -> None:
         check_history(history)
         self._tokenizer = tokenizer
-        self._options = dict(chat_template_options or {})
+        self._options = template_options(item, chat_template_options)
         self._template = ChatTemplate(tokenizer, self._options)
         self._is_rendered_anew = history == "template"
         self.prompt = prompt_text(item, tokenizer, self._options)

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rlite.data.formats.normalise import normalise
 from rlite.data.sft import sft_rows
 from rlite.errors import DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.tiny import CHATML, byte_tokenizer
 from rlite.rollout import (
     GenerationHyperparameters,
     LLMRequest,
@@ -21,9 +23,12 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
+from rlite.rollout.chat.conversation import Conversation
 from rlite.rollout.rewards.signatures import adapt
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
+from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.types import OnChunk
+from tests.agents import tokenizer_with
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()
@@ -155,7 +160,18 @@ COLUMNS = {
     name: f"own {name}"
     for name in (
         *("self", "cls", "fn", "data", "engine", "task", "timeout", "item", "row", "rows", "what", "weight", "args"),
-        *("kwargs", "keywords", "arguments", "columns", "value", "function", "prompts", "is_batch", "reward_fn", "read"),
+        *(
+            "kwargs",
+            "keywords",
+            "arguments",
+            "columns",
+            "value",
+            "function",
+            "prompts",
+            "is_batch",
+            "reward_fn",
+            "read",
+        ),
         *("gconfig", "tokenizer", "limit", "name", "key", "finish", "parts", "method", "memory", "state", "action"),
     )
 }
@@ -194,3 +210,27 @@ def test_columns_may_be_named_like_parameters(fn: Callable[..., Any], in_process
     item = {"prompt": "ab", **COLUMNS, "ground_truth": "4"}
     row = asyncio.run(asking.arun_episode(ScriptedEngine(echo), item))
     assert row["rewards"].tolist() == [len(COLUMNS)]
+
+
+# -- tools of an item --------------------------------------------------------------------------------------------------
+
+TOOLED = CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("prompt", ["messages", "prompt"])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]], ids=["list", "text", "texts"])
+def test_the_tools_of_an_item_are_in_its_prompt(prompt: str, tools: Any) -> None:
+    tokenizer = tokenizer_with(TOOLED)
+    [item], _ = normalise([{prompt: [{"role": "user", "content": "q"}], "tools": tools}], "prompts", "x")
+    assert prompt_text(item, tokenizer).startswith(json.dumps(TOOLS))
+    assert tokenizer.decode(prompt_ids(item, tokenizer)) == prompt_text(item, tokenizer)
+    assert Conversation(tokenizer, item).prompt == prompt_text(item, tokenizer)
+    assert "add" not in prompt_text(item, tokenizer, {"tools": [{"name": "other"}]})
+
+
+@pytest.mark.parametrize("tools", [["add"], "calculator", [], {"add": 1}, None])
+def test_another_column_named_tools_is_the_rewards(tools: Any) -> None:
+    [item], _ = normalise([{"messages": [{"role": "user", "content": "q"}], "tools": tools}], "prompts", "x")
+    assert item["tools"] == tools
+    assert "add" not in prompt_text(item, tokenizer_with(TOOLED))
