@@ -33,8 +33,8 @@ MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen"
 def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int = 0) -> list[dict[str, Any]]:
     """Return the rows of a table. All rows have the same keys, and null stands for a key that an object lacked.
 
-    In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call. Values of
-    Arrow's JSON type, which `datasets.Json` has, are read as JSON.
+    In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call. Texts
+    of Arrow's JSON type, the type of `datasets.Json`, are read as JSON.
 
     Args:
         kind: parquet, parquet rows, arrow or dataset.

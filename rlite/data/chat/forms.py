@@ -63,7 +63,11 @@ class MessageForms:
     # -- content -------------------------------------------------------------------------------------------------
 
     def _content(self, role: str, parts: list[Any], where: str) -> str | list[Any]:
-        """Return the parts if the template takes parts, else their texts, a line each."""
+        """Return the parts if the template takes parts, else their texts, a line each.
+
+        Raises:
+            DataError: a part has a form or a type that the template does not take.
+        """
         check_parts(parts, where)
         for part in parts:
             if (kind := part["type"]) not in TEXT_PARTS and f"'{kind}'" not in self._source.replace('"', "'"):

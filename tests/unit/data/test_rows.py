@@ -44,7 +44,10 @@ READING = CHATML.replace("{{ message['content'] }}", "{{ message.thinking }}{{ m
         ("demonstrations", {"messages": [{"role": "user", "content": "q"}, "{}"]}),
         ("demonstrations", {"prompt": "q", "completion": ["{}"]}),
         ("preferences", {"prompt": "q", "chosen": ["{}"], "rejected": "b"}),
-        ("preferences", {"chosen": [{"role": "user", "content": "q"}, "{}"], "rejected": [{"role": "user", "content": "q"}]}),
+        (
+            "preferences",
+            {"chosen": [{"role": "user", "content": "q"}, "{}"], "rejected": [{"role": "user", "content": "q"}]},
+        ),
         ("unpaired", {"prompt": [{"role": "user", "content": "q"}], "completion": "{}", "label": True}),
         ("prompts", {"messages": ["{}", {"role": "user", "content": "q"}]}),
     ],

@@ -23,8 +23,8 @@ TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     "template",
     [
         "{{{{ strftime_now({form!r}) }}}}\n" + CHATML.replace("{", "{{").replace("}", "}}"),
-        "\n  {{%- if strftime_now is defined %}}{{% set date = strftime_now({form!r}) %}}{{% endif %}}\n {{{{ date }}}}\n"
-        + CHATML.replace("{", "{{").replace("}", "}}"),
+        "\n  {{%- if strftime_now is defined %}}{{% set date = strftime_now({form!r}) %}}{{% endif %}}"
+        "\n {{{{ date }}}}\n" + CHATML.replace("{", "{{").replace("}", "}}"),
         "{{% macro head(f) %}}{{{{ strftime_now(f) }}}}{{% endmacro %}}  {{{{ head({form!r}) }}}}"
         + CHATML.replace("{", "{{").replace("}", "}}"),
     ],

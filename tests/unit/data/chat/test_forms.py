@@ -123,7 +123,9 @@ def calling(arguments: str) -> str:
 
 CALLS = {
     "an object, as JSON": calling("{{ call.function.arguments | tojson }}"),
-    "an object, item by item": calling("{% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %}"),
+    "an object, item by item": calling(
+        "{% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %}"
+    ),
     "text that is joined": calling("{{ '' + call.function.arguments }}"),
     "text that is written": calling("{{ call.function.arguments }}"),
     "either": calling(

@@ -422,8 +422,7 @@ def test_a_null_is_called_a_null_in_the_first_row_and_in_others(
     for rows in ([{**row, column: null}, row], [row, row, {**row, column: null}]):
         number = 0 if len(rows) == 2 else 2
         with pytest.raises(DataError, match=told.format(number)) as error:
-            made, _ = normalise(rows, kind, "data.path=x")
-            check_prompts(made, "data.path=x")
+            check_prompts(normalise(rows, kind, "data.path=x")[0], "data.path=x")
         assert "columns." not in str(error.value)
 
 
@@ -438,8 +437,8 @@ def test_messages_and_their_calls_may_be_texts_of_json() -> None:
     calls = json.dumps(CALLED["tool_calls"])
     messages = [USER, {**CALLED, "tool_calls": calls}]
     tools = [json.dumps({"name": "add"})]
-    for given in (messages, json.dumps(messages)):
-        made = one("demonstrations", {"messages": given, "tools": tools})
+    for form in (messages, json.dumps(messages)):
+        made = one("demonstrations", {"messages": form, "tools": tools})
         assert made == {"messages": [USER, CALLED], "tools": [{"name": "add"}]}
     with pytest.raises(DataError, match=r"row index 0, messages\[1\]: 'tool_calls': not valid JSON"):
         one("demonstrations", {"messages": [USER, {**CALLED, "tool_calls": "["}]})
