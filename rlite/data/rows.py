@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from rlite.data.chat.template import has_chat_template, names_in
+from rlite.data.chat.template import has_chat_template, unread_keys
 from rlite.data.columnar import without_added_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
@@ -20,10 +20,6 @@ from rlite.data.tables import Row, read_rows
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
 
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
-KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "weight", "train", "loss_mask"}
-"""keys of messages that are read without the chat template, or checked elsewhere, or that no model needs to see"""
-THOUGHTS = {"reasoning_content", "thinking", "reasoning"}
-"""keys of messages that hold thoughts: transformers gives a template each of them by the names of all"""
 
 
 @dataclass(frozen=True)
@@ -124,17 +120,10 @@ def described(rows: Rows, tokenizer: Any | None) -> str:
         return rows.form
     row = rows[0]
     remarks = [NO_TEMPLATE] if isinstance(row.get("prompt"), str) and row.get("messages") is None else []
-    if unread := _unread_keys(rows, str(tokenizer.chat_template)):
+    conversations = (value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list))
+    if unread := unread_keys(tokenizer, conversations):
         remarks.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")
     return ", ".join([rows.form, *remarks])
-
-
-def _unread_keys(rows: Rows, template: str) -> list[str]:
-    """Return the keys of messages that no name of a template reads."""
-    names = names_in(template) | KNOWN_KEYS
-    columns = [value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list)]
-    keys = {str(key) for messages in columns for each in messages if isinstance(each, Mapping) for key in each}
-    return sorted(keys - names - (THOUGHTS if names & THOUGHTS else set()))
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:

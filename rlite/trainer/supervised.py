@@ -133,8 +133,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the loss in words, for the plan of the run."""
         return type(self.loss).__name__
 
-    def check_capacity(self, rows: TokenRows, capacity: int, name: str, table: str) -> None:
-        """Check that every item fits the devices; see `TokenRows.check_capacity`."""
+    def _check_capacity(self, rows: TokenRows, capacity: int, name: str, table: str) -> None:
+        """Check that every item fits the devices.
+
+        Raises:
+            ConfigError: an item does not fit.
+        """
         rows.check_capacity(capacity, name, table)
 
     def _build_options(self) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         for table, rows in {"data": self.rows, **tests}.items():
             capacity = model.max_length_per_device * model.tp_size * model.sp_size
             name = f"{self.key}.max_length_per_device{''.join(factors)}"
-            check = partial(self.check_capacity, capacity=capacity, name=name, table=table)
+            check = partial(self._check_capacity, capacity=capacity, name=name, table=table)
             if rows.stream is None:
                 check(rows)
             else:

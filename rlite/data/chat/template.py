@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
@@ -20,6 +20,10 @@ STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
 QUESTION: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
+KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "weight", "train", "loss_mask"}
+"""keys of messages that are read without the chat template, or checked elsewhere, or that no model needs to see"""
+THOUGHTS = {"reasoning_content", "thinking", "reasoning"}
+"""keys of messages that hold thoughts: transformers gives a template each of them by the names of all"""
 
 
 class Tokenizer(TextTokenizer, Protocol):
@@ -209,7 +213,7 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
         template = tokenizer.get_chat_template()
     except ValueError as error:
         raise ConfigError(f"{key}: the model's tokenizer has no chat template") from error
-    read = names_in(template)
+    read = _names_in(template)
     for name in options:
         if name not in read:
             raise ConfigError(
@@ -217,7 +221,19 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
             )
 
 
-def names_in(template: str) -> set[str]:
+def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the keys of messages that no name of the chat template reads.
+
+    Args:
+        tokenizer: has a chat template.
+        conversations: lists of messages.
+    """
+    names = _names_in(str(tokenizer.chat_template)) | KNOWN_KEYS
+    keys = {str(key) for messages in conversations for each in messages if isinstance(each, Mapping) for key in each}
+    return sorted(keys - names - (THOUGHTS if names & THOUGHTS else set()))
+
+
+def _names_in(template: str) -> set[str]:
     """Return all names and words in the expressions of a template."""
     return set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
 
