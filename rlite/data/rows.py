@@ -123,7 +123,7 @@ def described(rows: Rows, tokenizer: Any | None) -> str:
     conversations = (value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list))
     if unread := unread_keys(tokenizer, conversations):
         remarks.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")
-    return ", ".join([rows.form, *remarks])
+    return "; ".join([rows.form, *remarks])
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:

@@ -125,7 +125,7 @@ def _system(row: Row, where: str) -> list[Any]:
 
 
 def tools_of(row: Row, where: str) -> Row:
-    """Return the column `tools`, if the row has it. The column, or each tool, may be a JSON text.
+    """Return the column `tools`, if the row has it. The column, a tool, or a part of a tool may be a JSON text.
 
     Raises:
         DataError: the column is no list.
@@ -137,9 +137,16 @@ def tools_of(row: Row, where: str) -> Row:
         return {}
     if not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
-    are_texts = all(isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools)
-    tools = [_json(tool, f"{where}: 'tools'") for tool in tools] if are_texts else tools
-    return {"tools": tools} if tools else {}
+    return {"tools": [_schema(tool, f"{where}: 'tools'") for tool in tools]} if tools else {}
+
+
+def _schema(value: Any, where: str) -> Any:
+    """Return the schema of a tool. The schema, its function and its parameters may be JSON texts."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _json(value, where)
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _schema(item, where) if key in ("function", "parameters") else item for key, item in value.items()}
 
 
 def sharegpt(row: Row, where: str) -> Row:

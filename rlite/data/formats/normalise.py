@@ -58,7 +58,7 @@ def normalise(
         converted = [_with_system(row, system_prompt, found, where) for row in converted]
     unread = {str(name) for row in rows for name in row} - {*found.columns, *found.optional}
     is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
-    return converted, f"{found}, columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
+    return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
 
 
 def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[str, str | None], key: str) -> list[Row]:

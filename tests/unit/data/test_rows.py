@@ -21,7 +21,7 @@ def rows(*given: dict[str, Any], kind: Any = "prompts") -> Any:
 @pytest.mark.parametrize("kind", ["prompts", "demonstrations"])
 def test_texts_that_do_not_use_the_models_template_are_named(kind: Any) -> None:
     texts = rows({"prompt": "2+3=", "response": "5"}, kind=kind)
-    assert described(texts, TOKENIZER) == f"{texts.form}, {NO_TEMPLATE}"
+    assert described(texts, TOKENIZER) == f"{texts.form}; {NO_TEMPLATE}"
     assert described(texts, None) == texts.form
     bare = tokenizer_with()
     bare.chat_template = None
@@ -67,7 +67,7 @@ def test_keys_of_messages_that_the_template_does_not_read_are_named(kind: Any, r
         return described(rows(made, {**made}, kind=kind), tokenizer_with(READING))
 
     assert remark(mood="sad", citations=[]).endswith(
-        ", keys of messages that the chat template does not read: citations, mood"
+        "; keys of messages that the chat template does not read: citations, mood"
     )
     assert "keys" not in remark(reasoning_content="hm", tool_call_id="1", weight=1)
     assert "keys" not in remark()
@@ -79,6 +79,6 @@ def test_keys_of_messages_that_the_template_does_not_read_are_named(kind: Any, r
 
 def test_columns_that_are_not_read_are_named() -> None:
     pairs = rows({"prompt": "q", "chosen": "a", "rejected": "b", "system": "s", "id": 4}, kind="preferences")
-    assert pairs.form == "raw preferences (prompt, chosen, rejected), columns not read: id, system"
+    assert pairs.form == "raw preferences (prompt, chosen, rejected); columns not read: id, system"
     prompts = rows({"prompt": "q", "id": 4}, kind="prompts")
     assert prompts.form == "raw prompts (prompt)"

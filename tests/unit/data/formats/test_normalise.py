@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -436,10 +437,17 @@ def test_optional_columns_may_be_null(null: Any) -> None:
 def test_messages_and_their_calls_may_be_texts_of_json() -> None:
     calls = json.dumps(CALLED["tool_calls"])
     messages = [USER, {**CALLED, "tool_calls": calls}]
-    tools = [json.dumps({"name": "add"})]
-    for form in (messages, json.dumps(messages)):
+    function = {"name": "add", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    as_texts = [
+        [json.dumps(tool)],
+        [{**tool, "function": json.dumps(function)}],
+        [{**tool, "function": {**function, "parameters": json.dumps(function["parameters"])}}],
+        json.dumps([tool]),
+    ]
+    for form, tools in product((messages, json.dumps(messages)), as_texts):
         made = one("demonstrations", {"messages": form, "tools": tools})
-        assert made == {"messages": [USER, CALLED], "tools": [{"name": "add"}]}
+        assert made == {"messages": [USER, CALLED], "tools": [tool]}
     with pytest.raises(DataError, match=r"row index 0, messages\[1\]: 'tool_calls': not valid JSON"):
         one("demonstrations", {"messages": [USER, {**CALLED, "tool_calls": "["}]})
 
