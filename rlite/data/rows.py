@@ -16,9 +16,11 @@ from rlite.data.order import Mixture
 from rlite.data.source import Source
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tables import Row, read_rows
+from rlite.wording import counted
 
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
 
+TEXT_COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "text")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -116,10 +118,12 @@ def described(rows: Rows, tokenizer: Any | None) -> str:
         rows: the table.
         tokenizer: renders messages, if it has a chat template; None if there is none.
     """
+    num_empty = {name: sum(row.get(name) == "" for row in rows) for name in TEXT_COLUMNS}
+    remarks = [f"{counted(count, 'row')} with an empty {name!r}" for name, count in num_empty.items() if count]
     if tokenizer is None or not has_chat_template(tokenizer):
-        return rows.form
-    row = rows[0]
-    remarks = [NO_TEMPLATE] if isinstance(row.get("prompt"), str) and row.get("messages") is None else []
+        return "; ".join([rows.form, *remarks])
+    if isinstance(rows[0].get("prompt"), str) and rows[0].get("messages") is None:
+        remarks.append(NO_TEMPLATE)
     conversations = (value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list))
     if unread := unread_keys(tokenizer, conversations):
         remarks.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")

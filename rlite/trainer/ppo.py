@@ -31,6 +31,7 @@ from torch import Tensor
 from rlite import config
 from rlite.batch import with_keys
 from rlite.cluster.session import has_session
+from rlite.data.chat.clock import CLOCK
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
@@ -63,7 +64,7 @@ from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
-from rlite.trainer.run.start_time import run_clock
+from rlite.trainer.run.start_time import started_at
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")
@@ -370,7 +371,7 @@ class PpoTrainer:
         """
         options.check_complete()
         serve_if_worker(options)
-        with run_clock(options):
+        with CLOCK.fixed(started_at(options)):
             rewards = ChosenRewards(options.reward, given.functions()) if options.reward else None
             train_rows, test_rows = read_prompts(options, given)
             workflow = workflow_maker(options, rewards, {"train_data": train_rows})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rlite
 from rlite import config
+from rlite.data.chat.clock import CLOCK
 from rlite.data.chat.template import check_template_options
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
@@ -37,7 +38,7 @@ from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics
-from rlite.trainer.run.start_time import run_clock
+from rlite.trainer.run.start_time import started_at
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
@@ -358,7 +359,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             The metrics of the last step.
         """
         serve_if_worker(options)
-        with run_clock(options):
+        with CLOCK.fixed(started_at(options)):
             rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
             further = cls.read_further(options, given)
             with session_of(options):

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlite import config
 from rlite.checkpoint.atomic import FACTS
-from rlite.data.chat.clock import CLOCK
 from rlite.recovery import reporting
 from rlite.trainer.run.checkpoints import steps_of
 from rlite.trainer.run.folder import CONFIG, NEWEST, checkpoint_to_load
 
 STARTED = "started"
 """fact of a checkpoint: the time at which its run started"""
-
-
-@contextmanager
-def run_clock(resolved: Any) -> Iterator[None]:
-    """Let chat templates write the time of the run's start inside the `with` block.
-
-    Args:
-        resolved: the trainer's config. Its group `trainer` has the options of the run.
-
-    Yields:
-        None.
-
-    Raises:
-        ConfigError: the folder holds another run.
-    """
-    with CLOCK.fixed(_started_at(resolved)):
-        yield
 
 
 def wanted_checkpoint(resolved: Any) -> str | None:
@@ -52,8 +33,15 @@ def wanted_checkpoint(resolved: Any) -> str | None:
     return checkpoint_to_load(folder, options.load_ckpt_from, overwrites, config.to_container(resolved))
 
 
-def _started_at(resolved: Any) -> datetime:
-    """Return the time at which the run started that is resumed, else the present."""
+def started_at(resolved: Any) -> datetime:
+    """Return the time at which the run started that is resumed, else the present.
+
+    Args:
+        resolved: the trainer's config. Its group `trainer` has the options of the run.
+
+    Raises:
+        ConfigError: the folder holds another run.
+    """
     wanted = wanted_checkpoint(resolved)
     if wanted is None:
         return datetime.now()

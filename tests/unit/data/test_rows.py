@@ -82,3 +82,18 @@ def test_columns_that_are_not_read_are_named() -> None:
     assert pairs.form == "raw preferences (prompt, chosen, rejected); columns not read: id, system"
     prompts = rows({"prompt": "q", "id": 4}, kind="prompts")
     assert prompts.form == "raw prompts (prompt)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("demonstrations", {"prompt": "q", "response": "a"}),
+        ("demonstrations", {"text": "a"}),
+        ("preferences", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        ("unpaired", {"prompt": "q", "completion": "a", "label": True}),
+    ],
+)
+def test_empty_texts_are_counted(kind: Any, row: dict[str, Any]) -> None:
+    for name in row.keys() - {"label"}:
+        table = rows(row, {**row, name: ""}, {**row, name: ""}, kind=kind)
+        assert f"{table.form}; 2 rows with an empty {name!r}" in described(table, None)
