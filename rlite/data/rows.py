@@ -16,7 +16,6 @@ from rlite.data.order import Mixture
 from rlite.data.source import Source
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tables import Row, read_rows
-from rlite.wording import counted
 
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
 
@@ -118,8 +117,8 @@ def described(rows: Rows, tokenizer: Any | None) -> str:
         rows: the table.
         tokenizer: renders messages, if it has a chat template; None if there is none.
     """
-    num_empty = {name: sum(row.get(name) == "" for row in rows) for name in TEXT_COLUMNS}
-    remarks = [f"{counted(count, 'row')} with an empty {name!r}" for name, count in num_empty.items() if count]
+    empty = [name for name in TEXT_COLUMNS if any(row.get(name) == "" for row in rows)]
+    remarks = [f"some rows have an empty {name!r}" for name in empty]
     if tokenizer is None or not has_chat_template(tokenizer):
         return "; ".join([rows.form, *remarks])
     if isinstance(rows[0].get("prompt"), str) and rows[0].get("messages") is None:
