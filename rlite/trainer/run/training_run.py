@@ -9,6 +9,7 @@ from typing import Any
 
 from rlite import config
 from rlite.cluster.session import at_shutdown
+from rlite.data.chat.clock import CLOCK
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
@@ -22,10 +23,11 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import RunLock, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.folder import RunLock, begins_anew, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
+from rlite.trainer.run.start_time import STARTED, wanted_checkpoint
 from rlite.trainer.run.step_trace import StepTrace
 
 
@@ -69,14 +71,12 @@ class TrainingRun:
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
+        self._started = CLOCK.now()
         self._lock: RunLock | None = None
         self._checkpoints = self._find_checkpoints()
 
     def _find_checkpoints(self) -> Checkpoints:
-        options = self._options
-        wanted = checkpoint_to_load(
-            self.folder, options.load_ckpt_from, self._overwrites, config.to_container(self.config)
-        )
+        options, wanted = self._options, wanted_checkpoint(self.config)
         return Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
 
     @contextmanager
@@ -375,6 +375,7 @@ class TrainingRun:
             if not is_suspect or (self.is_over and self._callbacks.failure is None):
                 own = {
                     "config": self._kind,
+                    STARTED: self._started.isoformat(),
                     "stopped": self._stop_reason,
                     "evaluated": self._thresholds.latest,
                     "stop_at": self._options.stop_at,
