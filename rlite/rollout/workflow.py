@@ -109,7 +109,7 @@ class PromptWorkflow(RolloutWorkflow):
         """Return the tokens of the item's prompt."""
         prompt = [] if "input_ids" in data else _prompt(data)
         if isinstance(prompt, list) and prompt:
-            template = ChatTemplate(self.tokenizer, self.chat_template_options)
+            template = ChatTemplate(self.tokenizer, template_options(data, self.chat_template_options))
             text = template.render(prompt, add_generation_prompt=True)
             template.check(prompt, text, optional=OPTIONAL, add_generation_prompt=True)
         return prompt_ids(data, self.tokenizer, self.chat_template_options)

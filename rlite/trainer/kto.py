@@ -70,13 +70,13 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
         weights = f"weights {actor.desirable_weight:g} (desirable) and {actor.undesirable_weight:g} (undesirable)"
         return f"{actor.loss_type}, beta {actor.beta:g}, {weights}, {self.reference.describe()}"
 
-    def _check_capacity(self, rows: TokenRows, capacity: int, name: str, table: str) -> None:
+    def _check_rows(self, model: tuple[int, int | None], capacity: int, name: str, table: str, rows: TokenRows) -> None:
         """Check that every item fits the devices, and every prompt with another row's answer.
 
         Raises:
             ConfigError: an item does not fit, or a prompt with another row's answer may not fit.
         """
-        super()._check_capacity(rows, capacity, name, table)
+        super()._check_rows(model, capacity, name, table, rows)
         limit = self.options.data.max_length
         longest = limit if self.rows.stream is not None else min(limit, longest_mismatch(rows))
         if self.options.actor.loss_type == "kto" and longest > capacity:

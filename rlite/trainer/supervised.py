@@ -144,12 +144,20 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the loss in words, for the plan of the run."""
         return type(self.loss).__name__
 
-    def _check_capacity(self, rows: TokenRows, capacity: int, name: str, table: str) -> None:
-        """Check that every item fits the devices.
+    def _check_rows(self, model: tuple[int, int | None], capacity: int, name: str, table: str, rows: TokenRows) -> None:
+        """Check that every item fits the model and the devices.
+
+        Args:
+            model: tokens of the vocabulary, and the most tokens of a row.
+            capacity: the most tokens on one device.
+            name: the capacity's name in errors.
+            table: the table's name in errors.
+            rows: the table.
 
         Raises:
             ConfigError: an item does not fit.
         """
+        rows.check_model(*model, table)
         rows.check_capacity(capacity, name, table)
 
     def _build_options(self) -> dict[str, Any]:
@@ -387,11 +395,6 @@ class SupervisedTrainer(ABC, Generic[C]):
             given: objects of a program, in place of what the options name.
         """
         return {}
-
-
-def _check_rows(model: tuple[int, int | None], capacity: int, capacity_name: str, table: str, rows: TokenRows) -> None:
-    rows.check_model(*model, table)
-    rows.check_capacity(capacity, capacity_name, table)
 
 
 def read_tokens(

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rlite.data.chat.template_limits import limited
 from rlite.errors import DataError
 
 Message = Mapping[str, Any]
@@ -139,7 +140,9 @@ class MessageForms:
         """Return a conversation as text; None if the template refuses it."""
         names = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
         try:
-            [text], _ = render_jinja_template(conversations=[list(messages)], chat_template=self._source, **names)
+            [text], _ = limited(
+                lambda: render_jinja_template(conversations=[list(messages)], chat_template=self._source, **names)
+            )
         except Exception:  # a template is a program of others: the conversation itself is refused with the reason
             return None
         return text

@@ -184,6 +184,7 @@ class ChatTemplate:
         Raises:
             DataError: the text lacks a part, or a tool.
         """
+        messages = self.fitted(messages, where, options.get("tools"))
         places = self.places(messages, text, **options)
         for number, message in enumerate(messages):
             missing, role = places.missing(number), message["role"]
@@ -306,7 +307,7 @@ def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[
     """
     names = _names_in(str(tokenizer.chat_template)) | KNOWN_KEYS
     keys = {str(key) for messages in conversations for each in messages if isinstance(each, Mapping) for key in each}
-    return sorted(keys - names - (THOUGHTS if names & THOUGHTS else set()))
+    return sorted(keys - names - {*(THOUGHTS if names & {*THOUGHTS} else ())})
 
 
 def _names_in(template: str) -> set[str]:
@@ -339,5 +340,3 @@ def called_names(message: Message) -> list[str]:
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = [(call.get("function") or call).get("name") for call in calls]
     return [name for name in names if isinstance(name, str)]
-
-

@@ -161,6 +161,8 @@ def test_a_reward_reads_no_end_token_that_is_not_special() -> None:
         row = asyncio.run(workflow(seen).arun_episode(ScriptedEngine([said], end_ids=ends), {"prompt": "?"}))
         assert (seen[-1]["completions"], seen[-1]["completion_ids"]) == (text, said)
         assert row["input_ids"][0, 1:].tolist() == said
+
+
 # -- columns whose names are those of parameters -----------------------------------------------------------------------
 
 COLUMNS = {
