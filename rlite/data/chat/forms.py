@@ -23,7 +23,6 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = ("image", "video", "audio", "file", "document")
 """words in the types of parts that this library does not read"""
 _PROBES = ("PROBE-ONE", "PROBE-TWO")
-_QUESTION = {"role": "user", "content": "question"}
 _OBJECT = {"PROBE-KEY": "PROBE-VALUE"}
 _TEXT = json.dumps(_OBJECT)
 
@@ -54,9 +53,11 @@ class MessageForms:
     def _fitted(self, message: Message, where: str) -> Message:
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, list):
-            message = {**message, "content": self._content(message["role"], content, where)}
-        elif isinstance(content, str) and not self._takes(message["role"], is_text=True):
-            message = {**message, "content": [{"type": "text", "text": content}]}
+            content = self._content(message["role"], content, where)
+        if isinstance(content, str) and not self._takes(message["role"], is_text=True):
+            content = _parts(content)
+        if content is not message.get("content"):
+            message = {**message, "content": content}
         if isinstance(calls, (list, tuple)) and calls:
             message = {**message, "tool_calls": [self._call(call, where) for call in calls]}
         return message
@@ -83,21 +84,31 @@ class MessageForms:
         Text is also given to a template that takes neither, so that its own error is reported.
         """
         if (role, is_text) not in self._roles:
-            plain = self._probed(role, " ".join(_PROBES)) or ""
-            parts = self._probed(role, [{"type": "text", "text": text} for text in _PROBES]) or ""
-            has_parts = all(text in parts for text in _PROBES) and parts.count("text") <= plain.count("text")
-            self._roles |= {(role, False): has_parts, (role, True): not has_parts or " ".join(_PROBES) in plain}
+            text = " ".join(_PROBES)
+            plain, one, parts = (
+                self._probed(role, content) or "" for content in (text, _parts(text), _parts(*_PROBES))
+            )
+            most = plain.count("text")
+            has_one, has_parts = text in one and one.count("text") <= most, all(text in parts for text in _PROBES)
+            has_parts = has_parts and parts.count("text") <= most
+            self._roles |= {(role, False): has_parts, (role, True): text in plain or not (has_one or has_parts)}
         return self._roles[role, is_text]
 
     def _probed(self, role: str, content: Any) -> str | None:
         message = {"role": role, "content": content, "tool_call_id": "call00001", "name": "probe"}
         if role == "assistant":
-            return self._rendered([_QUESTION, message])
+            return self._rendered([self._question, message])
         if role in ("user", "system", "developer"):
-            return self._rendered([message, *([] if role == "user" else [_QUESTION])])
-        return self._rendered([_QUESTION, _calling({}), message]) or self._rendered(
-            [_QUESTION, _calling("{}"), message]
-        )
+            return self._rendered([message, *([] if role == "user" else [self._question])])
+        return self._rendered([*self._calling({}), message]) or self._rendered([*self._calling("{}"), message])
+
+    @cached_property
+    def _question(self) -> Message:
+        return self._fitted({"role": "user", "content": "question"}, "")
+
+    def _calling(self, arguments: Any) -> list[Message]:
+        call = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        return [self._question, {**self._fitted({"role": "assistant", "content": ""}, ""), "tool_calls": [call]}]
 
     # -- calls of tools ------------------------------------------------------------------------------------------
 
@@ -130,10 +141,11 @@ class MessageForms:
 
     @cached_property
     def _arguments(self) -> set[str]:
-        """The forms of arguments that the template writes as they are: "object", "text", or both."""
-        as_object, as_text = (self._rendered([_QUESTION, _calling(form)]) or "" for form in (_OBJECT, _TEXT))
+        """The forms of arguments that the template writes as they are: "object", "text", or both if they are equal."""
+        as_object, as_text = (self._rendered(self._calling(form)) or "" for form in (_OBJECT, _TEXT))
         has_object = all(name in as_object for item in _OBJECT.items() for name in item)
-        found = {"object": has_object and repr(_OBJECT) not in as_object, "text": _TEXT in as_text}
+        has_object = has_object and repr(_OBJECT) not in as_object
+        found = {"object": has_object, "text": _TEXT in as_text and (as_text == as_object or not has_object)}
         return {form for form, is_taken in found.items() if is_taken}
 
     def _rendered(self, messages: Sequence[Message]) -> str | None:
@@ -178,6 +190,5 @@ def check_parts(parts: Sequence[Any], where: str) -> None:
             raise DataError(f"{at} has the 'text' {part.get('text')!r:.100}; expected a text")
 
 
-def _calling(arguments: Any) -> Message:
-    call = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _parts(*texts: str) -> list[Message]:
+    return [{"type": "text", "text": text} for text in texts]

@@ -32,6 +32,11 @@ TEMPLATES = {
     ),
     "either": CHATML.replace(CONTENT, EITHER),
     "parts": CHATML.replace(CONTENT, PARTS_ALONE),
+    "one part": CHATML.replace(CONTENT, "{{ '' + message.content[0].text }}"),
+    "parts of users, one part of others": CHATML.replace(
+        CONTENT,
+        "{% if message.role == 'user' %}" + PARTS_ALONE + "{% else %}{{ '' + message.content[0].text }}{% endif %}",
+    ),
     "parts of users, texts of others": CHATML.replace(
         CONTENT, "{% if message.role == 'user' %}" + PARTS_ALONE + "{% else %}{{ message.content }}{% endif %}"
     ),
@@ -131,6 +136,10 @@ CALLS = {
     "either": calling(
         "{% if call.function.arguments is string %}{{ call.function.arguments }}"
         "{% else %}{{ call.function.arguments | tojson }}{% endif %}"
+    ),
+    "text in further braces, else item by item": calling(
+        "{% set given = call.function.arguments %}{% if given is string %}{ {{- given -}} }"
+        "{% else %}{% for k, v in given | items %}{{ k }}={{ v | tojson }}{% endfor %}{% endif %}"
     ),
 }  # fmt: skip
 
