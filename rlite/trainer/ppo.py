@@ -153,7 +153,7 @@ class PpoTrainer:
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
-        with self.run.held():
+        with self.run.held:
             with self.record:
                 metrics = self._train()
             self.evaluations.close()

@@ -194,7 +194,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
-        with self.run.held():
+        with self.run.held:
             self.start()
             metrics = self._evaluate_owed()
             try:

@@ -85,7 +85,7 @@ class LostGroups:
         self._failed_lengths: list[int] = []
         """lengths of the answers of episodes that have failed for good"""
         self.selection = Selection()
-        """what failures have done to the answers since the alarms were given"""
+        """effect of failures on the answers since the alarms were given"""
 
     def explain(self, group: Group, reason: str, error: BaseException | None) -> None:
         """Keep the reason of a lost group, also of an evaluation, if it is the first of its cause.

@@ -18,7 +18,7 @@ MIN_ANSWERS = 2
 
 @dataclass
 class Selection:
-    """What failures have done to a sample of answers."""
+    """Effect of failures on a sample of answers."""
 
     num_groups: int = 0
     num_attempts: int = 0
