@@ -431,7 +431,7 @@ class TrainingRun:
             self._trace.close()
             self._sinks.close()
             self.console.close()
-            self.release()
+            self.held.close()
             INTERRUPTION.end()
         how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
         reason = f": {self._stop_reason}" if how == "stopped" else ""
