@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen"
 def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int = 0) -> list[dict[str, Any]]:
     """Return the rows of a table. All rows have the same keys, and null stands for a key that an object lacked.
 
-    In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call.
+    In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call. Texts
+    of Arrow's JSON type, the type of `datasets.Json`, are read as JSON.
 
     Args:
         kind: parquet, parquet rows, arrow or dataset.
@@ -56,12 +58,38 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
             rows = []
             for batch in batches:
                 batch.validate(full=True)
-                rows += map(_without_added_nulls, batch.to_pylist())
+                rows += map(without_added_nulls, batch.to_pylist())
             pieces.read()  # to the reader's own end
-        return rows
     except (SandboxError, DataError, pa.ArrowException) as error:
         place = f"{where}: " if rows is None else f"{where}, row index {first + len(rows)} or one after it: "
         raise DataError(f"{place}{_KINDS[kind]}: {error}") from error
+    for column in batches.schema:
+        if _JSON in str(column.type):
+            for number, row in enumerate(rows, first):
+                row[column.name] = _with_json(row[column.name], column.type, f"{where}, row index {number}")
+    return rows
+
+
+_JSON = "arrow.json"
+"""name of Arrow's type of JSON texts"""
+
+
+def _with_json(value: Any, kind: pa.DataType, where: str) -> Any:
+    """Return a value of a type whose JSON texts are read.
+
+    Raises:
+        DataError: a text is not valid JSON.
+    """
+    if value is None or _JSON not in str(kind):
+        return value
+    if isinstance(value, dict):
+        return {name: _with_json(item, kind.field(name).type, where) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_json(item, kind.value_type, where) for item in value]
+    try:
+        return json.loads(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{where}: a column of JSON holds {value!r:.100}: {error}") from error
 
 
 _KINDS = {
@@ -72,7 +100,8 @@ _KINDS = {
 }
 
 
-def _without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
+def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of Arrow's, whose messages and tools have no key that is null."""
     return {**row, **{name: without_nulls(row[name]) for name in MESSAGE_COLUMNS if name in row}}
 
 

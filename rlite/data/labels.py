@@ -61,7 +61,7 @@ def mismatched(batch: TensorDict, max_length: int) -> TensorDict | None:
     The result depends only on the rows and their order.
 
     Args:
-        batch: a right-padded batch. A row ends with its answer, the tokens of its `loss_mask`.
+        batch: a right-padded batch. A row's answer begins with the first token of its `loss_mask` and ends the row.
         max_length: most tokens of a row; a longer one is cut at its end.
 
     Returns:
@@ -71,21 +71,33 @@ def mismatched(batch: TensorDict, max_length: int) -> TensorDict | None:
     lengths, starts = batch["attention_mask"].sum(-1).tolist(), batch["loss_mask"].int().argmax(-1).tolist()
     prompts = [ids[:start] for ids, start in zip(batch["input_ids"], starts, strict=True)]
     answers = [ids[a:b] for ids, a, b in zip(batch["input_ids"], starts, lengths, strict=True)]
+    masks = [mask[a:b] for mask, a, b in zip(batch["loss_mask"], starts, lengths, strict=True)]
     rows = [
-        (torch.cat([prompts[row], answers[other]])[:max_length], starts[row])
+        (
+            torch.cat([prompts[row], answers[other]])[:max_length],
+            torch.cat([torch.zeros(starts[row], dtype=torch.bool), masks[other]])[:max_length],
+        )
         for row, other in _partners([tuple(prompt.tolist()) for prompt in prompts])
     ]
     if not rows:
         return None
-    sizes = torch.tensor([len(ids) for ids, _ in rows])
-    places = torch.arange(int(sizes.max()))
-    mask = places < sizes[:, None]
     columns: dict[str, Tensor] = {
         "input_ids": pad_sequence([ids for ids, _ in rows], batch_first=True),
-        "attention_mask": mask,
-        "loss_mask": mask & (places >= torch.tensor([start for _, start in rows])[:, None]),
+        "attention_mask": pad_sequence([torch.ones_like(mask) for _, mask in rows], batch_first=True),
+        "loss_mask": pad_sequence([mask for _, mask in rows], batch_first=True),
     }
     return TensorDict(columns, batch_size=[len(rows)])
+
+
+def longest_mismatch(rows: TokenRows) -> int:
+    """Return the most tokens that a prompt has with the answer of any row.
+
+    Args:
+        rows: the table.
+    """
+    learnt = np.flatnonzero(rows.loss_mask)
+    prompts = learnt[np.searchsorted(learnt, rows.starts[:-1])] - rows.starts[:-1]
+    return int(prompts.max() + (rows.lengths - prompts).max())
 
 
 def _partners(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ def preference_rows(
 
     `rlite.data.chat.answers.prompted_answer_encoder` has the form of a row. `chosen` and `rejected` are the answers.
     `loss_mask` marks each answer with its end, not the assistant's earlier turns. A row ends as a generated one does,
-    so a reward model reads both at the same token. A side longer than `max_length` is cut at its end. If the first row
+    so a reward model reads both at the same token. A side longer than `max_length` is cut at its end. If a row
     has a `margin`, all rows have that number.
 
     Args:
@@ -47,7 +47,7 @@ def preference_rows(
         DataError: a row has another form, or the template refuses a conversation; the message names row and column.
         ConfigError: the tokenizer cannot do this.
     """
-    has_margin = bool(rows) and rows[0].get("margin") is not None
+    has_margin = any(row.get("margin") is not None for row in rows)
     columns = {"margin": (float, int)} if has_margin else {}
     encode = prompted_answer_encoder(rows, tokenizer, SIDES, columns, where, template_options)
     if has_margin:

@@ -10,7 +10,7 @@ from rlite.data.chat.masks import check_messages
 from rlite.data.order import Mixture, shuffled
 from rlite.data.rows import place_of, rows_digest, stream_of
 from rlite.data.streaming.shuffle import ShuffledStream
-from rlite.data.tables import check_text, type_in_words
+from rlite.data.tables import NULL, check_text, is_null, type_in_words
 from rlite.errors import ConfigError, DataError, StreamedDataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
@@ -30,7 +30,7 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
         at = place_of(rows, number, where)
         if not isinstance(row, Mapping):
             raise DataError(f"{at}: expected an object, found {type(row).__name__}")
-        keys = [key for key in PROMPT_KEYS if row.get(key) is not None]
+        keys = [key for key in PROMPT_KEYS if not is_null(row.get(key))]
         if len(keys) != 1:
             raise DataError(f"{at}: {_not_one_prompt(row, keys, at)}")
         prompt = row[keys[0]]
@@ -58,6 +58,8 @@ def _not_one_prompt(row: Mapping[str, Any], keys: Sequence[str], at: str) -> str
     told = f"expected exactly one of {', '.join(PROMPT_KEYS)}, found {' and '.join(keys) or 'none'}"
     if keys:
         return f"{told}; {group}.columns.{keys[-1]}=null leaves one out"
+    if null := [key for key in PROMPT_KEYS if key in row]:
+        return f"{null[0]!r} is {NULL}"
     names = [str(name) for name, value in row.items() if value is not None]
     own = next((name for name in QUESTIONS if name in names), "COLUMN")
     has = ", ".join(names) or "no columns"

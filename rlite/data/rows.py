@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from rlite.data.chat.template import has_chat_template, unread_keys
+from rlite.data.columnar import without_added_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
 from rlite.data.order import Mixture
@@ -16,6 +18,9 @@ from rlite.data.streaming.table import StreamedTable
 from rlite.data.tables import Row, read_rows
 
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
+
+TEXT_COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "text")
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,12 @@ def read_source(source: Source, kind: RowKind) -> Rows:
         source: the table.
         kind: what the rows are for.
     """
-    rows = read_rows(source.path, f"{source.key}.path") if source.rows is None else [dict(row) for row in source.rows]
+    if source.rows is None:
+        rows = read_rows(source.path, f"{source.key}.path", source.columns)
+    elif hasattr(source.rows, "features"):  # a table of the `datasets` library, as it is in a file
+        rows = [without_added_nulls(dict(row)) for row in source.rows]
+    else:
+        rows = [dict(row) for row in source.rows]
     return converted(rows, source, kind)
 
 
@@ -100,16 +110,23 @@ def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     return rows.stream if isinstance(rows, Rows) else None
 
 
-def described(rows: Rows, has_template: bool) -> str:
-    """Return the format of a table in words, with a remark if its texts could be chats but are not.
+def described(rows: Rows, tokenizer: Any | None) -> str:
+    """Return the format of a table in words, with remarks on what could be expected of it and is not done.
 
     Args:
         rows: the table.
-        has_template: whether the tokenizer has a chat template.
+        tokenizer: renders messages, if it has a chat template; None if there is none.
     """
-    row = rows[0]
-    is_text = isinstance(row.get("prompt"), str) and row.get("messages") is None
-    return f"{rows.form}, {NO_TEMPLATE}" if is_text and has_template else rows.form
+    empty = [name for name in TEXT_COLUMNS if any(row.get(name) == "" for row in rows)]
+    remarks = [f"some rows have an empty {name!r}" for name in empty]
+    if tokenizer is None or not has_chat_template(tokenizer):
+        return "; ".join([rows.form, *remarks])
+    if isinstance(rows[0].get("prompt"), str) and rows[0].get("messages") is None:
+        remarks.append(NO_TEMPLATE)
+    conversations = (value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list))
+    if unread := unread_keys(tokenizer, conversations):
+        remarks.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")
+    return "; ".join([rows.form, *remarks])
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:

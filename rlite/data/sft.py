@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.answers import learnt_turns
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.masks import WEIGHTS, ChatEncoder, EncodedChat, check_messages
+from rlite.data.chat.masks import ChatEncoder, check_messages
 from rlite.data.chat.raw import answer_encoder, text_encoder
 from rlite.data.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, tokenise
@@ -61,8 +62,6 @@ def sft_rows(
         check_messages(_conversation(row), at)
         if not any(message["role"] == "assistant" for message in _conversation(row)):
             raise DataError(f"{at}: 'messages' has no turn of the assistant, hence nothing to learn")
-        for place, message in enumerate(_conversation(row)):
-            _check_weights(message, f"{at}, messages[{place}]")
     if is_text:
         return tokenise(len(rows), text_encoder(tokenizer, rows, ends), max_length, where)
     if not is_chat:
@@ -78,7 +77,9 @@ def sft_rows(
         )
         tokens = []
         for number, chat, name in zip(numbers, chats, names, strict=True):
-            turns = _learnt_turns(rows[number], chat, name)[-1 if last_turn_only else 0 :]
+            row = rows[number]
+            first = len(row["messages"]) if row.get("completion") else 0
+            turns = learnt_turns(chat, _conversation(row), first, name)[-1 if last_turn_only else 0 :]
             ended = encoder.ended(chat, turns, name)
             tokens.append([(ended.input_ids, ended.mask(turns))])
         return tokens
@@ -88,32 +89,3 @@ def sft_rows(
 
 def _conversation(row: Mapping[str, Any]) -> list[Any]:
     return [*row["messages"], *(row.get("completion") or ())]
-
-
-def _check_weights(message: Mapping[str, Any], where: str) -> None:
-    for key in WEIGHTS:
-        if message.get(key) not in (None, 0, 1):
-            raise DataError(f"{where}: {key!r} is {message[key]!r:.100}; expected 0, 1, true or false")
-
-
-def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> list[int]:
-    """Return the indexes of the assistant's turns that are learnt.
-
-    Raises:
-        DataError: some turns are learnt, and they cannot be found.
-    """
-    answers = [pair for pair in enumerate(_conversation(row)) if pair[1]["role"] == "assistant"]
-    first = len(row["messages"]) if row.get("completion") else 0
-    learnt = [
-        index
-        for index, (number, message) in enumerate(answers)
-        if number >= first and all(message.get(key) in (None, 1) for key in WEIGHTS)
-    ]
-    if len(answers) == len(chat.turns):
-        return learnt
-    if len(answers) == len(learnt):
-        return list(range(len(chat.turns)))
-    raise DataError(
-        f"{where}: the chat template shows {len(chat.turns)} of {len(answers)} turns of the assistant, so "
-        f"{'the turns of the completion' if first else 'the turns to learn'} cannot be found"
-    )

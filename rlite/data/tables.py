@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -19,13 +21,24 @@ Row = dict[str, Any]
 
 JSON_COLUMNS = ("messages", "conversations", "tools", "extra_info")
 """columns whose cells hold JSON where the file has nothing but text (CSV)"""
+STRUCTURED_COLUMNS = ("prompt", "response", "completion", "chosen", "rejected")
+"""columns whose cells hold a text, or messages as JSON"""
+NESTED_COLUMNS = ("history", "reward_model", "input_ids")
+"""columns whose cells hold JSON if they look like JSON"""
+
+NULL = "null; drop the row, or fill the column"
+NOTHING_RENAMED: Mapping[str, str | None] = {}
+_SENDERS = ("role", "from")
+_PYTHON_MESSAGES = re.compile(r"\s*\[?\s*\{\s*'(role|from|content|value)'\s*:")
 
 _SUBSET = re.compile(r"(?P<path>.+):(?P<subset>[\w.+-]+)")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
+def read_rows(
+    source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = NOTHING_RENAMED
+) -> list[Row]:
     """Return the rows of a table, as dicts.
 
     Args:
@@ -33,8 +46,10 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
             are `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source`
             chooses a split (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`,
             `test[100:200]@org/name`. The only split of a file is train. `source:subset` chooses a subset (a config) of
-            a dataset: `test@org/name:subset`. CSV cells are text; cells of JSON_COLUMNS are read as JSON.
+            a dataset: `test@org/name:subset`. CSV cells are text. Cells of JSON_COLUMNS are read as JSON, and messages
+            in STRUCTURED_COLUMNS.
         key: name of the option whose value is `source`, for error messages.
+        columns: rlite's names of columns -> the table's names.
 
     Raises:
         ConfigError: there is no such file, folder, split or dataset, this kind of file cannot be read, or a package for
@@ -58,6 +73,8 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         raise ConfigError(f"{where}: a file has the one split train, of which train[:90%]@{path} is a part")
     else:
         rows = _READERS[path.suffix](path, where)
+    if path.suffix == ".csv":
+        rows = _read_cells(rows, {own: name for name, own in columns.items() if own is not None}, where)
     if split:
         rows = rows[_bound(split["start"], len(rows)) : _bound(split["stop"], len(rows))]
     if not rows:
@@ -83,6 +100,8 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
     """
     for column, expected in columns.items():
         value = row.get(column)
+        if column in row and is_null(value) and not isinstance(value, expected):
+            raise DataError(f"{where}: {column!r} is {NULL}")
         if value is None:
             has = ", ".join(str(name) for name, cell in row.items() if cell is not None) or "nothing"
             raise DataError(f"{where}: no {column!r}; the row has {has}")
@@ -90,6 +109,11 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
             raise DataError(f"{where}: {column!r} is {type_in_words(value)}; expected {_type_name(expected)}")
         if isinstance(value, str):
             check_text(value, f"{where}: {column!r}")
+
+
+def is_null(value: Any) -> bool:
+    """Return whether a cell holds nothing: null, or pandas' NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def check_text(text: str, where: str) -> None:
@@ -207,7 +231,7 @@ def _read_csv(path: Path, where: str) -> list[Row]:
                 if None in row or None in row.values():
                     columns = len(reader.fieldnames or ())
                     raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
-                rows.append({name: _cell(name, text, len(rows), where) for name, text in row.items()})
+                rows.append(row)
             return rows
     except csv.Error as error:
         raise DataError(f"{where}, line {reader.reader.line_num}: not valid CSV: {error}") from error
@@ -217,12 +241,41 @@ def _read_csv(path: Path, where: str) -> list[Row]:
         csv.field_size_limit(limit)
 
 
-def _cell(column: str, text: str, number: int, where: str) -> Any:
-    if column not in JSON_COLUMNS:
-        return text
-    if not text:
-        return None
-    return parse_json(text, lambda _: f"{where}, row index {number}: {column!r}")
+def _read_cells(rows: Sequence[Row], names: Mapping[str, str], where: str) -> list[Row]:
+    """Return rows of texts whose JSON is read.
+
+    Args:
+        rows: rows of a CSV file.
+        names: the table's names of columns -> rlite's.
+        where: the table's name in messages.
+    """
+    return [
+        {own: _cell(names.get(own, own), text, f"{where}, row index {n}: {own!r}") for own, text in row.items()}
+        for n, row in enumerate(rows)
+    ]
+
+
+def _cell(column: str, text: str, where: str) -> Any:
+    """Return the value of a cell.
+
+    Raises:
+        DataError: a cell that holds JSON is not valid, or holds messages in Python's notation.
+    """
+    if column in JSON_COLUMNS:
+        return parse_json(text, lambda _: where) if text else None
+    if column in STRUCTURED_COLUMNS and _PYTHON_MESSAGES.match(text):
+        raise DataError(f"{where} holds messages in Python's notation; write them with json.dumps")
+    if column in (*STRUCTURED_COLUMNS, *NESTED_COLUMNS) and text.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            return value if column in NESTED_COLUMNS or _are_messages(value) else text
+    return text
+
+
+def _are_messages(value: Any) -> bool:
+    """Return whether a value of JSON is a message, or a list of messages."""
+    messages = value if isinstance(value, list) else [value]
+    return bool(messages) and all(isinstance(each, dict) and not each.keys().isdisjoint(_SENDERS) for each in messages)
 
 
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {

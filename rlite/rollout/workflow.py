@@ -109,7 +109,7 @@ class PromptWorkflow(RolloutWorkflow):
         """Return the tokens of the item's prompt."""
         prompt = [] if "input_ids" in data else _prompt(data)
         if isinstance(prompt, list) and prompt:
-            template = ChatTemplate(self.tokenizer, self.chat_template_options)
+            template = ChatTemplate(self.tokenizer, template_options(data, self.chat_template_options))
             text = template.render(prompt, add_generation_prompt=True)
             template.check(prompt, text, optional=OPTIONAL, add_generation_prompt=True)
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
@@ -253,7 +253,20 @@ def prompt_text(
     prompt = _prompt(data)
     if isinstance(prompt, str):
         return prompt
-    return ChatTemplate(tokenizer, chat_template_options).render(prompt, add_generation_prompt=True)
+    options = template_options(data, chat_template_options)
+    return ChatTemplate(tokenizer, options).render(prompt, add_generation_prompt=True)
+
+
+def template_options(data: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return options for the chat template: those given, and the `tools` of an item unless tools are given.
+
+    Args:
+        data: the item. Its `tools` are for the template if they are JSON schemas.
+        options: keyword arguments for `apply_chat_template`.
+    """
+    tools = data.get("tools")
+    has_schemas = isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools)
+    return {**({"tools": tools} if has_schemas else {}), **(options or {})}
 
 
 def _prompt(data: Mapping[str, Any]) -> str | list[Any]:

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from rlite.algorithms import kto_reference_point
 from rlite.batch import with_keys
-from rlite.data.labels import labelled_rows, mismatched
+from rlite.data.labels import labelled_rows, longest_mismatch, mismatched
 from rlite.data.tokens import TokenRows
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import KtoLoss, OwnLogprobs
@@ -56,8 +57,6 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     ) -> None:
         super().__init__(options, rows, test_rows, callbacks)
         self.reference = Reference(options.ref_actor, options.actor, self.engine)
-        self.longest = max(int(table.lengths.max()) for table in (rows, *self.test_sets.values()))
-        """tokens of the longest row, which fits the devices; a prompt with another row's answer is cut to it"""
 
     def make_loss(self) -> KtoLoss:
         """Return KTO's loss."""
@@ -71,6 +70,21 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
         weights = f"weights {actor.desirable_weight:g} (desirable) and {actor.undesirable_weight:g} (undesirable)"
         return f"{actor.loss_type}, beta {actor.beta:g}, {weights}, {self.reference.describe()}"
 
+    def _check_rows(self, model: tuple[int, int | None], capacity: int, name: str, table: str, rows: TokenRows) -> None:
+        """Check that every item fits the devices, and every prompt with another row's answer.
+
+        Raises:
+            ConfigError: an item does not fit, or a prompt with another row's answer may not fit.
+        """
+        super()._check_rows(model, capacity, name, table, rows)
+        limit = self.options.data.max_length
+        longest = limit if self.rows.stream is not None else min(limit, longest_mismatch(rows))
+        if self.options.actor.loss_type == "kto" and longest > capacity:
+            raise ConfigError(
+                f"KTO's reference point reads prompts with answers of other rows of {table}, up to {longest} tokens, "
+                f"and {name} is {capacity}; raise that, or lower data.max_length, to which they are cut"
+            )
+
     def start(self) -> None:
         """Begin as every trainer does, then place the reference beside the actor, if it is a model of its own."""
         super().start()
@@ -82,7 +96,7 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
         The reference point is one number for the whole batch, computed before the update. It does not depend on the
         division of the batch into packs and over devices, up to rounding.
         """
-        shifted = mismatched(batch, self.longest) if self.options.actor.loss_type == "kto" else None
+        shifted = mismatched(batch, self.options.data.max_length) if self.options.actor.loss_type == "kto" else None
         with stats_tracker.record_timing("reference"):
             logprobs, *others = self.reference.logprobs(*([batch] if shifted is None else [batch, shifted]))
         point = torch.zeros(())

@@ -31,6 +31,7 @@ from torch import Tensor
 from rlite import config
 from rlite.batch import with_keys
 from rlite.cluster.session import has_session
+from rlite.data.chat.clock import CLOCK
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
@@ -63,6 +64,7 @@ from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.start_time import started_at
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")
@@ -151,7 +153,7 @@ class PpoTrainer:
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
-        with self.run.held():
+        with self.run.held:
             with self.record:
                 metrics = self._train()
             self.evaluations.close()
@@ -375,17 +377,18 @@ class PpoTrainer:
         """
         options.check_complete()
         serve_if_worker(options)
-        rewards = ChosenRewards(options.reward, given.functions()) if options.reward else None
-        train_rows, test_rows = read_prompts(options, given)
-        workflow = workflow_maker(options, rewards, {"train_data": train_rows})
-        testing = held_out_workflows(options, workflow, rewards, test_rows, given)
+        with CLOCK.fixed(started_at(options)):
+            rewards = ChosenRewards(options.reward, given.functions()) if options.reward else None
+            train_rows, test_rows = read_prompts(options, given)
+            workflow = workflow_maker(options, rewards, {"train_data": train_rows})
+            testing = held_out_workflows(options, workflow, rewards, test_rows, given)
 
-        def fit(options: PpoConfig) -> dict[str, float]:
-            with session_of(options):
-                training = workflow(options.rollout.train_sampling_params)
-                return cls(options, training, train_rows, test_rows, testing, given.callbacks).fit()
+            def fit(options: PpoConfig) -> dict[str, float]:
+                with session_of(options):
+                    training = workflow(options.rollout.train_sampling_params)
+                    return cls(options, training, train_rows, test_rows, testing, given.callbacks).fit()
 
-        return fit(options) if has_session() else fit_again(fit, options)
+            return fit(options) if has_session() else fit_again(fit, options)
 
 
 def _loss(options: PpoConfig) -> PolicyLoss:

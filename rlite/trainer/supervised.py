@@ -14,8 +14,9 @@ from torch import Tensor
 
 import rlite
 from rlite import config
+from rlite.data.chat.clock import CLOCK
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.template import check_template_options, has_chat_template
+from rlite.data.chat.template import check_template_options
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
@@ -40,6 +41,7 @@ from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.model_plan import data_plan, model_plan
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics
+from rlite.trainer.run.start_time import started_at
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
@@ -142,6 +144,22 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the loss in words, for the plan of the run."""
         return type(self.loss).__name__
 
+    def _check_rows(self, model: tuple[int, int | None], capacity: int, name: str, table: str, rows: TokenRows) -> None:
+        """Check that every item fits the model and the devices.
+
+        Args:
+            model: tokens of the vocabulary, and the most tokens of a row.
+            capacity: the most tokens on one device.
+            name: the capacity's name in errors.
+            table: the table's name in errors.
+            rows: the table.
+
+        Raises:
+            ConfigError: an item does not fit.
+        """
+        rows.check_model(*model, table)
+        rows.check_capacity(capacity, name, table)
+
     def _build_options(self) -> dict[str, Any]:
         """Return the build options of the trained engine.
 
@@ -160,7 +178,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         for table, rows in {"data": self.rows, **tests}.items():
             capacity = model.max_length_per_device * model.tp_size * model.sp_size
             name = f"{self.key}.max_length_per_device{''.join(factors)}"
-            check = partial(_check_rows, sizes_of_model, capacity, name, table)
+            check = partial(self._check_rows, sizes_of_model, capacity, name, table)
             if rows.stream is None:
                 check(rows)
             else:
@@ -176,7 +194,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         Raises:
             StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
-        with self.run.held():
+        with self.run.held:
             self.start()
             metrics = self._evaluate_owed()
             try:
@@ -362,10 +380,11 @@ class SupervisedTrainer(ABC, Generic[C]):
             The metrics of the last step.
         """
         serve_if_worker(options)
-        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
-        further = cls.read_further(options, given)
-        with session_of(options):
-            return cls(options, rows, test_rows, given.callbacks, **further).fit()
+        with CLOCK.fixed(started_at(options)):
+            rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
+            further = cls.read_further(options, given)
+            with session_of(options):
+                return cls(options, rows, test_rows, given.callbacks, **further).fit()
 
     @classmethod
     def read_further(cls, options: C, given: ProgramObjects) -> dict[str, Any]:
@@ -376,11 +395,6 @@ class SupervisedTrainer(ABC, Generic[C]):
             given: objects of a program, in place of what the options name.
         """
         return {}
-
-
-def _check_rows(model: tuple[int, int | None], capacity: int, capacity_name: str, table: str, rows: TokenRows) -> None:
-    rows.check_model(*model, table)
-    rows.check_capacity(capacity, capacity_name, table)
 
 
 def read_tokens(
@@ -411,7 +425,7 @@ def read_tokens(
 
     def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
-        return replace(made, form=described(table, has_chat_template(tokenizer)))
+        return replace(made, form=described(table, tokenizer))
 
     def tokens(source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         return tokens_of(read_source(given.source(source), kind), source, ends, limit)

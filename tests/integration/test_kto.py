@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite.config import load
 from rlite.data.labels import labelled_rows
+from rlite.errors import ConfigError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.trainer.kto import KtoTrainer
 from rlite.trainer.supervised_options import KtoConfig
@@ -89,6 +90,38 @@ def test_the_first_step_is_that_of_the_formula(models: dict[str, Path], tmp_path
     assert found["margin"] == pytest.approx(0.1 * (sum(rewards[True]) - sum(rewards[False])) / 3, rel=1e-3)
 
 
+def test_the_reference_point_is_cut_to_the_longest_length_and_not_to_the_longest_row(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    order = [4, 3, 0, 1, 2, 5]  # a prompt of 7 tokens, with an answer of 9
+    kinds = ("llama", "qwen3")
+    found = {}
+    for kind, other in (kinds, kinds[::-1]):
+        settings = [f"actor.model_name={models[kind]}", f"ref_actor.model_name={models[other]}", "trainer.n_epochs=1"]
+        learner = trainer(models, tmp_path / kind, *settings)
+        assert learner.rows.lengths.max() == 11
+        learner.start()
+        found[kind] = learner.prepare(learner.rows.batch(order))["reference_point"].tolist()
+        learner.engine.release()
+        learner.reference.engine.release()
+    loaded = {kind: AutoModelForCausalLM.from_pretrained(models[kind]).eval() for kind in kinds}
+    pairs = [(ROWS[n]["prompt"], ROWS[m]["completion"]) for n, m in zip(order, [*order[1:], order[0]], strict=True)]
+    ratios = [logprob(loaded["llama"], *pair) - logprob(loaded["qwen3"], *pair) for pair in pairs]
+    point = sum(ratios) / 6
+    assert found["llama"] == pytest.approx([max(0.0, point)] * 6, rel=1e-4, abs=1e-4)
+    assert found["qwen3"] == pytest.approx([max(0.0, -point)] * 6, rel=1e-4, abs=1e-4)
+
+
+def test_a_prompt_with_the_longest_answer_of_another_row_must_fit_the_devices(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    tight = "actor.max_length_per_device=13"
+    with pytest.raises(ConfigError, match=r"rows of data, up to 16 tokens, and actor.max_length_per_device is 13; rai"):
+        trainer(models, tmp_path / "tight", tight)
+    assert trainer(models, tmp_path / "cut", tight, "data.max_length=13").rows.lengths.max() == 11
+    assert trainer(models, tmp_path / "apo", tight, "actor.loss_type=apo_zero_unpaired").rows.lengths.max() == 11
+
+
 LAYOUTS = [
     [],
     ["actor.max_length_per_device=16"],
@@ -102,7 +135,8 @@ LAYOUTS = [
 def test_steps_are_independent_of_the_layout(models: dict[str, Path], tmp_path: Path, extra: list[str]) -> None:
     runs = []
     for number, layout in enumerate(LAYOUTS[: 5 - 3 * bool(extra)]):
-        settings = ["data.batch_size=5", "trainer.n_epochs=2", "trainer.test_freq=4", *extra, *layout]
+        fixed = ["data.batch_size=5", "data.max_length=13", "trainer.n_epochs=2", "trainer.test_freq=4"]
+        settings = [*fixed, *extra, *layout]
         runs.append(finished(trainer(models, tmp_path / str(number), *settings)))
     assert runs[0]["kl"] > 0 or runs[0]["test_kl"] > 0
     names = ["loss", "kl", "grad_norm", "test_loss", "test_kl", "test_margin", "test_desirable_rewards"]

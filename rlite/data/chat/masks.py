@@ -18,6 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
+from rlite.data.chat.forms import check_parts
 from rlite.data.chat.parts import Places
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.chat.template import ANSWER, QUESTION, ChatTemplate, TemplateRefusal, cause, num_shared, refusal
@@ -26,8 +27,6 @@ from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-WEIGHTS = ("weight", "train", "loss_mask")
-"""keys of a message, whose value 0 or false keeps it from being learnt"""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")
 
@@ -88,6 +87,8 @@ def check_messages(messages: Any, where: str, key: str = "messages") -> None:
             raise DataError(f"{at}: 'content' is {content!r}; expected a text")
         if isinstance(content, str):
             check_text(content, f"{at}: 'content'")
+        elif content is not None:
+            check_parts(content, at)
 
 
 class ChatEncoder:
@@ -151,6 +152,7 @@ class ChatEncoder:
                 cannot be found. The error names the conversation and the role.
         """
         tools = tools or [None] * len(chats)
+        chats = [self._fitted(*chat) for chat in zip(chats, where, tools, strict=True)]
         if self._is_marked:
             return [self._encode_marked(*chat) for chat in zip(chats, where, tools, strict=True)]
         rendered = [self._render(*chat) for chat in zip(chats, where, tools, strict=True)]
@@ -195,13 +197,16 @@ class ChatEncoder:
             found[turn] = found[turn][0], end
         return replace(chat, input_ids=np.asarray(ids, dtype=np.int32), turns=tuple(found))
 
+    def _fitted(self, messages: Messages, where: str, tools: Any) -> Messages:
+        check_messages(messages, where)
+        return self._template.fitted(messages, f"{where}, ", tools)
+
     def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[Turn]]:
         """Return the conversation as text, with each turn of the assistant.
 
         Raises:
             DataError: as for `encode`.
         """
-        check_messages(messages, where)
         places = self._checked_places(messages, where, tools)
         turns = [
             self._turn(messages, number, places, where, tools)
@@ -215,7 +220,6 @@ class ChatEncoder:
     # -- templates with marks ------------------------------------------------------------------------------------
 
     def _encode_marked(self, messages: Messages, where: str, tools: Any) -> EncodedChat:
-        check_messages(messages, where)
         places = self._checked_places(messages, where, tools)
         encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()

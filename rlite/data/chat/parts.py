@@ -17,6 +17,8 @@ TOOLS = -1
 """stands for the index of a message in parts of tools"""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """keys of an answer's thoughts in the chat templates of different models"""
+WEIGHTS = ("weight", "train", "loss_mask")
+"""keys of a message, whose value 0 or false keeps it from being learnt"""
 _MARK = str(10**18 + secrets.randbelow(10**18))
 """begins every mark; random digits: no text holds them, and no filter of a template changes them"""
 _MARKS = re.compile(rf"{_MARK}(\d{{6}})")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.parts import THOUGHTS, TOOLS, Marks, Part, Places
+from rlite.data.chat.clock import CLOCK
+from rlite.data.chat.forms import Message, forms_of
+from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
 from rlite.data.chat.raw import TextTokenizer
 from rlite.data.chat.template_limits import check_constants, limited
 from rlite.errors import ConfigError, DataError
-
-Message = Mapping[str, Any]
 
 STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
@@ -26,6 +26,8 @@ QUESTION: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
 OPTIONAL = tuple(map(repr, THOUGHTS))
 """names of the parts of earlier answers that a prompt may lack, because they are not learnt"""
+KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS}
+"""keys of messages that are read without the chat template, or checked elsewhere, or that no model needs to see"""
 
 
 class Tokenizer(TextTokenizer, Protocol):
@@ -77,17 +79,38 @@ class ChatTemplate:
             TemplateRefusal: the template fails. The cause is the template's own error.
         """
         options = {**self._options, **options}
+        messages = self.fitted(messages, tools=options.get("tools"))
+        if (source := self._source(options)) and (dated := CLOCK.in_template(source)) != source:
+            options["chat_template"] = dated
         try:
-            try:
-                return limited(lambda: self.tokenizer.apply_chat_template(list(messages), **options))
-            except TypeError:  # some templates (DeepSeek's) take the arguments of calls as JSON text
-                converted = [_with_json_arguments(message) for message in messages]
-                return limited(lambda: self.tokenizer.apply_chat_template(converted, **options))
+            return limited(lambda: self.tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefusal(
                 f"the model's chat template {refusal(error)} a conversation of the roles {roles}: {cause(error)}"
             ) from error
+
+    def fitted(self, messages: Sequence[Message], where: str = "", tools: Any = None) -> list[Message]:
+        """Return messages in the forms that the template takes; see `MessageForms`.
+
+        Args:
+            messages: the conversation.
+            where: stands before the name of a message in errors, such as "data.path=x.json, row 3, ".
+            tools: the tools of the conversation, which may have a template of their own.
+
+        Raises:
+            DataError: a part of a content, or the arguments of a call, have a form that the template does not take.
+        """
+        source = self._source({**self._options, "tools": tools or self._options.get("tools")})
+        return forms_of(source).fitted(messages, where) if source else list(messages)
+
+    def _source(self, options: Mapping[str, Any]) -> str | None:
+        """Return the source of the template; None if the tokenizer renders conversations without a template."""
+        if not has_chat_template(self.tokenizer) or not hasattr(self.tokenizer, "get_chat_template"):
+            return None
+        with suppress(ValueError):  # several templates without a default: rendering reports it
+            return self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        return None
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Return a conversation as text. Arguments and errors are those of `apply`."""
@@ -161,6 +184,7 @@ class ChatTemplate:
         Raises:
             DataError: the text lacks a part, or a tool.
         """
+        messages = self.fitted(messages, where, options.get("tools"))
         places = self.places(messages, text, **options)
         for number, message in enumerate(messages):
             missing, role = places.missing(number), message["role"]
@@ -266,12 +290,29 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
         template = tokenizer.get_chat_template()
     except ValueError as error:
         raise ConfigError(f"{key}: the model's tokenizer has no chat template") from error
-    read = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
+    read = _names_in(template)
     for name in options:
         if name not in read:
             raise ConfigError(
                 f"{key}.{name}: the model's chat template reads no such variable; leave it out{_near(name, read)}"
             )
+
+
+def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the keys of messages that no name of the chat template reads.
+
+    Args:
+        tokenizer: has a chat template.
+        conversations: lists of messages.
+    """
+    names = _names_in(str(tokenizer.chat_template)) | KNOWN_KEYS
+    keys = {str(key) for messages in conversations for each in messages if isinstance(each, Mapping) for key in each}
+    return sorted(keys - names - {*(THOUGHTS if names & {*THOUGHTS} else ())})
+
+
+def _names_in(template: str) -> set[str]:
+    """Return all names and words in the expressions of a template."""
+    return set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
 
 
 def _near(name: str, known: Collection[str]) -> str:
@@ -299,16 +340,3 @@ def called_names(message: Message) -> list[str]:
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = [(call.get("function") or call).get("name") for call in calls]
     return [name for name in names if isinstance(name, str)]
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
-
-
-def _with_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call["function"]
-    if isinstance(function["arguments"], str):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}

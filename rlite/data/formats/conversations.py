@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlite.data.chat.masks import WEIGHTS, check_messages
+from rlite.data.chat.answers import check_answer
+from rlite.data.chat.masks import check_messages
+from rlite.data.chat.parts import WEIGHTS
 from rlite.data.tables import Row, check_columns, check_text
 from rlite.errors import DataError, did_you_mean
 
@@ -30,6 +32,8 @@ SYSTEM_ROLES = ("system", "developer")
 def chat(value: Any, where: str, column: str) -> list[Any]:
     """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
 
+    Messages, and their `tool_calls`, may be JSON texts.
+
     Args:
         value: the messages.
         where: the row's name in messages.
@@ -38,6 +42,8 @@ def chat(value: Any, where: str, column: str) -> list[Any]:
     Raises:
         DataError: the value is no list of messages, or a sender is unknown.
     """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json(value, f"{where}: {column!r}")
     if isinstance(value, (list, tuple)):
         value = [_message(message, f"{where}, {column}[{number}]") for number, message in enumerate(value)]
     check_messages(value, where, column)
@@ -45,7 +51,12 @@ def chat(value: Any, where: str, column: str) -> list[Any]:
 
 
 def _message(message: Any, where: str) -> Any:
-    if not isinstance(message, Mapping) or message.get("from") is None or message.get("role") is not None:
+    if not isinstance(message, Mapping):
+        return message
+    if isinstance(text := message.get("tool_calls"), str):
+        calls = _json(text, f"{where}: 'tool_calls'") if text.strip() else None
+        message = {**message, "tool_calls": calls}
+    if message.get("from") is None or message.get("role") is not None:
         return message
     sender, content = message["from"], message.get("value")
     if not isinstance(sender, str) or sender not in ROLES:
@@ -90,11 +101,11 @@ def prompt_messages(prompt: Any, where: str) -> list[Any]:
     return chat(prompt, where, "prompt")
 
 
-def answer_text(value: Any, where: str, column: str) -> str:
-    """Return the text of an answer, which is a text, a message of the assistant, or a list of one such message.
+def answer_of(value: Any, where: str, column: str) -> str | list[Any]:
+    """Return an answer: its messages, or the text if it is a text, or one message of a text alone.
 
     Args:
-        value: the answer.
+        value: a text, a message, or a list of messages.
         where: the row's name in messages.
         column: the column's name in messages.
 
@@ -105,12 +116,10 @@ def answer_text(value: Any, where: str, column: str) -> str:
         check_text(value, f"{where}: {column!r}")
         return value
     messages = chat([value] if isinstance(value, Mapping) else value, where, column)
-    if len(messages) != 1 or messages[0]["role"] != "assistant" or not isinstance(messages[0].get("content"), str):
-        roles = ", ".join(str(message["role"]) for message in messages)
-        raise DataError(
-            f"{where}: {column!r} has messages of the roles {roles}; expected one message of the assistant, with a text"
-        )
-    return messages[0]["content"]
+    check_answer(messages, where, column)
+    first = messages[0]
+    is_text = len(messages) == 1 and first.keys() <= {"role", "content"} and isinstance(first["content"], str)
+    return first["content"] if is_text else messages
 
 
 def _system(row: Row, where: str) -> list[Any]:
@@ -122,7 +131,7 @@ def _system(row: Row, where: str) -> list[Any]:
 
 
 def tools_of(row: Row, where: str) -> Row:
-    """Return the column `tools`, if the row has it. It may be a JSON text.
+    """Return the column `tools`, if the row has it. The column, a tool, or a part of a tool may be a JSON text.
 
     Raises:
         DataError: the column is no list.
@@ -134,7 +143,16 @@ def tools_of(row: Row, where: str) -> Row:
         return {}
     if not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
-    return {"tools": tools} if tools else {}
+    return {"tools": [_schema(tool, f"{where}: 'tools'") for tool in tools]} if tools else {}
+
+
+def _schema(value: Any, where: str) -> Any:
+    """Return the schema of a tool. The schema, its function and its parameters may be JSON texts."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _json(value, where)
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _schema(item, where) if key in ("function", "parameters") else item for key, item in value.items()}
 
 
 def sharegpt(row: Row, where: str) -> Row:

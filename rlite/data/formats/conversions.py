@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from rlite.data.formats.conversations import alpaca_prompt, answer_text, chat, prompt_messages, tools_of
+from rlite.data.chat.answers import check_answer
+from rlite.data.formats.conversations import ROLES, alpaca_prompt, answer_of, chat, prompt_messages, tools_of
 from rlite.data.tables import Row, check_columns
 from rlite.errors import DataError
 
@@ -39,6 +41,17 @@ def completed(answer: str) -> Callable[[Row, str], Row]:
     return convert
 
 
+def asked(column: str) -> Callable[[Row, str], Row]:
+    """Return a conversion of the messages of a prompt, which keeps the other columns for rewards."""
+
+    def convert(row: Row, where: str) -> Row:
+        tools = row.get("tools")  # schemas for the template, or a column of the reward's
+        has_json = isinstance(tools, list) or (isinstance(tools, str) and tools.lstrip().startswith("["))
+        return {**row, column: chat(row[column], where, column), **(tools_of(row, where) if has_json else {})}
+
+    return convert
+
+
 def plain_text(row: Row, where: str) -> Row:
     """Return a text that is learnt whole."""
     check_columns(row, {"text": str}, where)
@@ -53,12 +66,18 @@ def pair(row: Row, where: str, messages: list[Any]) -> Row:
         where: the row's name in messages.
         messages: the conversation before the answers.
     """
-    sides = {side: answer_text(row[side], where, side) for side in ("chosen", "rejected")}
+    sides = {side: answer_of(row[side], where, side) for side in ("chosen", "rejected")}
     return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
 
 
 def _margin(row: Row) -> Row:
-    return {} if row.get("margin") is None else {"margin": row["margin"]}
+    """Return the column `margin`, if the row has it; a CSV file has it as text."""
+    if "margin" not in row:
+        return {}
+    margin = row["margin"]
+    with suppress(ValueError):
+        margin = float(margin) if isinstance(margin, str) else margin
+    return {"margin": margin}
 
 
 def prompted_pair(row: Row, where: str) -> Row:
@@ -71,7 +90,8 @@ def prompted_pair(row: Row, where: str) -> Row:
 
 def has_implicit_prompt(row: Row) -> bool:
     """Return whether both sides are conversations: they begin with a message that is not the assistant's."""
-    return all(_first_role(row[side]) not in (None, "assistant", "gpt") for side in ("chosen", "rejected"))
+    roles = [_first_role(row[side]) for side in ("chosen", "rejected")]
+    return all(isinstance(role, str) and ROLES.get(role) != "assistant" for role in roles)
 
 
 def _first_role(value: Any) -> Any:
@@ -82,10 +102,10 @@ def _first_role(value: Any) -> Any:
 
 
 def implicit_pair(row: Row, where: str) -> Row:
-    """Return the pair of two conversations. Their prompt is their common beginning, up to the last answer.
+    """Return the pair of two conversations. Their prompt is their common beginning, and their answers follow it.
 
     Raises:
-        DataError: the conversations do not share a prompt, or go on with more than an answer.
+        DataError: the conversations do not share a prompt, or go on with another message than an answer.
     """
     chosen, rejected = (chat(row[side], where, side) for side in ("chosen", "rejected"))
     size = 0
@@ -93,13 +113,9 @@ def implicit_pair(row: Row, where: str) -> Row:
         size += 1
     if size == 0:
         raise DataError(f"{where}: 'chosen' and 'rejected' begin with different messages; expected the same prompt")
-    for side, messages in (("chosen", chosen), ("rejected", rejected)):
-        if len(messages) - size != 1:
-            raise DataError(
-                f"{where}: 'chosen' and 'rejected' differ from message {size} on, and {side!r} has "
-                f"{len(messages) - size} messages from there; expected one answer of the assistant after the same "
-                "prompt"
-            )
+    answers = {"chosen": chosen[size:], "rejected": rejected[size:]}
+    for side, answer in answers.items():
+        check_answer(answer, f"{where}, from message {size} of both on", side)
     prompt, shared = row.get("prompt"), chosen[:size]
     is_same = [prompt] in ([None], [shared]) or any(prompt == message.get("content") for message in shared)
     if not is_same:
@@ -107,7 +123,7 @@ def implicit_pair(row: Row, where: str) -> Row:
             f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
             "the option columns.prompt=null of this data leaves the column out"
         )
-    return pair({**row, "chosen": [chosen[size]], "rejected": [rejected[size]]}, where, shared)
+    return pair({**row, **answers}, where, shared)
 
 
 def labelled(row: Row, where: str) -> Row:
@@ -116,6 +132,8 @@ def labelled(row: Row, where: str) -> Row:
     Raises:
         DataError: the label is no truth value.
     """
+    if isinstance(label := row["label"], str):  # as a CSV file has it
+        row = {**row, "label": {"true": True, "false": False}.get(label.lower(), label)}
     if not isinstance(row["label"], bool):
         raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
     prompt, completion = row.get("prompt"), row["completion"]
@@ -126,7 +144,7 @@ def labelled(row: Row, where: str) -> Row:
         return {"prompt": prompt, "completion": completion, "label": row["label"]}
     else:
         messages = prompt_messages(prompt, where)
-    answer = answer_text(completion, where, "completion")
+    answer = answer_of(completion, where, "completion")
     return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from rlite.data.columnar import MESSAGE_COLUMNS, without_nulls
 from rlite.data.formats.conversations import SYSTEM_ROLES
 from rlite.data.formats.table import FORMATS, Format, RowKind, format_of
-from rlite.data.tables import Row
+from rlite.data.tables import NULL, Row, is_null
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 
@@ -42,7 +42,8 @@ def normalise(
     """
     if not rows:
         raise DataError(f"{where}: no rows; expected at least one")
-    rows = _renamed(rows, kind, where, columns or {}, key)
+    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)} - {"margin"}
+    rows = _without_nan(_renamed(rows, kind, where, columns or {}, key), known)
     found = format_of(rows[0], kind)
     if found is None and kind == "prompts" and system_prompt is None:
         return rows, "rows without a prompt"  # an environment may begin by itself
@@ -55,7 +56,9 @@ def normalise(
         converted.append(found.convert(row, f"{where}, row index {number}"))
     if system_prompt is not None:
         converted = [_with_system(row, system_prompt, found, where) for row in converted]
-    return converted, str(found)
+    unread = {str(name) for row in rows for name in row} - {*found.columns, *found.optional}
+    is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
+    return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
 
 
 def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[str, str | None], key: str) -> list[Row]:
@@ -85,6 +88,12 @@ def _cell(column: str, value: Any) -> Any:
     return without_nulls(value) if column in MESSAGE_COLUMNS else value
 
 
+def _without_nan(rows: list[Row], columns: Collection[str]) -> list[Row]:
+    """Return rows whose columns hold null in place of pandas' NaN."""
+    lacking = [[name for name in columns if row.get(name) is not None and is_null(row[name])] for row in rows]
+    return [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
+
+
 def _names(row: Row) -> str:
     return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
 
@@ -92,6 +101,9 @@ def _names(row: Row) -> str:
 def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
     """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
     present = [str(name) for name, value in row.items() if value is not None]
+    if empty := [entry for entry in FORMATS[kind] if {*entry.columns} <= {*row} and not {*entry.columns} <= {*present}]:
+        nearest = min(empty, key=lambda entry: len({*entry.columns} - {*present}))
+        return f"{where}, row index 0: {_lacks(nearest.columns, row)}; the row has {_names(row)}"
     near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
     lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
     nearest = max(lacking, key=lambda entry: _share([bool(near[name]) for name in entry.columns]))
@@ -99,7 +111,7 @@ def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
     known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
     options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
     return (
-        f"{where}, row index 0: {_lacks(missing)}; the row has {_names(row)}. Expected one of: {known}. "
+        f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {known}. "
         f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
     )
 
@@ -109,14 +121,17 @@ def _share(found: Sequence[bool]) -> tuple[int, int]:
     return sum(found), sum(found) - len(found)
 
 
-def _lacks(columns: Sequence[str]) -> str:
-    return f"no {' and no '.join(map(repr, columns))}" if columns else "of no known format"
+def _lacks(columns: Sequence[str], row: Row) -> str:
+    """Return which of some columns a row lacks, or holds as null."""
+    if null := [name for name in columns if name in row and row[name] is None]:
+        return f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} {NULL}"
+    missing = [name for name in columns if name not in row]
+    return f"no {' and no '.join(map(repr, missing))}" if missing else "of no known format"
 
 
 def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
     """Return the message for a row of another format than the first row."""
-    missing = [column for column in found.columns if row.get(column) is None]
-    what = f"is {other.name} with" if other else f"{_lacks(missing)}; the row has"
+    what = f"is {other.name} with" if other else f"{_lacks(found.columns, row)}; the row has"
     return (
         f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
         "have one format: put the others into a table of their own, and mix the tables"

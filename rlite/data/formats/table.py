@@ -9,6 +9,7 @@ from typing import Literal
 from rlite.data.formats.conversations import alpaca_prompt, chat, sharegpt
 from rlite.data.formats.conversions import (
     alpaca,
+    asked,
     completed,
     conversation,
     has_chat,
@@ -138,13 +139,15 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
         Format(
             name="conversations",
             columns=("messages",),
-            convert=lambda row, where: {**row, "messages": chat(row["messages"], where, "messages")},
+            optional=("tools",),
+            convert=asked("messages"),
         ),
         Format(
             name="chat prompts",
             columns=("prompt",),
             suits=has_chat("prompt"),
-            convert=lambda row, where: {**row, "prompt": chat(row["prompt"], where, "prompt")},
+            optional=("tools",),
+            convert=asked("prompt"),
         ),
         Format(name="raw prompts", columns=("prompt",), convert=lambda row, where: row),
         Format(name="tokens", columns=("input_ids",), convert=lambda row, where: row),

@@ -20,6 +20,7 @@ from rlite.rollout.workflow import (
     prompt_ids,
     prompt_text,
     said_tokens,
+    template_options,
 )
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
@@ -65,7 +66,7 @@ class Conversation:
     ) -> None:
         check_history(history)
         self._tokenizer = tokenizer
-        self._options = dict(chat_template_options or {})
+        self._options = template_options(item, chat_template_options)
         self._template = ChatTemplate(tokenizer, self._options)
         self._is_rendered_anew = history == "template"
         self.prompt = prompt_text(item, tokenizer, self._options)

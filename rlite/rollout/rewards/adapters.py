@@ -61,7 +61,7 @@ class TrlReward:
         names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if has_parts else []
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
-    def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+    def __call__(self, /, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
         """Return the weighted sum of the functions' results, or an awaitable of it if a function is async.
 
         Args:
@@ -72,7 +72,7 @@ class TrlReward:
             **data: the row's other columns, or lists of them.
         """
         is_batch = not isinstance(completions, str)
-        columns = {"prompts": prompt, "completions": completions, "completion_ids": completion_ids, **data}
+        columns = {**data, "prompts": prompt, "completions": completions, "completion_ids": completion_ids}
         if not is_batch:
             columns = {key: [value] for key, value in columns.items()}
         columns["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
@@ -151,7 +151,7 @@ class Selective:
 
     fn: Callable[..., Any]
 
-    def __call__(self, **keywords: Any) -> Any:
+    def __call__(self, /, **keywords: Any) -> Any:
         """Return the function's result.
 
         Args:
@@ -180,7 +180,7 @@ class VerlReward:
 
     compute_score: Callable[..., Any]
 
-    def __call__(self, prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+    def __call__(self, /, prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
         """Return the score, or an awaitable of it if the function is async.
 
         Args:

@@ -32,7 +32,7 @@ class WeightedRewards:
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self.parts = dict(parts)
 
-    async def __call__(self, **arguments: Any) -> Reward:
+    async def __call__(self, /, **arguments: Any) -> Reward:
         """Return the sum, with its parts.
 
         Args:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config, files
+from rlite.data.chat.clock import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.compare import compare
 from rlite.evaluation.journal import differences
@@ -74,7 +75,7 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
         DataError: some rows cannot be used, or the two models answered other items.
     """
     serve_if_worker(options)
-    with _folder(options) as folder, ExitStack() as journals:
+    with CLOCK.fixed(CLOCK.now()), _folder(options) as folder, ExitStack() as journals:
         models = _find_models(options, given, folder, journals)
         check_comparable(models)
         result = result_of(models, options)

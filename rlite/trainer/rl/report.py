@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import rlite
-from rlite.data.chat.template import has_chat_template
 from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout.rewards.weighted import has_trl_signature
@@ -25,6 +24,8 @@ WHERE = {
     "snapshot": "beside training, on the devices of the rollouts",
 }
 """description of the place of evaluations, by trainer.evaluate"""
+REWARD_ARGUMENTS = ("completions", "prompt_ids", "completion_ids")
+"""arguments of reward functions that columns of these names do not reach"""
 LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 
@@ -51,8 +52,7 @@ def batch_plan(
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
     sequences = options.num_sequences
     per_update = sequences // actor.update_per_rollout
-    is_chat = isinstance(workflow, PromptWorkflow) and has_chat_template(engines.rollout.tokenizer)
-    form = described(rows, is_chat)
+    form = described(rows, engines.rollout.tokenizer if isinstance(workflow, PromptWorkflow) else None)
     plan = {
         **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
         **_critic(options, engines),
@@ -75,6 +75,8 @@ def batch_plan(
         "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
     plan |= {topic_of(name): _set_plan(each, options) for name, each in sets.items()}
+    if hidden := [name for name in REWARD_ARGUMENTS if name in rows[0]]:
+        plan["hidden columns"] = f"{', '.join(hidden)}: reward functions receive values of the rollout by these names"
     if unread := options.without_effect():
         plan["without effect"] = unread
     if not all(one.in_process for one in options.reward.values()):

@@ -49,7 +49,7 @@ class Checkpoints:
         if wanted is None:
             return None
         if wanted in ("latest", "latest_good"):
-            steps = _steps(self._folder)
+            steps = steps_of(self._folder)
             if not steps:
                 return None
             if wanted == "latest":
@@ -64,7 +64,7 @@ class Checkpoints:
             )
         if not (path / MANIFEST).exists():
             for folder in (path / "state", path, path.parent / "state"):
-                if steps := _steps(folder):
+                if steps := steps_of(folder):
                     raise CheckpointError(
                         f"trainer.load_ckpt_from={wanted}: no checkpoint; the newest of that run is "
                         f"{steps[max(steps)]} (with trainer.save_dir={folder.parent}: latest)"
@@ -100,7 +100,7 @@ class Checkpoints:
             self._resumed = facts["step"]
             return facts
         except DamagedCheckpointError as error:
-            good = self._last_good(_steps(self._folder), beside) if self._wanted == "latest" else None
+            good = self._last_good(steps_of(self._folder), beside) if self._wanted == "latest" else None
             if good is not None:
                 remedy = f"the last good one is {good}: trainer.load_ckpt_from=latest_good goes on from there"
             elif self._wanted == "latest":
@@ -142,7 +142,7 @@ class Checkpoints:
     @property
     def oldest(self) -> int | None:
         """Step of the oldest checkpoint that is written; None if there is none."""
-        return min(_steps(self._folder), default=None)
+        return min(steps_of(self._folder), default=None)
 
     def look(self) -> None:
         """Notice writes that have ended, without waiting. A failed write raises CheckpointError."""
@@ -183,14 +183,14 @@ class Checkpoints:
         with suppress(CheckpointError):  # a write that failed is not there
             self.finish()
         aside = []
-        for step, path in sorted(_steps(self._folder).items()):
+        for step, path in sorted(steps_of(self._folder).items()):
             if step > self._good and step in self._own:
                 for folder in [path, *self._folder.glob(f"{path.name}-*")]:
                     renamed = folder.with_name(folder.name.replace("step-", "diverged-", 1))
                     discard(renamed)
                     folder.rename(renamed)
                 aside.append(path.with_name(f"diverged-{step}"))
-        left = _steps(self._folder)
+        left = steps_of(self._folder)
         return aside, left[max(left)] if left else None
 
     def _clear(self) -> None:
@@ -198,7 +198,7 @@ class Checkpoints:
 
         A run that has saved nothing deletes what a killed run could no longer delete, and no later checkpoint.
         """
-        steps = _steps(self._folder)
+        steps = steps_of(self._folder)
         newest = self._newest if self._own else self._resumed
         if newest not in steps or (not self._own and newest < max(steps)):
             return
@@ -222,7 +222,7 @@ class Checkpoints:
             _remove(folder)
 
 
-def _steps(folder: Path) -> dict[int, Path]:
+def steps_of(folder: Path) -> dict[int, Path]:
     """Return complete checkpoints by step."""
     matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*")]
     return {int(match[1]): path for match, path in matches if match}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlite import config
 from rlite.cluster.session import at_shutdown
+from rlite.data.chat.clock import CLOCK
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
@@ -22,10 +23,11 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import RunLock, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.folder import begins_anew, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
+from rlite.trainer.run.start_time import STARTED, wanted_checkpoint
 from rlite.trainer.run.step_trace import StepTrace
 
 
@@ -69,32 +71,14 @@ class TrainingRun:
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
-        self._lock: RunLock | None = None
+        self._started = CLOCK.now()
+        self.held = ExitStack()
+        """holds the folder, from `restore` to the end of its `with` block at the latest"""
         self._checkpoints = self._find_checkpoints()
 
     def _find_checkpoints(self) -> Checkpoints:
-        options = self._options
-        wanted = checkpoint_to_load(
-            self.folder, options.load_ckpt_from, self._overwrites, config.to_container(self.config)
-        )
+        options, wanted = self._options, wanted_checkpoint(self.config)
         return Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the folder, from `restore` to the end of the `with` block at the latest.
-
-        Yields:
-            None.
-        """
-        try:
-            yield
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """Let other runs use the folder."""
-        if self._lock is not None:
-            self._lock.close()
 
     def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
         """Lock the folder, take the engines that this run saves, and load the checkpoint to resume from into them.
@@ -114,8 +98,8 @@ class TrainingRun:
         """
         self._engine, self._others = engine, others
         with self._writing():
-            self._lock = lock(self.folder)
-        at_shutdown(self._lock.close)  # for a trainer whose loop is not `fit`
+            self.held.callback(lock(self.folder).close)
+        at_shutdown(self.held.close)  # for a trainer whose loop is not `fit`
         self._checkpoints = self._find_checkpoints()  # another run may have gone on since
         facts = self._checkpoints.restore(engine, others)
         if facts and (damage := self._nonfinite_weights()):
@@ -375,6 +359,7 @@ class TrainingRun:
             if not is_suspect or (self.is_over and self._callbacks.failure is None):
                 own = {
                     "config": self._kind,
+                    STARTED: self._started.isoformat(),
                     "stopped": self._stop_reason,
                     "evaluated": self._thresholds.latest,
                     "stop_at": self._options.stop_at,
@@ -446,7 +431,7 @@ class TrainingRun:
             self._trace.close()
             self._sinks.close()
             self.console.close()
-            self.release()
+            self.held.close()
             INTERRUPTION.end()
         how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
         reason = f": {self._stop_reason}" if how == "stopped" else ""

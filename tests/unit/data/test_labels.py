@@ -76,3 +76,16 @@ def test_a_row_that_becomes_too_long_is_cut() -> None:
 def test_a_row_of_another_form_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"data.path=x.json, {message}"):
         labelled_rows([row], TOKENIZER, 64, "data.path=x.json")
+
+
+def test_results_of_tools_in_an_answer_stay_unlearnt_beside_another_prompt() -> None:
+    said = [{"role": "assistant", "content": text} for text in ("call", "done")]
+    rows = [
+        {"messages": CHAT, "completion": [said[0], {"role": "tool", "content": "4"}, said[1]], "label": True},
+        {"messages": [{"role": "user", "content": "r"}], "completion": "no", "label": False},
+    ]
+    found = mismatched(labelled_rows(rows, TOKENIZER, 256).batch([0, 1]), 256)
+    assert found is not None
+    learnt = [TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) for row in found]
+    assert learnt == ["no<|im_end|>", "call<|im_end|>done<|im_end|>"]
+    assert "tool\n4" in TOKENIZER.decode(found["input_ids"][1])

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from rlite.data.labels import labelled_rows
 from rlite.data.microbatch_plan import plan_microbatches
 from rlite.data.packs import sequence_lengths
 from rlite.data.preferences import preference_rows
 from rlite.errors import DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.tiny import CHATML, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
@@ -72,9 +73,53 @@ def test_margins_go_with_their_pairs() -> None:
     [
         ({"prompt": "a", "chosen": "b"}, "row index 0: no 'rejected'"),
         ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "row index 0: 'chosen' is a list; expected a text"),
+        ({"messages": CHAT, "chosen": 4, "rejected": "c"}, "row index 0: 'chosen' is int 4; expected a text or a list"),
+        ({"messages": CHAT, "chosen": ["b"], "rejected": "c"}, r"row index 0, chosen\[0\]: expected {'role'"),
         ({"messages": CHAT[:2], **PAIR}, "row index 0: 'messages' ends with the assistant"),
     ],
 )
 def test_a_row_of_another_form_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"data.path=x.json, {message}"):
         preference_rows([row], TOKENIZER, 64, "data.path=x.json")
+
+
+CALLING = CHATML.replace(
+    "{{ message['content'] }}",
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}",
+)
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"city": "Zürich"}'}}],
+}
+CALLED = '<call>{"name": "f", "arguments": {"city": "Zürich"}}</call><|im_end|>'
+RESULT = {"role": "tool", "content": "4"}
+SAYING = {"role": "assistant", "content": "four"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "learnt", "unlearnt"),
+    [
+        ([CALL], CALLED, ""),
+        ([{**CALL, "content": None}], CALLED, ""),
+        ([{**CALL, "content": "let me"}], f"let me{CALLED}", ""),
+        ([{**CALL, "reasoning_content": "hm"}], f"<think>hm</think>{CALLED}", ""),
+        ([{**SAYING, "thinking": "hm"}], "<think>hm</think>four<|im_end|>", ""),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "four"}]}], "four<|im_end|>", ""),
+        ([CALL, RESULT, SAYING], f"{CALLED}four<|im_end|>", "tool\n4"),
+    ],
+)
+def test_an_answer_is_learnt_with_its_calls_and_thoughts(
+    answer: list[dict[str, Any]], learnt: str, unlearnt: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLING
+    row = {"messages": CHAT, "chosen": answer, "rejected": "no"}
+    batch = preference_rows([row], tokenizer, 512).batch([0])
+    first, second = (tokenizer.decode(side["input_ids"][side["loss_mask"]]) for side in batch)
+    assert (first, second) == (learnt, "no<|im_end|>")
+    assert unlearnt in tokenizer.decode(batch["input_ids"][0])
+    assert batch["loss_mask"][0][batch["attention_mask"][0].sum() - 1]
+    labelled = labelled_rows([{"messages": CHAT, "completion": answer, "label": True}], tokenizer, 512).batch([0])
+    assert tokenizer.decode(labelled["input_ids"][labelled["loss_mask"]]) == learnt

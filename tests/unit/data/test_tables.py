@@ -228,7 +228,10 @@ def test_a_column_that_is_absent_or_of_another_type_is_named() -> None:
     columns = {"prompt": str, "margin": (float, int)}
     check_columns({"prompt": "", "margin": 1}, columns, "row 3")
     with pytest.raises(DataError, match="row 3: no 'prompt'; the row has text, margin"):
-        check_columns({"text": "a", "prompt": None, "margin": 1}, columns, "row 3")
+        check_columns({"text": "a", "margin": 1}, columns, "row 3")
+    for null in (None, float("nan")):
+        with pytest.raises(DataError, match="row 3: 'prompt' is null; drop the row, or fill the column"):
+            check_columns({"text": "a", "prompt": null, "margin": 1}, columns, "row 3")
     with pytest.raises(DataError, match="row 3: 'prompt' is int 4; expected a text"):
         check_columns({"prompt": 4, "margin": 1}, columns, "row 3")
     with pytest.raises(DataError, match="row 3: 'margin' is bool True; expected a number or a whole number"):

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rlite.data.formats.normalise import normalise
 from rlite.data.sft import sft_rows
 from rlite.errors import DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.tiny import CHATML, byte_tokenizer
 from rlite.rollout import (
     GenerationHyperparameters,
     LLMRequest,
@@ -20,7 +23,12 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
+from rlite.rollout.chat.conversation import Conversation
+from rlite.rollout.rewards.signatures import adapt
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
+from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.types import OnChunk
+from tests.agents import tokenizer_with
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()
@@ -153,3 +161,85 @@ def test_a_reward_reads_no_end_token_that_is_not_special() -> None:
         row = asyncio.run(workflow(seen).arun_episode(ScriptedEngine([said], end_ids=ends), {"prompt": "?"}))
         assert (seen[-1]["completions"], seen[-1]["completion_ids"]) == (text, said)
         assert row["input_ids"][0, 1:].tolist() == said
+
+
+# -- columns whose names are those of parameters -----------------------------------------------------------------------
+
+COLUMNS = {
+    name: f"own {name}"
+    for name in (
+        *("self", "cls", "fn", "data", "engine", "task", "timeout", "item", "row", "rows", "what", "weight", "args"),
+        *(
+            "kwargs",
+            "keywords",
+            "arguments",
+            "columns",
+            "value",
+            "function",
+            "prompts",
+            "is_batch",
+            "reward_fn",
+            "read",
+        ),
+        *("gconfig", "tokenizer", "limit", "name", "key", "finish", "parts", "method", "memory", "state", "action"),
+    )
+}
+
+
+def own_of_all(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    return float(sum(data[name] == value for name, value in COLUMNS.items()))
+
+
+def trls(completions: list[str], **data: Any) -> list[float]:
+    own = sum(data[name] == [value] for name, value in COLUMNS.items() if name != "prompts")
+    return [float(own + (data["prompts"] == ["ab"]))]
+
+
+def verls(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    return float(len(COLUMNS) * (ground_truth == "4"))
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["here", "process"])
+@pytest.mark.parametrize("fn", [own_of_all, trls, verls])
+@pytest.mark.parametrize("kind", ["one", "batch", "weighted"])
+def test_columns_may_be_named_like_parameters(fn: Callable[..., Any], in_process: bool, kind: str) -> None:
+    adapted, size = adapt(fn, "reward"), None
+    if kind == "batch" and fn is own_of_all:
+        size = 4
+
+        def lists(completions: list[str], **data: Any) -> list[float]:
+            return [float(sum(data[name] == [value] for name, value in COLUMNS.items()))]
+
+        reward: Any = RewardFunction(lists, in_process=in_process, batch_size=size, batch_wait=0.0)
+    else:
+        reward = RewardFunction(adapted.fn, in_process=in_process)
+    if kind == "weighted":
+        reward = WeightedRewards({"one": Part(reward, 1.0)})
+    asking = SingleTurnWorkflow(reward, GCONFIG, TOKENIZER)
+    item = {"prompt": "ab", **COLUMNS, "ground_truth": "4"}
+    row = asyncio.run(asking.arun_episode(ScriptedEngine(echo), item))
+    assert row["rewards"].tolist() == [len(COLUMNS)]
+
+
+# -- tools of an item --------------------------------------------------------------------------------------------------
+
+TOOLED = CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("prompt", ["messages", "prompt"])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]], ids=["list", "text", "texts"])
+def test_the_tools_of_an_item_are_in_its_prompt(prompt: str, tools: Any) -> None:
+    tokenizer = tokenizer_with(TOOLED)
+    [item], _ = normalise([{prompt: [{"role": "user", "content": "q"}], "tools": tools}], "prompts", "x")
+    assert prompt_text(item, tokenizer).startswith(json.dumps(TOOLS))
+    assert tokenizer.decode(prompt_ids(item, tokenizer)) == prompt_text(item, tokenizer)
+    assert Conversation(tokenizer, item).prompt == prompt_text(item, tokenizer)
+    assert "add" not in prompt_text(item, tokenizer, {"tools": [{"name": "other"}]})
+
+
+@pytest.mark.parametrize("tools", [["add"], "calculator", [], {"add": 1}, None])
+def test_another_column_named_tools_is_the_rewards(tools: Any) -> None:
+    [item], _ = normalise([{"messages": [{"role": "user", "content": "q"}], "tools": tools}], "prompts", "x")
+    assert item["tools"] == tools
+    assert "add" not in prompt_text(item, tokenizer_with(TOOLED))

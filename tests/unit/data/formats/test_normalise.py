@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
+from datasets import Dataset, Features, Json, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlite.data.columnar import without_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import FORMATS, RowKind
 from rlite.data.preferences import preference_rows
 from rlite.data.prompts import check_prompts
-from rlite.data.rows import read_source
+from rlite.data.rows import read_source, streamed_source
 from rlite.data.sft import sft_rows
 from rlite.data.source import Source
 from rlite.errors import ConfigError, DataError
@@ -102,6 +105,32 @@ def test_an_implicit_prompt_is_all_that_both_conversations_begin_with() -> None:
     assert made == {"messages": shared, "chosen": "a", "rejected": "b"}
     same = one("preferences", {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]})
     assert same == {"messages": [USER], "chosen": "a", "rejected": "a"}  # dropped and counted with the tokens
+
+
+CALLED_TWICE = [CALLED, {"role": "tool", "content": "2"}, ANSWER]
+THOUGHTFUL = [{**ANSWER, "reasoning_content": "hm", "own": 1}]
+
+
+@pytest.mark.parametrize("answer", [[CALLED], CALLED_TWICE, THOUGHTFUL], ids=["call", "call and result", "thought"])
+@pytest.mark.parametrize("form", ["implicit", "messages", "prompt", "text"])
+def test_answers_of_pairs_keep_all_of_their_messages(answer: list[dict[str, Any]], form: str) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "implicit": {"chosen": [USER, *answer], "rejected": [USER, OTHER]},
+        "messages": {"messages": [USER], "chosen": answer, "rejected": OTHER},
+        "prompt": {"prompt": [USER], "chosen": answer, "rejected": "b"},
+        "text": {"prompt": "q", "chosen": answer, "rejected": [OTHER]},
+    }
+    made = one("preferences", {**rows[form], "tools": [{"name": "add"}]})
+    assert made == {"messages": [USER], "chosen": answer, "rejected": "b", "tools": [{"name": "add"}]}
+    if form in ("messages", "prompt"):
+        prompt = {key: value for key, value in rows[form].items() if key in ("messages", "prompt")}
+        labelled = one("unpaired", {**prompt, "completion": answer, "label": True})
+        assert labelled == {"messages": [USER], "completion": answer, "label": True}
+
+
+def test_a_call_in_sharegpts_words_begins_an_answer_and_no_conversation() -> None:
+    made = one("preferences", {"prompt": [HUMAN], "chosen": [CALL], "rejected": [GPT]})
+    assert made == {"messages": [USER], "chosen": [CALLED], "rejected": "a"}
 
 
 @pytest.mark.parametrize(
@@ -306,9 +335,13 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
         (
             "preferences",
             {"chosen": [USER, ANSWER], "rejected": [USER, OTHER, USER, ANSWER]},
-            "'rejected' has 3 messages",
+            "from message 1 of both on: 'rejected' has messages of the roles assistant, user, assistant",
         ),
-        ("preferences", {"chosen": [USER, ANSWER, USER], "rejected": [USER, OTHER, USER]}, "'chosen' has 2 messages"),
+        (
+            "preferences",
+            {"chosen": [USER, ANSWER, USER], "rejected": [USER, OTHER, USER]},
+            "'chosen' has messages of the roles assistant, user",
+        ),
         ("preferences", {"chosen": [USER, USER], "rejected": [USER, OTHER]}, "'chosen' has messages of the roles user"),
         (
             "preferences",
@@ -317,8 +350,8 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
         ),
         (
             "preferences",
-            {"prompt": "p", "chosen": [ANSWER, OTHER], "rejected": [OTHER]},
-            "'chosen' has messages of the roles assistant, assistant",
+            {"prompt": "p", "chosen": [ANSWER, USER, OTHER], "rejected": [OTHER]},
+            "'chosen' has messages of the roles assistant, user, assistant; expected an answer",
         ),
         ("preferences", {"prompt": "p", "chosen": 4, "rejected": [OTHER]}, "'chosen' is int; expected a list"),
         ("unpaired", {"prompt": "q", "completion": "a", "label": 1}, "'label' is 1; expected true or false"),
@@ -360,3 +393,165 @@ def test_a_columnar_file_adds_no_keys_to_conversations(tmp_path: Path) -> None:
 def test_csv_cells_hold_conversations_as_json(tmp_path: Path) -> None:
     pandas.DataFrame([{"conversations": json.dumps([HUMAN, GPT])}]).to_csv(tmp_path / "rows.csv", index=False)
     assert read_source(Source(str(tmp_path / "rows.csv")), "demonstrations")[0] == {"messages": [USER, ANSWER]}
+
+
+# -- columns that are null, and texts of structured columns ------------------------------------------------------------
+
+MISSING = [None, float("nan")]
+
+
+@pytest.mark.parametrize("null", MISSING, ids=["null", "nan"])
+@pytest.mark.parametrize(
+    ("kind", "row", "column"),
+    [
+        ("demonstrations", {"prompt": "q", "response": "a"}, "prompt"),
+        ("demonstrations", {"prompt": "q", "response": "a"}, "response"),
+        ("demonstrations", {"messages": [USER, ANSWER]}, "messages"),
+        ("demonstrations", {"text": "a"}, "text"),
+        ("preferences", {"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen"),
+        ("preferences", {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, "rejected"),
+        ("unpaired", {"prompt": "q", "completion": "a", "label": True}, "prompt"),
+        ("unpaired", {"messages": [USER], "completion": "a", "label": True}, "label"),
+        ("prompts", {"prompt": "q", "answer": "4"}, "prompt"),
+        ("prompts", {"messages": [USER]}, "messages"),
+    ],
+)
+def test_a_null_is_called_a_null_in_the_first_row_and_in_others(
+    kind: RowKind, row: dict[str, Any], column: str, null: Any
+) -> None:
+    told = rf"^data\.path=x, row index {{}}: '{column}' is null; drop the row, or fill the column"
+    for rows in ([{**row, column: null}, row], [row, row, {**row, column: null}]):
+        number = 0 if len(rows) == 2 else 2
+        with pytest.raises(DataError, match=told.format(number)) as error:
+            check_prompts(normalise(rows, kind, "data.path=x")[0], "data.path=x")
+        assert "columns." not in str(error.value)
+
+
+@pytest.mark.parametrize("null", MISSING, ids=["null", "nan"])
+def test_optional_columns_may_be_null(null: Any) -> None:
+    row = {"instruction": "q", "output": "a", "input": null, "system": null, "history": null}
+    assert one("demonstrations", row) == {"messages": [USER, ANSWER]}
+    assert one("demonstrations", {"messages": [USER, ANSWER], "tools": null}) == {"messages": [USER, ANSWER]}
+
+
+def test_messages_and_their_calls_may_be_texts_of_json() -> None:
+    calls = json.dumps(CALLED["tool_calls"])
+    messages = [USER, {**CALLED, "tool_calls": calls}]
+    function = {"name": "add", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    as_texts = [
+        [json.dumps(tool)],
+        [{**tool, "function": json.dumps(function)}],
+        [{**tool, "function": {**function, "parameters": json.dumps(function["parameters"])}}],
+        json.dumps([tool]),
+    ]
+    for form, tools in product((messages, json.dumps(messages)), as_texts):
+        made = one("demonstrations", {"messages": form, "tools": tools})
+        assert made == {"messages": [USER, CALLED], "tools": [tool]}
+    with pytest.raises(DataError, match=r"row index 0, messages\[1\]: 'tool_calls': not valid JSON"):
+        one("demonstrations", {"messages": [USER, {**CALLED, "tool_calls": "["}]})
+
+
+TEXTS: dict[RowKind, list[dict[str, Any]]] = {
+    "demonstrations": [
+        {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
+        {"conversations": [HUMAN, GPT]},
+        {"prompt": [USER], "response": "a"},
+        {"prompt": [USER], "completion": [CALLED]},
+        {"prompt": "[1, 2] and {3}", "response": '["a"]'},
+        {"instruction": "q", "output": "a", "history": [["q", "a"]]},
+    ],
+    "preferences": [
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER], "margin": 1.5},
+        {"prompt": [USER], "chosen": [CALLED], "rejected": "b"},
+        {"prompt": "q", "chosen": ANSWER, "rejected": OTHER},
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": "b"},
+        {"prompt": "{q}", "chosen": '{"a": 1}', "rejected": "[]"},
+    ],
+    "unpaired": [
+        {"prompt": [USER], "completion": [ANSWER], "label": True},
+        {"prompt": "q", "completion": "[a", "label": False},
+    ],
+    "prompts": [
+        {"prompt": [USER], "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}, "answer": "[4]"},
+        {"input_ids": [1, 2]},
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in TEXTS.items() for row in rows])
+@pytest.mark.parametrize("is_renamed", [False, True], ids=["own names", "renamed"])
+def test_a_csv_file_holds_what_json_holds(kind: RowKind, row: dict[str, Any], is_renamed: bool, tmp_path: Path) -> None:
+    names = {name: f"{name} of mine" if is_renamed else name for name in row}
+    cells = {
+        names[name]: value if isinstance(value, (str, bool, float)) else json.dumps(value)
+        for name, value in row.items()
+    }
+    pandas.DataFrame([cells]).to_csv(tmp_path / "rows.csv", index=False)
+    columns: dict[str, str | None] = dict(names) if is_renamed else {}
+    [found] = read_source(Source(str(tmp_path / "rows.csv"), columns=columns), kind)
+    assert found == one(kind, row)
+
+
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
+def test_messages_in_pythons_notation_are_refused(column: str, tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", column: [ANSWER]}
+    pandas.DataFrame([row]).to_csv(tmp_path / "rows.csv", index=False)
+    with pytest.raises(
+        DataError, match=f"row index 0: '{column}' holds messages in Python's notation; write them with"
+    ):
+        read_source(Source(str(tmp_path / "rows.csv")), "preferences")
+
+
+# -- columns of JSON in columnar files ---------------------------------------------------------------------------------
+
+TYPED = [
+    {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}],
+        "tools": [{"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}],
+    }
+    for name, arguments, properties in (
+        ("add", {"x": 1, "y": None}, {"x": {"type": "integer"}}),
+        ("say", {"text": "ü"}, {"text": {"type": "string"}}),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        None,
+        {"messages": List(Json()), "tools": Json()},
+        {"messages": Json(), "tools": List(Json())},
+        {
+            "messages": List({"role": Value("string"), "content": Value("string"), "tool_calls": List(Json())}),
+            "tools": List({"type": Value("string"), "function": Json()}),
+        },
+    ],
+    ids=["found", "list", "whole", "inside"],
+)
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved", "streamed", "program", "jsonl"])
+def test_columns_of_json_are_read_as_json(features: Any, kind: str, tmp_path: Path) -> None:
+    if features is None:
+        table = Dataset.from_list(TYPED, on_mixed_types="use_json")
+    else:
+        table = Dataset.from_list(TYPED, features=Features(features))
+    path = tmp_path / f"rows.{kind}"
+    if kind in ("saved", "arrow"):
+        table.save_to_disk(path if kind == "saved" else tmp_path / "folder")
+    elif kind != "program":
+        (table.to_json if kind == "jsonl" else table.to_parquet)(path)
+    if kind == "arrow":
+        [path] = (tmp_path / "folder").glob("*.arrow")
+    if kind == "streamed":
+        path = path.rename(tmp_path / "rows.parquet")
+        found = streamed_source(Source(str(path)), "demonstrations", 4)
+        assert found.stream is not None
+        rows = [dict(row) for row in found.stream.read([(0, 0), (0, 1)]).values()]
+    else:
+        source = Source("-", rows=table) if kind == "program" else Source(str(path))
+        rows = [dict(row) for row in read_source(source, "demonstrations")]
+    expected = [one("demonstrations", row) for row in TYPED]
+    if kind in ("program", "jsonl"):  # these remove the keys that are null, too, or write them as null
+        rows, expected = (without_nulls(value) for value in (rows, expected))
+    assert rows == expected

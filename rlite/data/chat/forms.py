@@ -1,0 +1,194 @@
+"""Forms of messages that a chat template takes: content as text or as parts, arguments of calls as object or as text.
+
+Both forms are in use, in data and in templates. A template that is given the other form leaves content out, writes
+Python's notation, or escapes JSON twice. Probes find the forms that a template writes correctly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from rlite.data.chat.template_limits import limited
+from rlite.errors import DataError
+
+Message = Mapping[str, Any]
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""types of parts whose `text` is all that they hold"""
+MEDIA = ("image", "video", "audio", "file", "document")
+"""words in the types of parts that this library does not read"""
+_PROBES = ("PROBE-ONE", "PROBE-TWO")
+_OBJECT = {"PROBE-KEY": "PROBE-VALUE"}
+_TEXT = json.dumps(_OBJECT)
+
+
+class MessageForms:
+    """Gives messages to a chat template in the forms that it takes.
+
+    Args:
+        source: the template.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._roles: dict[tuple[str, bool], bool] = {}
+
+    def fitted(self, messages: Sequence[Message], where: str = "") -> list[Message]:
+        """Return messages in the forms that the template takes. What is in such a form already is unchanged.
+
+        Args:
+            messages: the conversation.
+            where: stands before the name of a message in errors, such as "data.path=x.json, row 3, ".
+
+        Raises:
+            DataError: a part of a content, or the arguments of a call, have a form that the template does not take.
+        """
+        return [self._fitted(message, f"{where}messages[{number}]") for number, message in enumerate(messages)]
+
+    def _fitted(self, message: Message, where: str) -> Message:
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list):
+            content = self._content(message["role"], content, where)
+        if isinstance(content, str) and not self._takes(message["role"], is_text=True):
+            content = _parts(content)
+        if content is not message.get("content"):
+            message = {**message, "content": content}
+        if isinstance(calls, (list, tuple)) and calls:
+            message = {**message, "tool_calls": [self._call(call, where) for call in calls]}
+        return message
+
+    # -- content -------------------------------------------------------------------------------------------------
+
+    def _content(self, role: str, parts: list[Any], where: str) -> str | list[Any]:
+        """Return the parts if the template takes parts, else their texts, a line each.
+
+        Raises:
+            DataError: a part has a form or a type that the template does not take.
+        """
+        check_parts(parts, where)
+        for part in parts:
+            if (kind := part["type"]) not in TEXT_PARTS and f"'{kind}'" not in self._source.replace('"', "'"):
+                raise DataError(f"{where}: 'content' has a part of the type {kind!r}, which the chat template lacks")
+        if self._takes(role, is_text=False) or any(part["type"] not in TEXT_PARTS for part in parts):
+            return [part | {"type": "text"} if part["type"] in TEXT_PARTS else part for part in parts]
+        return "\n".join(part["text"] for part in parts)
+
+    def _takes(self, role: str, *, is_text: bool) -> bool:
+        """Return whether the template writes a content of a role, given as text or as parts, as it is.
+
+        Text is also given to a template that takes neither, so that its own error is reported.
+        """
+        if (role, is_text) not in self._roles:
+            text = " ".join(_PROBES)
+            plain, one, parts = (
+                self._probed(role, content) or "" for content in (text, _parts(text), _parts(*_PROBES))
+            )
+            most = plain.count("text")
+            has_one, has_parts = text in one and one.count("text") <= most, all(text in parts for text in _PROBES)
+            has_parts = has_parts and parts.count("text") <= most
+            self._roles |= {(role, False): has_parts, (role, True): text in plain or not (has_one or has_parts)}
+        return self._roles[role, is_text]
+
+    def _probed(self, role: str, content: Any) -> str | None:
+        message = {"role": role, "content": content, "tool_call_id": "call00001", "name": "probe"}
+        if role == "assistant":
+            return self._rendered([self._question, message])
+        if role in ("user", "system", "developer"):
+            return self._rendered([message, *([] if role == "user" else [self._question])])
+        return self._rendered([*self._calling({}), message]) or self._rendered([*self._calling("{}"), message])
+
+    @cached_property
+    def _question(self) -> Message:
+        return self._fitted({"role": "user", "content": "question"}, "")
+
+    def _calling(self, arguments: Any) -> list[Message]:
+        call = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        return [self._question, {**self._fitted({"role": "assistant", "content": ""}, ""), "tool_calls": [call]}]
+
+    # -- calls of tools ------------------------------------------------------------------------------------------
+
+    def _call(self, call: Any, where: str) -> Any:
+        """Return a call whose arguments the template takes.
+
+        Raises:
+            DataError: the arguments are a text that is no JSON object, and the template takes an object.
+        """
+        if not isinstance(call, Mapping) or not isinstance(function := call.get("function", call), Mapping):
+            return call
+        found = function.get("arguments")
+        arguments: Any = {} if found in (None, "") else found
+        if isinstance(arguments, str) and self._arguments == {"object"}:
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise DataError(
+                    f"{where}: the arguments of the call of {function.get('name')!r} are the text {found!r:.200}, "
+                    "which is no JSON object; the chat template takes an object"
+                )
+        elif not isinstance(arguments, str) and self._arguments == {"text"}:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if arguments is found:
+            return call
+        function = {**function, "arguments": arguments}
+        return {**call, "function": function} if "function" in call else function
+
+    @cached_property
+    def _arguments(self) -> set[str]:
+        """The forms of arguments that the template writes as they are: "object", "text", or both if they are equal."""
+        as_object, as_text = (self._rendered(self._calling(form)) or "" for form in (_OBJECT, _TEXT))
+        has_object = all(name in as_object for item in _OBJECT.items() for name in item)
+        has_object = has_object and repr(_OBJECT) not in as_object
+        found = {"object": has_object, "text": _TEXT in as_text and (as_text == as_object or not has_object)}
+        return {form for form, is_taken in found.items() if is_taken}
+
+    def _rendered(self, messages: Sequence[Message]) -> str | None:
+        """Return a conversation as text; None if the template refuses it."""
+        names = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
+        try:
+            [text], _ = limited(
+                lambda: render_jinja_template(conversations=[list(messages)], chat_template=self._source, **names)
+            )
+        except Exception:  # a template is a program of others: the conversation itself is refused with the reason
+            return None
+        return text
+
+
+@lru_cache(maxsize=64)
+def forms_of(source: str) -> MessageForms:
+    """Return the forms of messages that a template takes.
+
+    Args:
+        source: the template.
+    """
+    return MessageForms(source)
+
+
+def check_parts(parts: Sequence[Any], where: str) -> None:
+    """Check that the parts of a content are texts, or are left to the chat template.
+
+    Args:
+        parts: the content.
+        where: names the message in errors.
+
+    Raises:
+        DataError: a part is no object with a type, has no text, or is an image or another medium.
+    """
+    for number, part in enumerate(parts):
+        at = f"{where}: 'content'[{number}]"
+        if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):
+            raise DataError(f"{at} is {part!r:.100}; expected {{'type': 'text', 'text': ...}}")
+        if any(word in kind for word in MEDIA):
+            raise DataError(f"{at} is of the type {kind!r}; models here read text alone: leave the row out")
+        if kind in TEXT_PARTS and not isinstance(part.get("text"), str):
+            raise DataError(f"{at} has the 'text' {part.get('text')!r:.100}; expected a text")
+
+
+def _parts(*texts: str) -> list[Message]:
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,77 @@
+"""Chat templates that write the time: a run has the time of its start, and resumes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import rlite
+from rlite.checkpoint.atomic import MANIFEST, seal
+from rlite.errors import CheckpointError
+from tests.tiny import build_model_dir
+
+CLOCK_OF_TEMPLATE = "{{ strftime_now('%d %B %Y, %H:%M:%S.%f') }}"
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]}
+    for n in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CLOCK_OF_TEMPLATE + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    rlite.init(num_devices=1, num_threads=1)
+    yield
+    rlite.shutdown()
+
+
+def train(model: str, folder: Path, epochs: int, **options: Any) -> dict[str, Any]:
+    options = {"actor.gradient_checkpointing": False, "data.batch_size": 4, "data.max_length": 256, **options}
+    rlite.train("sft", model=model, data=ROWS, save_dir=folder, n_epochs=epochs, **options)
+    [newest] = sorted((folder / "state").glob("step-*"))[-1:]
+    return json.loads((newest / "facts.json").read_text())
+
+
+def test_a_run_resumes_with_the_time_of_its_start(model: str, tmp_path: Path) -> None:
+    before = datetime.now()
+    first = train(model, tmp_path / "run", 1)
+    assert before < datetime.fromisoformat(first["started"]) < datetime.now()
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    second = train(model, tmp_path / "run", 2)
+    assert (second["step"], second["started"]) == (4, first["started"])
+    path = tmp_path / "other" / "state" / "step-2"
+    elsewhere = train(model, tmp_path / "elsewhere", 2, **{"trainer.load_ckpt_from": str(path)})
+    assert (elsewhere["step"], elsewhere["started"]) == (4, first["started"])
+    anew = train(model, tmp_path / "run", 1, **{"trainer.overwrite": True})
+    assert anew["started"] > first["started"]
+
+
+def test_a_checkpoint_without_a_time_resumes_with_the_time_of_its_config(model: str, tmp_path: Path) -> None:
+    facts = train(model, tmp_path / "run", 1)
+    started = datetime.fromisoformat(facts.pop("started"))
+    checkpoint = tmp_path / "run" / "state" / "step-2"
+    (checkpoint / MANIFEST).unlink()
+    seal(checkpoint, facts)
+    written = round(started.timestamp() * 1_000_000)
+    for wrong in (86_400_000_000, 0):
+        os.utime(tmp_path / "run" / "config.yaml", ns=((written - wrong) * 1000,) * 2)
+        with pytest.raises(CheckpointError, match="another content") if wrong else nullcontext():
+            train(model, tmp_path / "run", 2)
+    assert (tmp_path / "run" / "state" / "step-4").is_dir()
