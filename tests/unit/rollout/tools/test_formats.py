@@ -110,7 +110,7 @@ SEPARATORS = {"llama3_json": "; ", "mistral": ", ", "pythonic": ", "}
 def test_a_malformed_call_stays_in_the_text_and_drops_no_other(name):
     malformed, separator = MALFORMED[name], SEPARATORS.get(name, "")
     text = written(name, [ADD, ASK]).removesuffix("]") + separator + malformed
-    content, calls, found = FORMATS[name].read_all(text)
+    content, calls, found = asyncio.run(FORMATS[name].read(text))
     assert (typed(calls, SCHEMAS), len(found)) == ([ADD, ASK], 1)
     assert FORMATS[name].parse(text) == (content, calls)
     core = malformed.removesuffix("]")
