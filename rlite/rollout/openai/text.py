@@ -30,6 +30,11 @@ class DecodedText:
         self._start = self._read = 0
         self.text = ""
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return len(self._tokens)
+
     def feed(self, tokens: Sequence[int], is_last: bool) -> None:
         """Append the text of further tokens."""
         self._tokens += tokens
@@ -77,8 +82,6 @@ class TextStream:
         self._prompt = prompt
         self._skips = form is None or not form.shows_special_tokens
         self._tokens: list[int] = []
-        self._last: list[int] = []
-        """token that is left out if the output ends with it"""
         self._said = DecodedText(tokenizer, self._skips)
         self._whole = DecodedText(tokenizer, skips=False)
         """the text in which stop strings are searched"""
@@ -97,10 +100,9 @@ class TextStream:
             reason: why the output ends with these tokens; None if it does not.
         """
         self._tokens += tokens
-        said = [*self._last, *tokens]
-        end = end_of(said, "stop" if reason is None else reason, self._end_ids)  # without a reason, it may be the end
-        self._last = end if reason is None else []
-        self._said.feed(said[: len(said) - len(end)], reason is not None)
+        end = end_of(self._tokens, reason or "stop", self._end_ids)  # without a reason, the last token may be the end
+        said = self._tokens[self._said.num_tokens : len(self._tokens) - len(end)]
+        self._said.feed(said, reason is not None)
         self.text = self._said.text
         num_settled = len(self.text)
         if self._stops:

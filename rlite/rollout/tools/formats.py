@@ -122,8 +122,8 @@ def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
-_PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
+_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>)?", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:[^<]|<(?!/parameter>))*+)(</parameter>)?")
 _MISTRAL_OPEN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _LLAMA_OPEN = "<|python_tag|>"
 _LLAMA_CALLS = r"(?:<\|python_tag\|>)?\s*(?=\{)"
@@ -190,12 +190,15 @@ ReadBlock = Callable[[re.Match[str]], tuple[Pieces, int]]
 
 
 def scanned(text: str, beginning: str, read_block: ReadBlock) -> Reading:
-    """Read the blocks of calls in a text. Thoughts hold no calls.
+    """Return the calls in the blocks of a text, and the text outside of them. Thoughts hold no calls.
 
     Args:
         text: the answer.
         beginning: pattern of the beginning of a block; it does not match the empty text.
         read_block: reads a block.
+
+    Returns:
+        The reading. Calls that cannot be read stay at their places in the text.
     """
     marks = re.compile("|".join([beginning, *_THOUGHT_MARKS]), re.DOTALL)
     content: list[str] = []
@@ -298,20 +301,14 @@ def _read_json(text: str) -> ToolCall:
 
 
 def _read_xml(body: str) -> ToolCall:
-    body = body.strip()
-    name, mark, text = body.removeprefix(_FUNCTION_OPEN).partition(">")
-    if not body.startswith(_FUNCTION_OPEN) or not mark:
+    function = _FUNCTION.fullmatch(body.strip())
+    if function is None or _PARAMETER.sub("", function[2]).strip():
         raise _NoCall
-    arguments: dict[str, Any] = {}
-    *parts, rest = text.removesuffix(_FUNCTION_CLOSE).split(_PARAMETER_CLOSE)
-    for part in parts:
-        key, mark, value = part.lstrip().removeprefix(_PARAMETER_OPEN).partition(">")
-        if not part.lstrip().startswith(_PARAMETER_OPEN) or not mark or not key or "\n" in key:
-            raise _NoCall
-        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-    if rest.strip():
+    parameters = _PARAMETER.findall(function[2])
+    if not all(closing for _, _, closing in parameters):
         raise _NoCall
-    return read_call({"name": name.strip(), "arguments": arguments})
+    arguments = {key.strip(): value.removesuffix("\n") for key, value, _ in parameters}
+    return read_call({"name": function[1].strip(), "arguments": arguments})
 
 
 def _read_mistral(found: re.Match[str]) -> tuple[Pieces, int]:
