@@ -64,23 +64,24 @@ def end_of(output: Sequence[int], stop_reason: StopReason, end_ids: Collection[i
 
 
 def split_at_stop(
-    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], skips: bool = True
-) -> tuple[str, str] | None:
+    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], num_end: int = 0, skips: bool = True
+) -> tuple[str, str]:
     """Return the text before the first stop string, and the text from there on. Special tokens are text here.
 
     Args:
         tokenizer: the model's tokenizer.
         tokens: the tokens of the answer.
         stops: the stop strings.
+        num_end: tokens at its end that are left out if no stop string has ended it.
         skips: whether special tokens are left out of the first text.
 
     Returns:
-        Both texts; None if the answer has no stop string.
+        Both texts; the second one is empty if the answer has no stop string.
     """
     whole = tokenizer.decode(tokens, skip_special_tokens=False) if stops else ""
-    if not (places := [at for stop in stops if (at := whole.find(stop)) >= 0]):
-        return None
-    start = min(places)
+    start = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=-1)
+    if start < 0:
+        return tokenizer.decode(tokens[: len(tokens) - num_end], skip_special_tokens=skips), ""
 
     def length(num: int) -> int:
         return len(tokenizer.decode(tokens[:num], skip_special_tokens=False))

@@ -113,7 +113,7 @@ class Conversation:
     def _written_end(self, stops: Sequence[str]) -> str:
         if self._response is None or not self.is_chat or not stops or self._template.ending is None:
             return ""
-        _, rest = split_at_stop(self._tokenizer, self._response.output_tokens, stops) or ("", "")
+        _, rest = split_at_stop(self._tokenizer, self._response.output_tokens, stops)
         return rest if self._template.ending.closing.lstrip().startswith(rest) else ""
 
     @property

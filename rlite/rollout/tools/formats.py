@@ -82,17 +82,14 @@ def typed(calls: Sequence[ToolCall], tools: Iterable[Mapping[str, Any]] | None) 
 
     Formats in XML write every argument as text. A text for a parameter that may be a text stays one.
     """
-    schemas: dict[Any, Any] = {}
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        schemas[function.get("name")] = (function.get("parameters") or {}).get("properties") or {}
-    return [
-        ToolCall(
-            call.name,
-            {key: _typed(value, schemas.get(call.name, {}).get(key)) for key, value in call.arguments.items()},
-        )
-        for call in calls
-    ]
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    schemas = {function.get("name"): (function.get("parameters") or {}).get("properties") for function in functions}
+
+    def typed_arguments(call: ToolCall) -> dict[str, Any]:
+        properties = schemas.get(call.name) or {}
+        return {key: _typed(value, properties.get(key)) for key, value in call.arguments.items()}
+
+    return [call._replace(arguments=typed_arguments(call)) for call in calls]
 
 
 def _typed(value: Any, schema: Any) -> Any:
@@ -167,10 +164,8 @@ UNREADABLE = (_NoCall, ValueError, TypeError, KeyError, SyntaxError, RecursionEr
 
 def parsed(read: Callable[[str], Reading], text: str) -> Reading:
     """Return what `read` finds in a text. A text without a call is content as it is."""
-    if len(text) > _MAX_LENGTH:
-        return text, [], []
     try:
-        content, calls, malformed = read(text)
+        content, calls, malformed = read(text) if len(text) <= _MAX_LENGTH else (text, [], [])
     except UNREADABLE:
         return text, [], []
     return (content, calls, malformed) if calls else (text, [], malformed)
@@ -343,7 +338,7 @@ def read_call(value: Any) -> ToolCall:
     """Return the call of a JSON value such as {"name": ..., "arguments": {...}}, or with "parameters".
 
     Raises:
-        _NoCall: the value is no call.
+        _NoCall: the value is no call. Other errors in `UNREADABLE` mean the same.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
         raise _NoCall
@@ -352,10 +347,7 @@ def read_call(value: Any) -> ToolCall:
         arguments = _json(arguments)
     if not isinstance(arguments, dict):
         raise _NoCall
-    try:
-        return ToolCall(value["name"], json.loads(json.dumps(arguments, allow_nan=False)))
-    except TypeError as error:  # bytes, a set
-        raise _NoCall from error
+    return ToolCall(value["name"], json.loads(json.dumps(arguments, allow_nan=False)))  # no bytes, no sets
 
 
 def _no_constant(name: str) -> Any:
@@ -366,27 +358,19 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, strict=False)
 
 
 def _json(text: str) -> Any:
-    value, end = _DECODER.raw_decode(text.strip())
-    if text.strip()[end:].strip():
-        raise _NoCall
-    return value
+    return _DECODER.decode(text.strip())
 
 
-def num_before(text: str, marks: tuple[str, ...]) -> int:
+def num_before(text: str, marks: Sequence[str]) -> int:
     """Return how many characters of an unfinished text stand before the first mark, or before the beginning of one."""
     ends = [text.find(mark) for mark in marks if mark in text]
-    ends += [
-        len(text) - size
-        for mark in marks
-        for size in range(1, min(len(mark), len(text) + 1))
-        if text.endswith(mark[:size])
-    ]
+    ends += [len(text) - size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])]
     return min(ends, default=len(text))
 
 
-def _settled_before(mark: str) -> Callable[[str], int]:
-    # white space before a call is not content
-    return lambda text: len(text[: num_before(text, (mark,))].rstrip())
+def settled_before(*marks: str) -> Callable[[str], int]:
+    """Return the `num_settled` of a format whose calls begin with one of these marks."""
+    return lambda text: len(text[: num_before(text, marks)].rstrip())  # white space before a call is not content
 
 
 def _settled_unless(*beginnings: str) -> Callable[[str], int]:
@@ -411,11 +395,11 @@ def _format(
 FORMATS = {
     form.name: form
     for form in (
-        _format("hermes", _marked(_read_json), _settled_before(_CALL_OPEN)),
-        _format("xml", _marked(_read_xml), _settled_before(_CALL_OPEN)),
+        _format("hermes", _marked(_read_json), settled_before(_CALL_OPEN)),
+        _format("xml", _marked(_read_xml), settled_before(_CALL_OPEN)),
         _format("llama3_json", _whole(_LLAMA_CALLS, ";", _read_json), _settled_unless("{", _LLAMA_OPEN), True),
         _format(
-            "mistral", lambda text: scanned(text, _MISTRAL_CALLS, _read_mistral), _settled_before(_MISTRAL_OPEN), True
+            "mistral", lambda text: scanned(text, _MISTRAL_CALLS, _read_mistral), settled_before(_MISTRAL_OPEN), True
         ),
         _format("pythonic", _whole(r"\[", ",", _read_python), _settled_unless("[")),
     )

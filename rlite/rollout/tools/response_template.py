@@ -17,11 +17,11 @@ from rlite.rollout.tools.formats import (
     Reading,
     ToolCall,
     ToolCallFormat,
-    num_before,
     opened_thought,
     parsed,
     read_call,
     scanned,
+    settled_before,
 )
 from rlite.sandbox.errors import SandboxError
 from rlite.sandbox.function import SandboxFunction
@@ -55,9 +55,7 @@ def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
             return text, [], []
         return content, [ToolCall(*call) for call in calls], malformed
 
-    def num_settled(text: str) -> int:
-        return len(text[: num_before(text, marks)].rstrip()) if marks else 0
-
+    num_settled = settled_before(*marks) if marks else lambda text: 0
     return ToolCallFormat("response_template", lambda text: read(text)[:2], num_settled, True, aside=aside)
 
 
