@@ -18,12 +18,7 @@ def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenize
         tokenizer: decodes the tokens.
     """
     tokens, gconfig = ended.token_ids, ended.request.gconfig
-    stopped = split_at_stop(tokenizer, tokens, gconfig.stop)
-    if stopped is None:
-        said = tokens[:-1] if ended.finish_reason == "stop" else tokens  # the end token need not be a special one
-        text = tokenizer.decode(said, skip_special_tokens=True)
-    else:
-        text = stopped[0]
+    text, rest = split_at_stop(tokenizer, tokens, gconfig.stop, num_end=int(ended.finish_reason == "stop"))
     return CompletionOutput(
         index=index,
         token_ids=ended.token_ids,
@@ -32,7 +27,7 @@ def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenize
         sampling_logprobs=ended.sampling_logprobs,
         versions=ended.versions,
         finish_reason=ended.finish_reason,
-        stop_reason=_stop_reason(ended, "" if stopped is None else stopped[1]),
+        stop_reason=_stop_reason(ended, rest),
     )
 
 

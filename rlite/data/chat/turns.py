@@ -64,23 +64,24 @@ def end_of(output: Sequence[int], stop_reason: StopReason, end_ids: Collection[i
 
 
 def split_at_stop(
-    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], skips: bool = True
-) -> tuple[str, str] | None:
+    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], num_end: int = 0, skips: bool = True
+) -> tuple[str, str]:
     """Return the text before the first stop string, and the text from there on. Special tokens are text here.
 
     Args:
         tokenizer: the model's tokenizer.
         tokens: the tokens of the answer.
         stops: the stop strings.
+        num_end: tokens at its end that are left out if no stop string has ended it.
         skips: whether special tokens are left out of the first text.
 
     Returns:
-        Both texts; None if the answer has no stop string.
+        Both texts; the second one is empty if the answer has no stop string.
     """
     whole = tokenizer.decode(tokens, skip_special_tokens=False) if stops else ""
-    if not (places := [at for stop in stops if (at := whole.find(stop)) >= 0]):
-        return None
-    start = min(places)
+    start = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=-1)
+    if start < 0:
+        return tokenizer.decode(tokens[: len(tokens) - num_end], skip_special_tokens=skips), ""
 
     def length(num: int) -> int:
         return len(tokenizer.decode(tokens[:num], skip_special_tokens=False))
@@ -92,6 +93,30 @@ def split_at_stop(
     return text, whole[start:]
 
 
+def length_at_stop(
+    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], start: int, begin: int = 0
+) -> int | None:
+    """Return the number of tokens with which a sequence reaches the end of the first stop string of its answer.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        tokens: the sequence.
+        stops: the stop strings. Special tokens are text here.
+        start: index of the first token that is new since the last search.
+        begin: index of the first token of the answer.
+
+    Returns:
+        The number; None if the answer has no stop string.
+    """
+    # a token holds at least one byte, so a stop string begins at most this many tokens before its end
+    reach = max(len(stop.encode()) for stop in stops) + 8
+    for length in range(start + 1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[max(length - reach, begin) : length], skip_special_tokens=False)
+        if any(stop in text for stop in stops):
+            return length
+    return None
+
+
 def tokens_after(
     tokenizer: Tokenizer,
     text: str,
@@ -99,6 +124,7 @@ def tokens_after(
     stop_reason: StopReason,
     limit: int | None = None,
     end_ids: Collection[int] = (),
+    has_end: bool = True,
 ) -> tuple[list[int], bool]:
     """Return the tokens of text that follows an answer, without a first end token that the model has already written.
 
@@ -109,6 +135,7 @@ def tokens_after(
         stop_reason: why the answer ended.
         limit: tokens that fit into the model's context; None does not bound the text.
         end_ids: tokens that end an answer, beside the tokenizer's special tokens.
+        has_end: the text begins with the template's end of the answer, whose token `end_ids` may lack.
 
     Returns:
         The tokens; and False if the model has ended its answer with another token than the template does.
@@ -117,9 +144,10 @@ def tokens_after(
         TooManyTokens: the text is far longer than `limit` tokens.
     """
     tokens = bounded_tokens(tokenizer, text, limit)
-    if stop_reason == "stop" and tokens[:1] == list(output[-1:]):  # the end may be no special token
+    is_ended = bool(end_of(output, stop_reason, special_ids(tokenizer).union(end_ids)))
+    if (is_ended or has_end) and stop_reason == "stop" and tokens[:1] == list(output[-1:]):
         return tokens[1:], True
-    return tokens, not end_of(output, stop_reason, special_ids(tokenizer).union(end_ids))
+    return tokens, not is_ended
 
 
 def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:

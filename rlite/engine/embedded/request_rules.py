@@ -8,6 +8,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.chat.turns import length_at_stop
 from rlite.engine.embedded.memory_plan import CONTEXT_LIMIT
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.scheduler import RunningSequence
@@ -76,18 +77,9 @@ class RequestRules:
 
         Tokens before index `start` were checked earlier.
         """
+        assert not isinstance(self._tokenizer, str)  # else it was refused
         stops = sequence.request.gconfig.stop
-        tokenizer = self._tokenizer
-        assert not isinstance(tokenizer, str)  # else it was refused
-        # a token holds at least a byte: a stop string cannot begin further back, but for tokens without text. Special
-        # tokens are text here, for a stop string may be one
-        reach = max(len(s.encode()) for s in stops) + 8
-        for length in range(start + 1, len(sequence.tokens) + 1):
-            tail = sequence.tokens[max(sequence.prompt_len, length - reach) : length]
-            text = tokenizer.decode(tail, skip_special_tokens=False)
-            if any(s in text for s in stops):
-                return length
-        return None
+        return length_at_stop(self._tokenizer, sequence.tokens, stops, start, sequence.prompt_len)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase | str:

@@ -73,37 +73,6 @@ def objection(request: SequenceRequest, max_model_len: int, vocab_size: int, tok
     return None
 
 
-class StopStrings:
-    """Search for stop strings in one completion.
-
-    Args:
-        stops: the stop strings.
-        tokenizer: the checkpoint's tokenizer.
-        made: tokens of the completion that another replica has generated.
-    """
-
-    def __init__(self, stops: Sequence[str], tokenizer: Any, made: Sequence[int]) -> None:
-        self._stops = stops
-        self._tokenizer = tokenizer
-        self._tokens = list(made)
-        # a token holds at least one byte, so a stop string begins at most this many tokens before its end. Special
-        # tokens are text here, for a stop string may be one
-        self._reach = max(len(stop.encode()) for stop in stops) + 8
-
-    def find(self, new: Sequence[int]) -> int | None:
-        """Append tokens.
-
-        Returns:
-            How many of them reach the end of the first stop string; None if none does.
-        """
-        for num, token in enumerate(new, start=1):
-            self._tokens.append(token)
-            text = self._tokenizer.decode(self._tokens[-self._reach :], skip_special_tokens=False)
-            if any(stop in text for stop in self._stops):
-                return num
-        return None
-
-
 def scored_prompt(ids: Sequence[int], entries: Sequence[Mapping[int, Any] | None], num_top: int) -> PromptLogprobs:
     """Return the log-probabilities of a prompt.
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import psutil
 
+from rlite.data.chat.turns import length_at_stop
 from rlite.engine.vllm.releases import Release, Table
-from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments, scored_prompt
+from rlite.engine.vllm.requests import objection, sampling_arguments, scored_prompt
 from rlite.engine.vllm.steps import TokenStep
 from rlite.errors import RliteError
 from rlite.nn.pretrained import load_tokenizer
@@ -55,7 +56,8 @@ class Serving:
     request: SequenceRequest
     name: str
     """name of the request in vLLM. A request number can return after a cancelled request that vLLM still knows"""
-    stops: StopStrings | None = None
+    made: list[int]
+    """tokens of the answer so far, if it has stop strings"""
     is_started: bool = False
     """vLLM has accepted it"""
 
@@ -157,9 +159,7 @@ class Server:
             if error is not None:
                 self._put_last(request.request_id, error=error)
                 continue
-            serving = Serving(request, f"{request.request_id}.{next(self._counter)}")
-            if request.gconfig.stop:
-                serving.stops = StopStrings(request.gconfig.stop, self._tokenizer, request.output_ids)
+            serving = Serving(request, f"{request.request_id}.{next(self._counter)}", [*request.output_ids])
             self._serving[serving.name] = self._by_number[request.request_id] = serving
             self._run_beside(self._begin(serving))
 
@@ -241,7 +241,12 @@ class Server:
         if any(value != value for value in logprobs):
             told = "the model computes NaN or infinity for this request"
             return self._abort(serving, error=told, is_nonfinite=True)
-        num = len(tokens) if serving.stops is None else serving.stops.find(tokens)
+        num = None
+        if stops := serving.request.gconfig.stop:
+            start = len(serving.made)
+            serving.made += tokens
+            if (length := length_at_stop(self._tokenizer, serving.made, stops, start)) is not None:
+                num = length - start
         step.request_ids.append(serving.request.request_id)
         step.counts.append(len(tokens[:num]))
         step.token_ids.extend(tokens[:num])
@@ -249,7 +254,7 @@ class Server:
         step.sampling_logprobs.extend(over_kept[:num])
         if tokens and "kept_ids" in serving.request.extras:
             step.kept_ids.setdefault(serving.request.request_id, []).extend(kept_ids[:num])
-        if serving.stops is not None and num is not None:
+        if num is not None:
             self._abort(serving, finish_reason="stop")
         elif reason in ("stop", "length"):
             self._end(serving, finish_reason=reason)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from rlite.data.chat.raw import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
-from rlite.data.chat.turns import end_of, split_at_stop, tokens_after
+from rlite.data.chat.turns import split_at_stop, tokens_after
 from rlite.errors import ConfigError
 from rlite.rollout.chat.transcript import Transcript
 from rlite.rollout.text_threads import beside_loop
@@ -114,7 +114,7 @@ class Conversation:
     def _written_end(self, stops: Sequence[str]) -> str:
         if self._response is None or not self.is_chat or not stops or self._template.ending is None:
             return ""
-        _, rest = split_at_stop(self._tokenizer, self._response.output_tokens, stops) or ("", "")
+        _, rest = split_at_stop(self._tokenizer, self._response.output_tokens, stops)
         return rest if self._template.ending.closing.lstrip().startswith(rest) else ""
 
     @property
@@ -199,13 +199,10 @@ class Conversation:
         self.text += self.answer + text
         self._num_unread = len(text)
         unread = text.lstrip().removeprefix(self._end_text) if self._end_text else text
-        has_end = self.is_chat or end_of(response.output_tokens, response.stop_reason, self._end_ids)
+        said, reason, ends = response.output_tokens, response.stop_reason, self._end_ids
 
-        def read(limit: int | None) -> None:
-            if has_end:  # of its own, a reply to a raw prompt repeats no token of the answer
-                tokens, _ = tokens_after(self._tokenizer, unread, response.output_tokens, response.stop_reason, limit)
-            else:
-                tokens = bounded_tokens(self._tokenizer, unread, limit)
+        def read(limit: int | None) -> None:  # of its own, a reply to a raw prompt repeats no token of the answer
+            tokens, _ = tokens_after(self._tokenizer, unread, said, reason, limit, ends, has_end=self.is_chat)
             transcript.read(tokens)
 
         self._unread = read

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlite.rollout.openai.requests import ApiError, ModelRequest
-from rlite.rollout.openai.responses import Choice
 
 MAX_SCORED_TOKENS = 1 << 17
 """largest number of scored tokens in a request: prompts and longest answers of all choices"""
@@ -40,11 +39,6 @@ def check_num_scored(request: ModelRequest, prompt_lengths: Sequence[int], limit
             "send fewer prompts, or set n or max_tokens lower"
         )
         raise ApiError(message, param="logprobs", code="invalid_value")
-
-
-def sequences(choices: Sequence[Choice]) -> list[list[int]]:
-    """Return the tokens of each choice's prompt and answer."""
-    return [choice.turn.sequence for choice in choices]
 
 
 def slices(prompts: Sequence[list[int]]) -> Iterator[list[list[int]]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Message, Tokenizer
-from rlite.data.chat.turns import end_of, special_ids, text_after, tokens_after
+from rlite.data.chat.turns import text_after, tokens_after
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ModelRequest
@@ -98,11 +98,9 @@ class ChatPrompts:
     def _after(self, turn: Turn, rest: str) -> tuple[list[int], bool]:
         """Return the tokens of text after an answer that the model has not written, and whether both end it alike."""
         rest = rest.removeprefix(turn.stop_text)  # the answer as it was returned lacks it, and its tokens have it
-        ends = special_ids(self.tokenizer).union(turn.end_ids)
-        is_ended = bool(end_of(turn.output_ids, turn.finish_reason, ends))
-        if not is_ended and (turn.stop_text or turn.messages is None):
-            return bounded_tokens(self.tokenizer, rest, self._limit), True
-        return tokens_after(self.tokenizer, rest, turn.output_ids, turn.finish_reason, self._limit, ends)
+        has_end = turn.messages is not None and not turn.stop_text
+        said, reason = turn.output_ids, turn.finish_reason
+        return tokens_after(self.tokenizer, rest, said, reason, self._limit, turn.end_ids, has_end)
 
 
 def _begins_with(prompt: str, turn: Turn) -> bool:

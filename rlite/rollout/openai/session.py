@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlite.data.chat.template import TemplateRefusal
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.openai import responses
-from rlite.rollout.openai.prompt_logprob_limits import check_num_scored, sequences, slices
+from rlite.rollout.openai.prompt_logprob_limits import check_num_scored, slices
 from rlite.rollout.openai.prompts import ChatPrompts
 from rlite.rollout.openai.recording import Recording, RecordingOwner, Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion, unknown_model
@@ -144,12 +144,19 @@ class AgentSession(RecordingOwner):
         return self._reply(read_completion, body)
 
     def _reply(self, read: Callable[..., ModelRequest], body: Any) -> Reply:
-        with _refused():
+        try:
             request = read(body, self.model, self._gconfig)
             self._check_format(request)
             self._check_scores(request)
             prompts = self._prompts.of(request, self.recording.turns)
             check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
+        except TooManyTokens as error:
+            raise _too_long(str(error)) from error
+        except TemplateRefusal as error:
+            raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
+        except DataError as error:
+            param = str(error).partition(":")[0]
+            raise ApiError(str(error), param=param, code="invalid_value") from error
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
@@ -196,7 +203,9 @@ class AgentSession(RecordingOwner):
                     choices = [event async for event in events if isinstance(event, Choice)]
                     choices.sort(key=lambda choice: choice.index)
                     scores = await self._scores(exchange, choices)
-                    num_shown = sum(map(len, sequences(choices))) if exchange.request.has_logprobs else 0
+                    num_shown = (
+                        sum(len(choice.turn.sequence) for choice in choices) if exchange.request.has_logprobs else 0
+                    )
                     size = num_shown * responses.SHOWN_CHARACTERS
                     yield await beside_loop(size, responses.whole, exchange, choices, scores)
         except BaseException as error:  # also GeneratorExit: the client will ask again, and must not count twice
@@ -258,7 +267,7 @@ class AgentSession(RecordingOwner):
             return None
         room = None if self._limit is None else self._limit - 1  # a full context is scored but for its last token
         scores: list[PromptLogprobs] = []
-        for part in slices([ids[:room] for ids in sequences(choices)]):
+        for part in slices([choice.turn.sequence[:room] for choice in choices]):
             if self._is_closed:
                 raise _closed()
             try:
@@ -370,24 +379,3 @@ def too_large(num_bytes: int) -> ApiError:
 
 def _too_long(message: str) -> ApiError:
     return ApiError(message, param="messages", code="context_length_exceeded")
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Convert errors of a conversation inside the block to errors for the client.
-
-    Yields:
-        None.
-
-    Raises:
-        ApiError: the conversation is refused.
-    """
-    try:
-        yield
-    except TooManyTokens as error:
-        raise _too_long(str(error)) from error
-    except TemplateRefusal as error:
-        raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
-    except DataError as error:
-        param = str(error).partition(":")[0]
-        raise ApiError(str(error), param=param, code="invalid_value") from error

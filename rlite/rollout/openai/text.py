@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlite.data.chat.turns import end_of, split_at_stop
@@ -24,17 +25,17 @@ class DecodedText:
 
     def __init__(self, tokenizer: Tokenizer, skips: bool) -> None:
         self._tokenizer = tokenizer
-        self._skips = skips
-        self._tokens: list[int] = []
+        self.skips = skips
+        self.tokens: list[int] = []
         # Tokens are decoded together with those since `_start`, because decoders look at what stands before.
         self._start = self._read = 0
         self.text = ""
 
     def feed(self, tokens: Sequence[int], is_last: bool) -> None:
         """Append the text of further tokens."""
-        self._tokens += tokens
+        self.tokens += tokens
         known = self._decode(self._start, self._read)
-        end = len(self._tokens)
+        end = len(self.tokens)
         whole = self._decode(self._start, end)
         if whole.endswith("\ufffd") and not is_last:
             end = max(end - MAX_PARTS, self._read)  # bytes before them are half a character for ever
@@ -44,50 +45,35 @@ class DecodedText:
             self._start, self._read = self._read, end
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skips)
+        return self._tokenizer.decode(self.tokens[start:end], skip_special_tokens=self.skips)
 
 
+@dataclass(eq=False)
 class TextStream:
-    """Text of one output. It holds back half a character, and a possible beginning of a stop string or a call.
+    """Text of one output. It holds back half a character, and a possible beginning of a stop string or a call."""
 
-    Args:
-        tokenizer: the model's tokenizer.
-        stops: the text ends before the first of them. They may be special tokens.
-        form: how calls of tools are written; None looks for none.
-        tools: schemas, by which arguments that are written as text get their types.
-        end_ids: tokens that end an output; the last one is not part of the text.
-        prompt: text of the prompt, which may have begun a thought.
-    """
+    tokenizer: Tokenizer
+    stops: Sequence[str] = ()
+    """the text ends before the first of them. They may be special tokens"""
+    form: ToolCallFormat | None = None
+    """how calls of tools are written; None looks for none"""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """schemas, by which arguments that are written as text get their types"""
+    end_ids: Collection[int] = ()
+    """tokens that end an output; the last one is not part of the text"""
+    prompt: str = ""
+    """text of the prompt, which may have begun a thought"""
+    text: str = field(default="", init=False)
+    """all of it so far, up to a stop string"""
+    stop_text: str = field(default="", init=False)
+    """text from the stop string on that has ended the output; "" if something else has"""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str] = (),
-        form: ToolCallFormat | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        end_ids: Collection[int] = (),
-        prompt: str = "",
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._stops = tuple(stops)
-        self._reach = max(map(len, stops), default=0)
-        self._form = form
-        self._tools = tools
-        self._end_ids = end_ids
-        self._prompt = prompt
-        self._skips = form is None or not form.shows_special_tokens
+    def __post_init__(self) -> None:
         self._tokens: list[int] = []
-        self._last: list[int] = []
-        """token that is left out if the output ends with it"""
-        self._said = DecodedText(tokenizer, self._skips)
-        self._whole = DecodedText(tokenizer, skips=False)
-        """the text in which stop strings are searched"""
+        self._said = DecodedText(self.tokenizer, skips=self.form is None or not self.form.shows_special_tokens)
+        self._whole = DecodedText(self.tokenizer, skips=False)  # stop strings are searched in it
         self._sent = 0
         self._has_stopped = False
-        self.text = ""
-        """all of it so far, up to a stop string"""
-        self.stop_text = ""
-        """text from the stop string on that has ended the output; "" if something else has"""
 
     def feed(self, tokens: Sequence[int], reason: StopReason | None = None) -> str:
         """Return the text that is settled by further tokens.
@@ -97,36 +83,35 @@ class TextStream:
             reason: why the output ends with these tokens; None if it does not.
         """
         self._tokens += tokens
-        said = [*self._last, *tokens]
-        end = end_of(said, "stop" if reason is None else reason, self._end_ids)  # without a reason, it may be the end
-        self._last = end if reason is None else []
-        self._said.feed(said[: len(said) - len(end)], reason is not None)
+        end = end_of(self._tokens, reason or "stop", self.end_ids)  # without a reason, the last token may be the end
+        said = self._tokens[len(self._said.tokens) : len(self._tokens) - len(end)]
+        self._said.feed(said, reason is not None)
         self.text = self._said.text
         num_settled = len(self.text)
-        if self._stops:
+        if self.stops:
             num_settled -= self._held_back(tokens, reason is not None)
-        if reason is not None and (stopped := split_at_stop(self._tokenizer, self._tokens, self._stops, self._skips)):
-            self.text, rest = stopped
-            self.stop_text = rest.removesuffix(self._tokenizer.decode(end, skip_special_tokens=False))
-            num_settled = len(self.text)
-        if self._form is not None:
-            num_settled = min(num_settled, self._form.num_settled_after(self._prompt, self.text))
+        if reason is not None and self.stops:
+            text, rest = split_at_stop(self.tokenizer, self._tokens, self.stops, len(end), self._said.skips)
+            self.text, num_settled = (text, len(text)) if rest else (self.text, num_settled)
+            self.stop_text = rest.removesuffix(self.tokenizer.decode(end, skip_special_tokens=False))
+        if self.form is not None:
+            num_settled = min(num_settled, self.form.num_settled_after(self.prompt, self.text))
         return self._send(self.text[: max(num_settled, 0)])
 
     async def finish(self) -> tuple[str, list[ToolCall], str]:
         """Return the content, the calls, and the content that was not returned before, after the last token."""
         content, calls = self.text, list[ToolCall]()
-        if self._form is not None:
-            content, calls, _ = await self._form.read(self.text, self._prompt)
-        return content, typed(calls, self._tools), self._send(content)
+        if self.form is not None:
+            content, calls, _ = await self.form.read(self.text, self.prompt)
+        return content, typed(calls, self.tools), self._send(content)
 
     def _held_back(self, tokens: Sequence[int], is_last: bool) -> int:
         """Return the number of characters at the end of the text that may belong to a stop string."""
-        start = max(len(self._whole.text) - self._reach, 0)
+        start = max(len(self._whole.text) - max(map(len, self.stops)), 0)
         self._whole.feed(tokens, is_last)
         tail = self._whole.text[start:]
-        self._has_stopped = self._has_stopped or any(stop in tail for stop in self._stops)
-        return len(self.text) if self._has_stopped else len(tail) - num_before(tail, self._stops)
+        self._has_stopped = self._has_stopped or any(stop in tail for stop in self.stops)
+        return len(self.text) if self._has_stopped else len(tail) - num_before(tail, self.stops)
 
     def _send(self, text: str) -> str:
         settled, self._sent = text[self._sent :], max(self._sent, len(text))

@@ -20,13 +20,12 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlite.rollout.text_threads import beside_loop
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """Call of a tool that a model asks for."""
 
     name: str
@@ -83,17 +82,14 @@ def typed(calls: Sequence[ToolCall], tools: Iterable[Mapping[str, Any]] | None) 
 
     Formats in XML write every argument as text. A text for a parameter that may be a text stays one.
     """
-    schemas: dict[Any, Any] = {}
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        schemas[function.get("name")] = (function.get("parameters") or {}).get("properties") or {}
-    return [
-        ToolCall(
-            call.name,
-            {key: _typed(value, schemas.get(call.name, {}).get(key)) for key, value in call.arguments.items()},
-        )
-        for call in calls
-    ]
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    schemas = {function.get("name"): (function.get("parameters") or {}).get("properties") for function in functions}
+
+    def typed_arguments(call: ToolCall) -> dict[str, Any]:
+        properties = schemas.get(call.name) or {}
+        return {key: _typed(value, properties.get(key)) for key, value in call.arguments.items()}
+
+    return [call._replace(arguments=typed_arguments(call)) for call in calls]
 
 
 def _typed(value: Any, schema: Any) -> Any:
@@ -122,20 +118,29 @@ def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str
 
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
-_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
-_PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
+_CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>)?", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:[^<]|<(?!/parameter>))*+)(</parameter>)?")
+_MISTRAL_OPEN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_LLAMA_OPEN = "<|python_tag|>"
+_LLAMA_CALLS = r"(?:<\|python_tag\|>)?\s*(?=\{)"
 _THOUGHT_NAMES = ("think", "thinking", "thought", "reasoning", "seed:think")
 THOUGHTS = {f"<{name}>": f"</{name}>" for name in _THOUGHT_NAMES}
 THOUGHTS |= {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 """marks around a thought: its opening mark, which may stand in the prompt, and its closing mark"""
-_MARKS = re.compile("|".join(map(re.escape, [_HERMES_OPEN, _HERMES_CLOSE, *THOUGHTS, *THOUGHTS.values()])))
-_MISTRAL_OPEN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_LLAMA_OPEN = "<|python_tag|>"
+_THOUGHT_MARKS = [re.escape(mark) for pair in THOUGHTS.items() for mark in pair]
+_MARKED_CALL = r"<tool_call>(?:[^<]|<(?!/?tool_call>))*+(?:</tool_call>)?"
+"""a call may end with the turn, whose end token was its closing mark"""
+_MISTRAL_CALLS = r"\[TOOL_CALLS\](?:\s*+(\[)(?!TOOL_CALLS\])|(?:[^\[]|\[(?!TOOL_CALLS\]))*+)"
+"""the beginning of a list, or a call by name"""
+_STRUCTURE = re.compile(r"""('{3}|"{3}|['"])(?:\\.|(?!\1).)*+(?:\1)?|[\[({\])},;]""", re.DOTALL)
+"""strings, brackets and separators, of JSON and of Python"""
+_CALLED = re.compile(r"[\w.]+\(")
+"""beginning of a call in Python"""
 _MAX_LENGTH = 1 << 20
 """characters of a text in which calls are looked for"""
 _MAX_PYTHONIC_LENGTH = 1 << 16
-"""characters that Python's parser gets, which no other thread interrupts"""
+"""characters of a call that Python's parser gets, which no other thread interrupts"""
 
 
 JSON_TYPES: dict[str, tuple[type, ...]] = {
@@ -159,20 +164,11 @@ UNREADABLE = (_NoCall, ValueError, TypeError, KeyError, SyntaxError, RecursionEr
 
 def parsed(read: Callable[[str], Reading], text: str) -> Reading:
     """Return what `read` finds in a text. A text without a call is content as it is."""
-    if len(text) > _MAX_LENGTH:
-        return text, [], []
     try:
-        content, calls, malformed = read(text)
+        content, calls, malformed = read(text) if len(text) <= _MAX_LENGTH else (text, [], [])
     except UNREADABLE:
         return text, [], []
     return (content, calls, malformed) if calls else (text, [], malformed)
-
-
-def _format(
-    name: str, read: Callable[[str], Reading], num_settled: Callable[[str], int], shows_special_tokens: bool = False
-) -> ToolCallFormat:
-    read_all = partial(parsed, read)
-    return ToolCallFormat(name, lambda text: read_all(text)[:2], num_settled, shows_special_tokens, read_all)
 
 
 def opened_thought(prompt: str) -> str:
@@ -180,217 +176,178 @@ def opened_thought(prompt: str) -> str:
     return next((mark for mark in THOUGHTS if prompt.rstrip().endswith(mark)), "")
 
 
+# -- scanning ----------------------------------------------------------------------------------------------------------
+
+Pieces = tuple[list[ToolCall], list[str]]
+"""the calls, and the texts of calls that cannot be read"""
+ReadBlock = Callable[[re.Match[str]], tuple[Pieces, int]]
+"""match of the beginning of a block of calls -> what the block holds, and where it ends"""
+
+
+def scanned(text: str, beginning: str, read_block: ReadBlock) -> Reading:
+    """Return the calls in the blocks of a text, and the text outside of them. Thoughts hold no calls.
+
+    Args:
+        text: the answer.
+        beginning: pattern of the beginning of a block; it does not match the empty text.
+        read_block: reads a block.
+
+    Returns:
+        The reading. Calls that cannot be read stay at their places in the text.
+    """
+    marks = re.compile("|".join([beginning, *_THOUGHT_MARKS]), re.DOTALL)
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
+    start = at = 0
+    while found := marks.search(text, at):
+        if closing := THOUGHTS.get(found[0]):
+            at = _end_of(closing, text, found.end())
+        elif found[0] in THOUGHTS.values():  # it ends a thought that the prompt has begun
+            content, calls, malformed, start, at = [], [], [], 0, found.end()
+        else:
+            (good, bad), at = read_block(found)
+            content += [text[start : found.start()], *bad]
+            calls += good
+            malformed += bad
+            start = at
+    return "".join([*content, text[start:]]).rstrip(), calls, malformed
+
+
 def _thoughts_end(text: str) -> int:
     """Return the length of the thought with which a text begins."""
     begun = text.lstrip()
-    for mark, closing in THOUGHTS.items():
-        if begun.startswith(mark):
-            end = text.find(closing)
-            return len(text) if end < 0 else end + len(closing)
-    return 0
+    return next((_end_of(closing, text, 0) for mark, closing in THOUGHTS.items() if begun.startswith(mark)), 0)
 
 
-def _after_thoughts(read: Callable[[str], Reading]) -> Callable[[str], Reading]:
-    """Return a function that reads the text after a thought, and keeps the thought in the content."""
-
-    def read_rest(text: str) -> Reading:
-        end = _thoughts_end(text)
-        content, calls, malformed = read(text[end:])
-        return (text[:end] + content).rstrip(), calls, malformed
-
-    return read_rest
+def _end_of(closing: str, text: str, at: int) -> int:
+    found = text.find(closing, at)
+    return len(text) if found < 0 else found + len(closing)
 
 
-def _between_marks(read_call: Callable[[str], ToolCall]) -> Callable[[str], Reading]:
-    """Return the function for a format with marks around each call, by what reads the text between them."""
+def read_each(pieces: Iterable[str], read: Callable[[str], ToolCall]) -> Pieces:
+    """Return the calls that `read` reads, and the pieces of text that it cannot read."""
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
+    for piece in pieces:
+        try:
+            calls.append(read(piece))
+        except UNREADABLE:
+            malformed.append(piece)
+    return calls, malformed
+
+
+def _split(text: str, separator: str, start: int) -> tuple[list[str], int]:
+    """Split a text at separators outside of strings and brackets, up to the end of the list in which it begins.
+
+    Returns:
+        The parts that are not blank, and the end of the list.
+    """
+    parts: list[str] = []
+    depth = 0
+    for found in _STRUCTURE.finditer(text, start):
+        mark = found[0]
+        if mark in ("(", "[", "{"):
+            depth += 1
+        elif mark in (")", "]", "}") and depth:
+            depth -= 1
+        elif mark == "]" or (mark == separator and not depth):
+            parts.append(text[start : found.start()])
+            start = found.end()
+            if mark == "]":
+                break
+    else:  # the list may end with the turn
+        parts.append(text[start:])
+        start = len(text)
+    return [part.strip() for part in parts if part.strip()], start
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def _marked(read_body: Callable[[str], ToolCall]) -> Callable[[str], Reading]:
+    """Return the function for a format with marks around each call, by the function that reads the text between."""
+
+    def read(piece: str) -> ToolCall:
+        return read_body(piece.removeprefix(_CALL_OPEN).removesuffix(_CALL_CLOSE))
+
+    return lambda text: scanned(text, _MARKED_CALL, lambda found: (read_each([found[0]], read), found.end()))
+
+
+def _whole(beginning: str, separator: str, read_part: Callable[[str], ToolCall]) -> Callable[[str], Reading]:
+    """Return the function for a format whose calls are the whole text after a thought."""
 
     def read(text: str) -> Reading:
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        for is_call, start, end in _pieces(text):
-            piece = text[start:end]
-            try:
-                call = read_call(piece[len(_HERMES_OPEN) :].removesuffix(_HERMES_CLOSE)) if is_call else None
-            except UNREADABLE:
-                call = None
-                malformed.append(piece)
-            if call is None:
-                content.append(piece)
-            else:
-                calls.append(call)
-        return "".join(content).rstrip(), calls, malformed
+        end = _thoughts_end(text)
+        body = text[end:].strip()
+        if (begun := re.match(beginning, body)) is None:
+            raise _NoCall
+        parts, at = _split(body, separator, begun.end())
+        calls, malformed = read_each(parts, read_part)
+        if body[at:] or not (calls or any(map(_CALLED.match, malformed))):  # a list, or JSON, may be an answer
+            raise _NoCall
+        return (text[:end] + "\n".join(malformed)).rstrip(), calls, malformed
 
     return read
 
 
-def _pieces(text: str) -> list[tuple[bool, int, int]]:
-    """Return whether each piece of a text is a call, and where it begins and ends. Thoughts hold no calls."""
-    pieces: list[tuple[bool, int, int]] = []
-    is_call, start, closing = False, 0, ""
-
-    def cut(end: int, begins_call: bool) -> None:
-        nonlocal is_call, start
-        pieces.append((is_call, start, end))
-        is_call, start = begins_call, end
-
-    for found in _MARKS.finditer(text):
-        mark = found[0]
-        if closing:
-            closing = "" if mark == closing else closing
-        elif mark == _HERMES_OPEN:
-            cut(found.start(), True)
-        elif is_call:
-            if mark == _HERMES_CLOSE:
-                cut(found.end(), False)
-        elif mark in THOUGHTS:
-            closing = THOUGHTS[mark]
-        elif mark != _HERMES_CLOSE:  # it ends a thought that the prompt has begun
-            pieces, start = [], 0
-    cut(len(text), False)  # the last call may end with the turn, where its closing mark was the end token
-    return pieces
-
-
-def _read_hermes(body: str) -> ToolCall:
-    return read_call(_json(body), "arguments")
+def _read_json(text: str) -> ToolCall:
+    return read_call(_json(text))
 
 
 def _read_xml(body: str) -> ToolCall:
-    body = body.strip()
-    name, mark, text = body.removeprefix(_FUNCTION_OPEN).partition(">")
-    if not body.startswith(_FUNCTION_OPEN) or not mark:
+    function = _FUNCTION.fullmatch(body.strip())
+    if function is None or _PARAMETER.sub("", function[2]).strip():
         raise _NoCall
-    arguments: dict[str, Any] = {}
-    *parts, rest = text.removesuffix(_FUNCTION_CLOSE).split(_PARAMETER_CLOSE)
-    for part in parts:
-        key, mark, value = part.lstrip().removeprefix(_PARAMETER_OPEN).partition(">")
-        if not part.lstrip().startswith(_PARAMETER_OPEN) or not mark or not key or "\n" in key:
-            raise _NoCall
-        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-    if rest.strip():
+    parameters = _PARAMETER.findall(function[2])
+    if not all(closing for _, _, closing in parameters):
         raise _NoCall
-    return read_call({"name": name.strip(), "arguments": arguments}, "arguments")
+    arguments = {key.strip(): value.removesuffix("\n") for key, value, _ in parameters}
+    return read_call({"name": function[1].strip(), "arguments": arguments})
 
 
-def _read_llama3(text: str) -> Reading:
-    text = text.strip().removeprefix(_LLAMA_OPEN).strip()
-    calls, malformed, end = _values(text, 0, ";", "parameters", "arguments")
-    if text[end:] or not calls:
-        raise _NoCall
-    return "; ".join(malformed), calls, malformed
-
-
-def _read_mistral(text: str) -> Reading:
-    content, *parts = text.split(_MISTRAL_OPEN)
-    calls: list[ToolCall] = []
-    malformed: list[str] = []
-    if parts and parts[0].lstrip().startswith("["):
-        rest = _MISTRAL_OPEN.join(parts).strip()
-        calls, malformed, end = _values(rest, 1, ",", "arguments")
-        if not malformed and rest[end:] != "]":
-            raise _NoCall
-        parts = []
-    for part in parts:
-        try:
-            calls.append(_read_named(part))
-        except UNREADABLE:
-            malformed.append(part)
-    return "".join([content.rstrip(), *(_MISTRAL_OPEN + part for part in malformed)]), calls, malformed
-
-
-def _values(text: str, at: int, separator: str, *keys: str) -> tuple[list[ToolCall], list[str], int]:
-    """Read JSON values with a separator between.
-
-    Returns:
-        The calls; the texts that are none, the last of which is all the rest if it is no JSON; and where they end.
-    """
-    calls: list[ToolCall] = []
-    malformed: list[str] = []
-    while (start := _blank(text, at)) < len(text):
-        end = len(text)
-        try:
-            value, end = _DECODER.raw_decode(text, start)
-            calls.append(read_call(value, *keys))
-        except UNREADABLE:
-            malformed.append(text[start:end])
-        at = _blank(text, end)
-        if not text.startswith(separator, at):
-            break
-        at += 1
-    return calls, malformed, at
-
-
-def _blank(text: str, at: int) -> int:
-    found = _BLANK.match(text, at)
-    return at if found is None else found.end()
+def _read_mistral(found: re.Match[str]) -> tuple[Pieces, int]:
+    if found[1] is None:
+        return read_each([found[0]], _read_named), found.end()
+    parts, end = _split(found.string, ",", found.end())
+    calls, malformed = read_each(parts, _read_json)
+    return (calls, [_MISTRAL_OPEN + part for part in malformed]), end
 
 
 def _read_named(text: str) -> ToolCall:
     # NAME[ARGS]{...} or NAME[CALL_ID]ID[ARGS]{...}
-    name, mark, arguments = text.partition(_MISTRAL_ARGUMENTS)
+    name, mark, arguments = text.removeprefix(_MISTRAL_OPEN).partition(_MISTRAL_ARGUMENTS)
     if not mark:
         raise _NoCall
-    return read_call({"name": name.partition(_MISTRAL_ID)[0].strip(), "arguments": _json(arguments)}, "arguments")
+    return read_call({"name": name.partition(_MISTRAL_ID)[0].strip(), "arguments": _json(arguments)})
 
 
-def _read_pythonic(text: str) -> Reading:
-    text = text.strip()
-    if not text.startswith("[") or len(text) > _MAX_PYTHONIC_LENGTH:
+def _read_python(text: str) -> ToolCall:
+    if len(text) > _MAX_PYTHONIC_LENGTH:
         raise _NoCall
-    malformed: list[str] = []
-    try:
-        nodes = _elements(text)
-    except SyntaxError as error:
-        # the calls that are complete before the error
-        lines = text.splitlines(keepends=True)[: (error.lineno or 1) - 1]
-        end = text.rfind("),", 0, sum(map(len, lines)) + (error.offset or 0)) + 1
-        nodes, malformed = _elements(text[:end] + "]"), [text[end + 1 : -1].strip()]
-    calls = []
-    for node in nodes:
-        try:
-            calls.append(_python_call(node))
-        except UNREADABLE:
-            malformed.append(ast.unparse(node))
-    return ", ".join(malformed), calls, malformed
-
-
-def _elements(text: str) -> list[ast.expr]:
     with warnings.catch_warnings():  # of what a model writes, such as "\d"
         warnings.simplefilter("ignore")
-        tree = ast.parse(text, mode="eval").body
-    if not isinstance(tree, ast.List):
-        raise _NoCall
-    return tree.elts
-
-
-def _python_call(node: ast.expr) -> ToolCall:
+        node = ast.parse(text, mode="eval").body
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise _NoCall
     arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-    return read_call({"name": ast.unparse(node.func), "arguments": arguments}, "arguments")
+    return read_call({"name": ast.unparse(node.func), "arguments": arguments})
 
 
-def read_call(value: Any, *keys: str) -> ToolCall:
-    """Return the call of a JSON value such as {"name": ..., "arguments": {...}}.
-
-    Args:
-        value: a JSON value.
-        keys: names that the arguments may have.
+def read_call(value: Any) -> ToolCall:
+    """Return the call of a JSON value such as {"name": ..., "arguments": {...}}, or with "parameters".
 
     Raises:
-        _NoCall: the value is no call.
+        _NoCall: the value is no call. Other errors in `UNREADABLE` mean the same.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
         raise _NoCall
-    arguments: Any = next((value[key] for key in keys if key in value), {})
+    arguments: Any = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's interface
         arguments = _json(arguments)
     if not isinstance(arguments, dict):
         raise _NoCall
-    try:
-        return ToolCall(value["name"], json.loads(json.dumps(arguments, allow_nan=False)))
-    except TypeError as error:  # bytes, a set
-        raise _NoCall from error
+    return ToolCall(value["name"], json.loads(json.dumps(arguments, allow_nan=False)))  # no bytes, no sets
 
 
 def _no_constant(name: str) -> Any:
@@ -398,31 +355,22 @@ def _no_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, strict=False)
-_BLANK = re.compile(r"\s*")
 
 
 def _json(text: str) -> Any:
-    value, end = _DECODER.raw_decode(text.strip())
-    if text.strip()[end:].strip():
-        raise _NoCall
-    return value
+    return _DECODER.decode(text.strip())
 
 
-def num_before(text: str, marks: tuple[str, ...]) -> int:
+def num_before(text: str, marks: Sequence[str]) -> int:
     """Return how many characters of an unfinished text stand before the first mark, or before the beginning of one."""
     ends = [text.find(mark) for mark in marks if mark in text]
-    ends += [
-        len(text) - size
-        for mark in marks
-        for size in range(1, min(len(mark), len(text) + 1))
-        if text.endswith(mark[:size])
-    ]
+    ends += [len(text) - size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])]
     return min(ends, default=len(text))
 
 
-def _settled_before(mark: str) -> Callable[[str], int]:
-    # white space before a call is not content
-    return lambda text: len(text[: num_before(text, (mark,))].rstrip())
+def settled_before(*marks: str) -> Callable[[str], int]:
+    """Return the `num_settled` of a format whose calls begin with one of these marks."""
+    return lambda text: len(text[: num_before(text, marks)].rstrip())  # white space before a call is not content
 
 
 def _settled_unless(*beginnings: str) -> Callable[[str], int]:
@@ -437,13 +385,22 @@ def _settled_unless(*beginnings: str) -> Callable[[str], int]:
     return num_settled
 
 
+def _format(
+    name: str, read: Callable[[str], Reading], num_settled: Callable[[str], int], shows_special_tokens: bool = False
+) -> ToolCallFormat:
+    read_all = partial(parsed, read)
+    return ToolCallFormat(name, lambda text: read_all(text)[:2], num_settled, shows_special_tokens, read_all)
+
+
 FORMATS = {
     form.name: form
     for form in (
-        _format("hermes", _between_marks(_read_hermes), _settled_before(_HERMES_OPEN)),
-        _format("xml", _between_marks(_read_xml), _settled_before(_HERMES_OPEN)),
-        _format("llama3_json", _after_thoughts(_read_llama3), _settled_unless("{", _LLAMA_OPEN), True),
-        _format("mistral", _after_thoughts(_read_mistral), _settled_before(_MISTRAL_OPEN), True),
-        _format("pythonic", _after_thoughts(_read_pythonic), _settled_unless("["), False),
+        _format("hermes", _marked(_read_json), settled_before(_CALL_OPEN)),
+        _format("xml", _marked(_read_xml), settled_before(_CALL_OPEN)),
+        _format("llama3_json", _whole(_LLAMA_CALLS, ";", _read_json), _settled_unless("{", _LLAMA_OPEN), True),
+        _format(
+            "mistral", lambda text: scanned(text, _MISTRAL_CALLS, _read_mistral), settled_before(_MISTRAL_OPEN), True
+        ),
+        _format("pythonic", _whole(r"\[", ",", _read_python), _settled_unless("[")),
     )
 }

@@ -83,6 +83,5 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
 
 def _reads(form: ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
     """Return whether the format finds the probe in the template's tokens, decoded like an answer of the model."""
-    said = without_end(tokenizer, written)
-    text = tokenizer.decode(said, skip_special_tokens=not form.shows_special_tokens)
+    text = form.text(tokenizer, without_end(tokenizer, written))
     return typed(form.parse(text)[1], [TOOL]) == [PROBE]

@@ -11,11 +11,24 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from rlite.rollout.tools.formats import UNREADABLE, Reading, ToolCall, ToolCallFormat, num_before, parsed, read_call
+from rlite.rollout.tools.formats import (
+    UNREADABLE,
+    Pieces,
+    Reading,
+    ToolCall,
+    ToolCallFormat,
+    opened_thought,
+    parsed,
+    read_call,
+    scanned,
+    settled_before,
+)
 from rlite.sandbox.errors import SandboxError
 from rlite.sandbox.function import SandboxFunction
 
 logger = logging.getLogger(__name__)
+NOTHING = "(?!)"
+"""pattern that matches nowhere"""
 PARSE_TIMEOUT = 10.0
 """seconds in which the template's patterns have to read an answer"""
 
@@ -27,13 +40,12 @@ def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
         tokenizer: with a `response_template`.
         prompt: the end of it is what the chat template opens an answer with.
     """
-    template = tokenizer.response_template
-    field = template.get("fields", {}).get("tool_calls", {})
+    field = tokenizer.response_template.get("fields", {}).get("tool_calls", {})
     opened = field.get("open", ())
     marks = (opened,) if isinstance(opened, str) else tuple(opened)
-    pattern = "|".join(map(re.escape, marks)) if marks else field.get("open_pattern", "")
-    read = partial(read_answer, template=template, pattern=pattern, prompt=prompt)
-    function = SandboxFunction(partial(as_json, read), PARSE_TIMEOUT, what="the tokenizer's response template")
+    pattern = "|".join(map(re.escape, marks)) or field.get("open_pattern") or NOTHING
+    read = partial(parsed, partial(read_answer, tokenizer.response_template, pattern, prompt))
+    function = SandboxFunction(read, PARSE_TIMEOUT, what="the tokenizer's response template", finish=json.dumps)
 
     async def aside(text: str) -> Reading:
         try:
@@ -43,44 +55,34 @@ def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
             return text, [], []
         return content, [ToolCall(*call) for call in calls], malformed
 
-    def num_settled(text: str) -> int:
-        return len(text[: num_before(text, marks)].rstrip()) if marks else 0
-
-    parse = partial(parsed, lambda text: read(text=text))
-    return ToolCallFormat("response_template", lambda text: parse(text)[:2], num_settled, True, aside=aside)
+    num_settled = settled_before(*marks) if marks else lambda text: 0
+    return ToolCallFormat("response_template", lambda text: read(text)[:2], num_settled, True, aside=aside)
 
 
-def as_json(read: Any, text: str) -> str:
-    """Return what `read` finds in a text, as JSON."""
-    content, calls, malformed = parsed(lambda text: read(text=text), text)
-    return json.dumps([content, [[call.name, call.arguments] for call in calls], malformed])
-
-
-def read_answer(text: str, template: Mapping[str, Any], pattern: str, prompt: str) -> Reading:
+def read_answer(template: Mapping[str, Any], pattern: str, prompt: str, text: str) -> Reading:
     """Return what an answer holds. If a call cannot be read, each call is read by itself.
 
     Args:
-        text: the answer.
         template: the response template.
         pattern: matches the beginning of a call.
         prompt: text before the answer.
+        text: the answer.
     """
-    starts = [found.start() for found in re.finditer(pattern, text, re.DOTALL)] or [len(text)]
-    content = text[: starts[0]].rstrip()
-    try:
-        return content, _calls(text, template, prompt), []
-    except UNREADABLE:
-        pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-    calls: list[ToolCall] = []
-    malformed: list[str] = []
-    for piece in pieces:
+
+    def calls_of(text: str, prompt: str = "") -> list[ToolCall] | None:
         try:
-            calls += _calls(piece, template, prompt)
+            message = parse_response(text, template, prefix=prompt)
+            return [read_call(call["function"]) for call in message.get("tool_calls") or ()]
         except UNREADABLE:
-            malformed.append(piece)
-    return "".join([content, *malformed]), calls, malformed
+            return None
 
+    def read_block(found: re.Match[str]) -> tuple[Pieces, int]:
+        following = re.compile(pattern, re.DOTALL).search(found.string, max(found.end(), found.start() + 1))
+        end = len(found.string) if following is None else following.start()
+        piece = found.string[found.start() : end]
+        calls = calls_of(piece) or [] if whole is None else []
+        return (calls, [piece] if whole is None and not calls else []), end
 
-def _calls(text: str, template: Mapping[str, Any], prompt: str) -> list[ToolCall]:
-    message = parse_response(text, template, prefix=prompt)
-    return [read_call(call["function"], "arguments") for call in message.get("tool_calls") or ()]
+    whole, opening = calls_of(text, prompt), opened_thought(prompt)
+    content, calls, malformed = scanned(opening + text, pattern, read_block)
+    return content.removeprefix(opening), calls if whole is None else whole, malformed

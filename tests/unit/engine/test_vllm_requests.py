@@ -1,12 +1,11 @@
-"""Requests in vLLM's words, stop strings, and tokens on their way to the driver."""
+"""Requests in vLLM's words, and tokens on their way to the driver."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlite.engine.vllm.requests import SAMPLING, StopStrings, objection, sampling_arguments
+from rlite.engine.vllm.requests import SAMPLING, objection, sampling_arguments
 from rlite.engine.vllm.steps import TokenStep, chunks_of
-from rlite.quickstart.tiny import byte_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 
 
@@ -49,19 +48,6 @@ def test_objections_name_what_is_wrong() -> None:
     assert "token id 3 is not in the vocabulary of 3" in (objection(request(), 100, 3, None) or "")
     assert objection(request(), 100, 50, "no file") is None, "only stop strings need a tokenizer"
     assert "no file" in (objection(request(stop=["a"]), 100, 50, "no file") or "")
-
-
-def test_a_stop_string_is_found_at_the_token_that_completes_it_also_after_a_resume() -> None:
-    tokenizer = byte_tokenizer()
-    ids = tokenizer("one two three", add_special_tokens=False)["input_ids"]
-    assert StopStrings(["two", "zzz"], tokenizer, []).find(ids) == 7
-    assert StopStrings(["zzz"], tokenizer, []).find(ids) is None
-    ended = tokenizer("one<|im_end|>two")["input_ids"]
-    assert StopStrings(["<|im_end|>"], tokenizer, []).find(ended) == 4
-    assert StopStrings(["e<|im_end|>t"], tokenizer, []).find(ended) == 5
-    stops = StopStrings(["two"], tokenizer, ids[:5])
-    assert stops.find(ids[5:6]) is None
-    assert stops.find(ids[6:]) == 1
 
 
 def test_steps_become_a_chunk_for_each_request_and_version() -> None:

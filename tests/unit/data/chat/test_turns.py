@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlite.data.chat.turns import split_at_stop, tokens_after, without_end
+from rlite.data.chat.turns import length_at_stop, split_at_stop, tokens_after, without_end
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.types import StopReason
 
@@ -50,5 +50,21 @@ def test_an_answer_without_its_end_has_neither_special_tokens_nor_white_space_th
 )
 def test_text_ends_before_its_first_stop_string(text: str, stops: list[str], before: str, rest: str) -> None:
     assert split_at_stop(TOKENIZER, ids(text), stops) == (before, rest)
-    assert split_at_stop(TOKENIZER, ids(text), ["yyy"]) is None
-    assert split_at_stop(TOKENIZER, ids(text), []) is None
+    whole = TOKENIZER.decode(ids(text), skip_special_tokens=True)
+    assert split_at_stop(TOKENIZER, ids(text), ["yyy"]) == split_at_stop(TOKENIZER, ids(text), []) == (whole, "")
+    assert split_at_stop(TOKENIZER, ids(text + "z"), [], num_end=1) == (whole, "")
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_stop_string_is_found_at_the_token_that_completes_it(begin: int) -> None:
+    def length(text: str, stops: list[str], start: int = 0) -> int | None:
+        tokens = [*ids("two")[:begin], *ids(text)]
+        found = length_at_stop(TOKENIZER, tokens, stops, start + begin, begin)
+        return None if found is None else found - begin
+
+    assert length("one two three", ["two", "zzz"]) == 7
+    assert length("one two three", ["zzz"]) is None
+    assert length("one<|im_end|>two", ["<|im_end|>"]) == 4
+    assert length("one<|im_end|>two", ["e<|im_end|>t"]) == 5
+    assert length("one tw", ["two"], 5) is None
+    assert length("one two three", ["two"], 6) == 7

@@ -110,7 +110,7 @@ SEPARATORS = {"llama3_json": "; ", "mistral": ", ", "pythonic": ", "}
 def test_a_malformed_call_stays_in_the_text_and_drops_no_other(name):
     malformed, separator = MALFORMED[name], SEPARATORS.get(name, "")
     text = written(name, [ADD, ASK]).removesuffix("]") + separator + malformed
-    content, calls, found = FORMATS[name].read_all(text)
+    content, calls, found = asyncio.run(FORMATS[name].read(text))
     assert (typed(calls, SCHEMAS), len(found)) == ([ADD, ASK], 1)
     assert FORMATS[name].parse(text) == (content, calls)
     core = malformed.removesuffix("]")
@@ -132,6 +132,32 @@ def test_calls_around_a_malformed_one_are_read():
     )
     assert FORMATS["llama3_json"].parse('{"name": 5}; {"name": "now"}') == ('{"name": 5}', [ToolCall("now", {})])
     assert FORMATS["pythonic"].parse("[now(), add(1), now()]") == ("add(1)", [ToolCall("now", {})] * 2)
+
+
+def test_a_malformed_call_drops_none_behind_it_and_a_list_may_lack_its_end():
+    now = ToolCall("now", {})
+    assert FORMATS["pythonic"].parse("[add(a=), now()]") == ("add(a=)", [now])
+    assert FORMATS["pythonic"].parse("[now(), now(") == ("now(", [now])
+    triple = "[write(text='''it's, (\n'''), now()]"
+    assert FORMATS["pythonic"].parse(triple)[1] == [ToolCall("write", {"text": "it's, (\n"}), now]
+    oops = '{"name": "add", "arguments": {oops}}'
+    listed = f'[TOOL_CALLS] [{oops}, {{"name": "now", "arguments": {{"a": "[TOOL_CALLS]"}}}}'
+    assert FORMATS["mistral"].parse(listed) == ("[TOOL_CALLS]" + oops, [ToolCall("now", {"a": "[TOOL_CALLS]"})])
+    assert FORMATS["llama3_json"].parse(f'{oops}; {{"name": "now"}}') == (oops, [now])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("pythonic", "[3, 5]"), ("pythonic", "[see](the page)"), ("llama3_json", '{"a": 1}'), ("mistral", "[1]")],
+)
+def test_an_answer_that_only_looks_like_the_format_is_no_malformed_call(name, text):
+    assert asyncio.run(FORMATS[name].read(text)) == (text, [], [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_arguments_may_be_named_parameters(name):
+    text = written(name, [ADD]).replace("arguments", "parameters")
+    assert FORMATS[name].parse(text) == ("", [ADD])
 
 
 @pytest.mark.parametrize("marks", THOUGHTS.items())

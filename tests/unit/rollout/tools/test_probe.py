@@ -122,9 +122,14 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     for other in ("No call.", "<call add>{oops}</call>", '<call add>"text"</call>'):
         assert form.parse(other) == (other, [])
     both = "Hm. <call add>{oops}</call><call now>{}</call>"
-    expected = ("Hm.<call add>{oops}</call>", [ToolCall("now", {})], ["<call add>{oops}</call>"])
+    expected = ("Hm. <call add>{oops}</call>", [ToolCall("now", {})], ["<call add>{oops}</call>"])
     assert asyncio.run(form.read(both)) == expected
     assert form.parse(both) == expected[:2]
+    thought = "<think><call add>{}</call></think>"
+    assert form.parse(thought + "<call add>{oops}</call><call now>{}</call>") == (
+        thought + "<call add>{oops}</call>",
+        [ToolCall("now", {})],
+    )
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": {"content": {}}}
     with pytest.raises(ConfigError, match="tried: response_template"):
         tool_call_format(None, tokenizer)
