@@ -25,8 +25,11 @@ from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
 from rlite.nn.architecture import summary
 from rlite.nn.checkpoint_fit import check_plain
+from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.parallel.shards import CheckpointReader
 
 logger = getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 GENERATION = "generation_config.json"
 READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
@@ -86,7 +89,11 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
         config = cls.from_pretrained(folder, **_NO_CODE, **changes)
         config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
     if own := vars(config).get("auto_map"):
-        _tell_own_code(str(path), json.dumps(own), config.model_type)
+        _warn_once(
+            "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' "
+            "%r; if that code computes something else, so does this run",
+            *(str(path), json.dumps(own), config.model_type),
+        )
     return config
 
 
@@ -148,6 +155,34 @@ def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """
     with opening(config._name_or_path, "config of a causal language model"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
+
+
+def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Any:
+    """Return what `make_model` makes, with parameters on meta, real buffers, and tied weights tied.
+
+    Args:
+        config: from `load_config`.
+        dtype: type of the weights.
+        device: device of the buffers.
+
+    Raises:
+        CheckpointError: transformers makes no causal language model of this config.
+    """
+    with real_tensors(device), meta_parameters():
+        model = make_model(config, dtype)
+    model.tie_weights()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if config.tie_word_embeddings and head is not None:
+        head.weight = embedding.weight  # on meta, transformers may leave the head untied
+    return model
+
+
+def stored_dtype(path: str | Path, config: Any) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights: the config's, else that of its first tensor."""
+    if config.dtype is not None:
+        return config.dtype
+    reader = CheckpointReader(path)
+    return reader.dtype(reader.names()[0])
 
 
 def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
@@ -255,12 +290,3 @@ def _expect_few_added_tokens(folder: Path) -> None:
         if (folder / name).exists():
             count = len(json.loads((folder / name).read_bytes()).get(key) or ())
             _expect(count <= MAX_ADDED_TOKENS, f"{name} adds {count} tokens, expected at most {MAX_ADDED_TOKENS}")
-
-
-@cache
-def _tell_own_code(path: str, code: str, model_type: str) -> None:
-    logger.warning(
-        "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' %r; "
-        "if that code computes something else, so does this run",
-        *(path, code, model_type),
-    )
