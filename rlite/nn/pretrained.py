@@ -18,12 +18,13 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
-from rlite.nn.architecture import summary
+from rlite.nn.architecture import rope_parts, summary
 from rlite.nn.checkpoint_fit import check_plain
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.shards import CheckpointReader
@@ -40,6 +41,7 @@ MAX_ADDED_TOKENS = 20_000
 """most tokens beside a tokenizer's vocabulary, which are slow to read"""
 MAX_SIZE, MAX_LAYERS = 2**31, 1_000
 """largest size in a config, and the most layers"""
+ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 _LAYERS = re.compile(r"(^|_)(n_)?(layers?|depth|experts)$")
 _NO_CODE: Mapping[str, Any] = {"trust_remote_code": False}
 
@@ -87,6 +89,8 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "config of a model"):
         config = cls.from_pretrained(folder, **_NO_CODE, **changes)
+        for kind in (part.get("rope_type", "default") for part in rope_parts(config.get_text_config())):
+            _expect(kind in ROPE_KINDS, f"its rope_type is {kind!r}; expected one of {', '.join(ROPE_KINDS)}")
         config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
     if own := vars(config).get("auto_map"):
         _warn_once(
@@ -170,10 +174,8 @@ def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.devi
     """
     with real_tensors(device), meta_parameters():
         model = make_model(config, dtype)
-    model.tie_weights()
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if config.tie_word_embeddings and head is not None:
-        head.weight = embedding.weight  # on meta, transformers may leave the head untied
+    with real_tensors(device):  # accelerate registers a new parameter for each name, so tied weights are apart
+        model.tie_weights()
     return model
 
 

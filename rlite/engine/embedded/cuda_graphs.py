@@ -157,8 +157,8 @@ class DecodeGraphs:
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._recorder = recorder
-        self._made_at: Addresses = ()
-        self._made: dict[Shape, tuple[Replay, Tensor]] = {}
+        self._addresses: Addresses = ()
+        self.captures: dict[Shape, tuple[Replay, Tensor]] = {}
         """captures, valid as long as the memory that they use stays at its addresses"""
 
     def addresses(self, cache: SlotCache) -> Addresses:
@@ -183,18 +183,18 @@ class DecodeGraphs:
         self._positions[:num_rows].copy_(positions)
         # rows of slots that may hold kept caches, none of which reaches the last position
         self._positions[num_rows : shape.rows].fill_(cache.max_len - 1)
-        if addresses != self._made_at:
-            self._made.clear()
-            self._made_at = addresses
-        if shape not in self._made:
-            self._made[shape] = self._capture(cache, shape)
-        replay, logits = self._made[shape]
+        if addresses != self._addresses:
+            self.captures.clear()
+            self._addresses = addresses
+        if shape not in self.captures:
+            self.captures[shape] = self._capture(cache, shape)
+        replay, logits = self.captures[shape]
         replay()
         return logits[:num_rows]
 
     def clear(self) -> None:
         """Free the memory of all captures. Steps are captured again when needed."""
-        self._made.clear()
+        self.captures.clear()
         self._recorder.clear()
 
     def _capture(self, cache: SlotCache, shape: Shape) -> tuple[Replay, Tensor]:

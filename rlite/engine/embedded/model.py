@@ -68,6 +68,7 @@ class ShardedModel:
     ) -> None:
         self.path = path
         self.device = device
+        CheckpointReader(path)  # refuses a folder without weights
         self.config: PreTrainedConfig = load_config(path)
         self.dtype = getattr(torch, dtype) if dtype else stored_dtype(path, self.config)
         self.model = self._build()
