@@ -42,6 +42,11 @@ class WorkerContext:
     world_ranks: tuple[int, ...]
     """ranks of this group's workers in the process's default torch.distributed group"""
 
+    def replica_ranks(self, size: int) -> tuple[int, ...]:
+        """Return the part of `world_ranks` of this worker's replica, which has `size` workers."""
+        first = self.rank - self.rank % size
+        return self.world_ranks[first : first + size]
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -324,6 +324,17 @@ class WorkerReplica(ResidentWorkers):
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self._in_flight = InFlightTable()
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error by which this replica was lost; None as long as it serves."""
+        return self._in_flight.failure
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._in_flight)
 
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Return the results of a declared method on all workers; see `Executor.call`."""

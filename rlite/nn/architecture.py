@@ -192,16 +192,20 @@ def summary(error: BaseException) -> str:
     return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"
 
 
+def rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the rotary parameters of a config: of all layers, and by kind of layer."""
+    rope = vars(config).get("rope_parameters") or {}
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+
+
 def rope_limit(config: PreTrainedConfig) -> int | None:
     """Return the longest sequence whose rotary angles do not depend on other sequences, None for any length.
 
     With `longrope` and `dynamic` a longer sequence changes the angles of every other one in the same forward.
     """
-    rope = vars(config).get("rope_parameters") or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     limits = [
         part.get("original_max_position_embeddings") or config.max_position_embeddings
-        for part in parts
+        for part in rope_parts(config)
         if part.get("rope_type") in LENGTH_DEPENDENT_ROPE
     ]
     return min(limits, default=None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+import re
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,6 @@ from rlite.nn.score import pad_apart
 _SCORER = "SEQ_CLS"
 PATTERN_S = 5
 """seconds for the patterns of an adapter's config"""
-_TRY = """
-import json, re, sys
-patterns, names = json.load(sys.stdin)
-for pattern in patterns:
-    try:
-        tried = [re.compile(each) for each in (pattern, rf"(.*\\.)?({pattern})$")]
-    except (re.error, OverflowError, RecursionError):
-        continue
-    for name in names:
-        [each.fullmatch(name) or each.match(name) for each in tried]
-"""
 
 
 def adapter_config(folder: Path) -> Mapping[str, Any]:
@@ -129,23 +119,30 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _check_patterns(folder: Path, adapter: Mapping[str, Any], names: list[str]) -> None:
-    """Refuse regular expressions of a stranger that take too long on the names of modules.
+    """Refuse regular expressions of a stranger that take too long on the names of modules, as PEFT matches them.
 
-    Python cannot interrupt a match, so another process tries them first.
+    Only a signal interrupts a match, so this is for the main thread.
 
     Raises:
         ConfigError: the expressions take more than PATTERN_S.
     """
-    patterns = [text for text in _texts(adapter) if set(text) & set("*+{")]
-    try:
-        given = json.dumps([patterns, names])
-        command = [sys.executable, "-S", "-c", _TRY]
-        subprocess.run(command, input=given, text=True, capture_output=True, timeout=PATTERN_S, check=False)
-    except subprocess.TimeoutExpired:
+
+    def stop(*_: object) -> None:
         raise ConfigError(
             f"{folder}: the patterns of its adapter_config.json take more than {PATTERN_S} s to match the names of "
             "modules; name the modules of target_modules instead"
-        ) from None
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, PATTERN_S)
+    try:
+        for pattern in (text for text in _texts(adapter) if set(text) & set("*+{")):
+            with suppress(re.error, OverflowError, RecursionError):
+                for tried in (re.compile(pattern), re.compile(rf"(.*\.)?({pattern})$")):
+                    _ = [tried.fullmatch(name) or tried.match(name) for name in names]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _texts(value: Any) -> Iterator[str]:

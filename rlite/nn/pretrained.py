@@ -18,15 +18,19 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
-from rlite.nn.architecture import summary
+from rlite.nn.architecture import rope_parts, summary
 from rlite.nn.checkpoint_fit import check_plain
+from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.parallel.shards import CheckpointReader
 
 logger = getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 GENERATION = "generation_config.json"
 READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
@@ -37,6 +41,7 @@ MAX_ADDED_TOKENS = 20_000
 """most tokens beside a tokenizer's vocabulary, which are slow to read"""
 MAX_SIZE, MAX_LAYERS = 2**31, 1_000
 """largest size in a config, and the most layers"""
+ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 _LAYERS = re.compile(r"(^|_)(n_)?(layers?|depth|experts)$")
 _NO_CODE: Mapping[str, Any] = {"trust_remote_code": False}
 
@@ -84,9 +89,15 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "config of a model"):
         config = cls.from_pretrained(folder, **_NO_CODE, **changes)
+        for kind in (part.get("rope_type", "default") for part in rope_parts(config.get_text_config())):
+            _expect(kind in ROPE_KINDS, f"its rope_type is {kind!r}; expected one of {', '.join(ROPE_KINDS)}")
         config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
     if own := vars(config).get("auto_map"):
-        _tell_own_code(str(path), json.dumps(own), config.model_type)
+        _warn_once(
+            "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' "
+            "%r; if that code computes something else, so does this run",
+            *(str(path), json.dumps(own), config.model_type),
+        )
     return config
 
 
@@ -148,6 +159,32 @@ def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """
     with opening(config._name_or_path, "config of a causal language model"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
+
+
+def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Any:
+    """Return what `make_model` makes, with parameters on meta, real buffers, and tied weights tied.
+
+    Args:
+        config: from `load_config`.
+        dtype: type of the weights.
+        device: device of the buffers.
+
+    Raises:
+        CheckpointError: transformers makes no causal language model of this config.
+    """
+    with real_tensors(device), meta_parameters():
+        model = make_model(config, dtype)
+    with real_tensors(device):  # accelerate registers a new parameter for each name, so tied weights are apart
+        model.tie_weights()
+    return model
+
+
+def stored_dtype(path: str | Path, config: Any) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights: the config's, else that of its first tensor."""
+    if config.dtype is not None:
+        return config.dtype
+    reader = CheckpointReader(path)
+    return reader.dtype(reader.names()[0])
 
 
 def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
@@ -255,12 +292,3 @@ def _expect_few_added_tokens(folder: Path) -> None:
         if (folder / name).exists():
             count = len(json.loads((folder / name).read_bytes()).get(key) or ())
             _expect(count <= MAX_ADDED_TOKENS, f"{name} adds {count} tokens, expected at most {MAX_ADDED_TOKENS}")
-
-
-@cache
-def _tell_own_code(path: str, code: str, model_type: str) -> None:
-    logger.warning(
-        "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' %r; "
-        "if that code computes something else, so does this run",
-        *(path, code, model_type),
-    )

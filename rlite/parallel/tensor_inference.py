@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlite.errors import ConfigError
 from rlite.parallel.shards import Box
-from rlite.parallel.tensor_plan import check_heads, split_linears, vocabulary_rows
+from rlite.parallel.tensor_plan import bias_apart, check_heads, split_linears, vocabulary_rows
 
 
 def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -106,12 +106,8 @@ def _embedding_forward(module: nn.Embedding, start: int, group: dist.ProcessGrou
 
 
 def _row_forward(module: nn.Linear, forward: Any, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-    # the bias is whole on every rank and must count once
-    bias, module._parameters["bias"] = module._parameters.get("bias"), None
-    try:
+    with bias_apart(module) as bias:
         out = forward(x)
-    finally:
-        module._parameters["bias"] = bias
     dist.all_reduce(out, group=group)
     return out if bias is None else out + bias
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
@@ -118,6 +119,20 @@ def _check_per_head(model: PreTrainedModel, split: Mapping[str, Any]) -> None:
                 f"the tensor parallel plan of {model.config.model_type!r} leaves {name} {list(parameter.shape)} whole, "
                 "which has a part for each head or column; use one device for each copy"
             )
+
+
+@contextmanager
+def bias_apart(row: nn.Module) -> Iterator[Any]:
+    """Take away the bias of a layer that is split by rows: it is whole on every rank and must count once.
+
+    Yields:
+        The bias, or None.
+    """
+    bias, row._parameters["bias"] = row._parameters.get("bias"), None
+    try:
+        yield bias
+    finally:
+        row._parameters["bias"] = bias
 
 
 def vocabulary_rows(weight: Tensor, ids: Tensor, start: int) -> Tensor:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from rlite.errors import ConfigError
 from rlite.parallel.collectives import gather, reduce_scatter, split, sum_backward, sum_forward
 from rlite.parallel.fsdp import replace_parameters
-from rlite.parallel.tensor_plan import check_heads, split_linears, vocabulary_rows
+from rlite.parallel.tensor_plan import bias_apart, check_heads, split_linears, vocabulary_rows
 
 LAYER_INPUTS = {
     "attention_mask",
@@ -174,11 +174,8 @@ def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *arg
 
 def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """Return this rank's part of the tokens from its part of the columns. The whole bias of `row` must count once."""
-    bias, row._parameters["bias"] = row._parameters.get("bias"), None
-    try:
+    with bias_apart(row) as bias:
         out = reduce_scatter(forward(x), group, dim=1)
-    finally:
-        row._parameters["bias"] = bias
     if isinstance(bias, DTensor):
         out = out + bias.to_local(grad_placements=[Partial()])
     return out

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment
@@ -32,14 +31,9 @@ class _Stop(BaseException):
     """Raised in a thread whose template has had its time; no template and no library catches it."""
 
 
-@dataclass
-class _Rendering:
-    end: float
-    is_stopped: bool = False
-
-
 _lock = threading.Lock()
-_under_way: dict[int, _Rendering] = {}
+_under_way: dict[int, float] = {}
+"""seconds at which each thread's rendering is stopped; one that was stopped is no longer here"""
 _begun = threading.Event()
 _watch: list[threading.Thread] = []
 
@@ -51,18 +45,17 @@ def limited(render: Callable[[], Any]) -> Any:
         TemplateLimit: it takes too long, or its text is too long.
     """
     thread = threading.get_ident()
-    rendering = _Rendering(_seconds_of(thread) + SECONDS)
     try:
         try:
             with _lock:
-                _under_way[thread] = rendering
+                _under_way[thread] = _seconds_of(thread) + SECONDS
                 _start_watching()
             _begun.set()
             result = render()
         finally:
             with _lock:
-                _under_way.pop(thread, None)
-            if rendering.is_stopped and not isinstance(sys.exc_info()[1], _Stop):
+                is_stopped = _under_way.pop(thread, None) is None
+            if is_stopped and not isinstance(sys.exc_info()[1], _Stop):
                 time.sleep(1)  # the exception is on its way and ends this
     except _Stop:
         raise TemplateLimit(f"it takes more than {SECONDS:g} s") from None
@@ -102,7 +95,7 @@ def _stop_slow_renderings() -> None:
         with _lock:
             if not _under_way:
                 _begun.clear()
-            for thread, rendering in _under_way.items():
-                if not rendering.is_stopped and _seconds_of(thread) > rendering.end:
-                    rendering.is_stopped = True
+            for thread, end in list(_under_way.items()):
+                if _seconds_of(thread) > end:
+                    del _under_way[thread]
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stop))

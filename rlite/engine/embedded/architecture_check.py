@@ -20,9 +20,9 @@ from rlite.nn.architecture import (
     summary,
 )
 from rlite.nn.checkpoint_fit import check_fit, check_plain
-from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.nn.meta import real_tensors
 from rlite.nn.miniature import miniature, saved
-from rlite.nn.pretrained import load_config, make_model
+from rlite.nn.pretrained import load_config, meta_model
 from rlite.parallel.shards import CheckpointReader
 from rlite.parallel.tensor_inference import check_tensor_parallel
 from rlite.types import GenerationHyperparameters, SequenceRequest
@@ -39,8 +39,7 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         CheckpointError: the config of the checkpoint is unusable.
     """
     config = load_config(path)
-    with real_tensors(), meta_parameters():
-        model = make_model(config)
+    model = meta_model(config)
     check_plain(config, path)
     check_architecture(type(model), model.config, [name for name, _ in model.named_parameters()])
     if (reason := refusal(type(model), model.config)) is not None:

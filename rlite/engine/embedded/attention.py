@@ -8,7 +8,7 @@ name, so transformers builds no masks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any
@@ -159,16 +159,11 @@ class PrefillPlan(AttentionPlan):
             if self._past is not None:
                 key, value = self.cache.at(layer, *self._past)
             return self._attend_all(query, key, value, self._bounds, scale, window)
-        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         outputs = []
-        begin = 0
-        for chunk in self.chunks:
-            num = chunk.stop - chunk.start
-            q, k, v = (t[:, :, begin : begin + num] for t in (query, key, value))
+        for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
             if chunk.start > 0:
                 k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
             outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
-            begin += num
         return torch.cat(outputs)
 
 
@@ -178,10 +173,16 @@ class InvariantPrefillPlan(PrefillPlan):
     def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         assert window is None
         outputs = []
-        for chunk, queries in zip(self.chunks, query.split([c.stop - c.start for c in self.chunks]), strict=True):
+        for chunk, (queries,) in zip(self.chunks, _by_chunk(self.chunks, query), strict=True):
             keys, values = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
-            outputs.append(attend(queries.transpose(0, 1), keys[0], values[0], chunk.start, scale).transpose(0, 1))
+            outputs.append(attend(queries[0], keys[0], values[0], chunk.start, scale).transpose(0, 1))
         return torch.cat(outputs)
+
+
+def _by_chunk(chunks: Sequence[Chunk], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return each chunk's part `[1, heads, tokens, head_dim]` of rows `[tokens, heads, head_dim]`."""
+    lengths = [chunk.stop - chunk.start for chunk in chunks]
+    return zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in rows), strict=True)
 
 
 Past = dict[int, tuple[Tensor, Tensor]]
@@ -215,10 +216,8 @@ class ScoringPlan(AttentionPlan):
         """
 
     def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        lengths = [chunk.stop - chunk.start for chunk in self._chunks]
-        columns = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value)), strict=True)
         outputs = []
-        for index, (q, k, v) in enumerate(columns):
+        for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
             if index == 0 and self._past:
                 k, v = (torch.cat(pair, dim=2) for pair in zip(self._past[layer], (k, v), strict=True))
             self.seen[layer] = k, v

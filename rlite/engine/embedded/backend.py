@@ -22,9 +22,7 @@ def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, exe
         options: options of the executor.
         executor_size: number of workers in a replica.
     """
-    first = context.rank - context.rank % executor_size
-    replica = context.world_ranks[first : first + executor_size]
-    group = subgroup(replica) if executor_size > 1 else None
+    group = subgroup(context.replica_ranks(executor_size)) if executor_size > 1 else None
     return EmbeddedWorker(path, options, torch.device(context.torch_device), group)
 
 

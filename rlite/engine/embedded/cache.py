@@ -14,7 +14,7 @@ from rlite.engine.embedded.kept_caches import Move
 from rlite.nn.batch_invariant import BLOCK
 
 GATHER_INDEX_BYTES = 64 << 20
-"""bytes for cached row indices of slot groups; the oldest are evicted first"""
+"""bytes for cached row indices of slot groups; beyond it they are forgotten"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,8 @@ class SlotCache:
             value_rows.flatten().to(dtype),
             torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
-        while (
-            self._gather_indices
-            and sum(index.nbytes for index in self._gather_indices.values()) + found.nbytes > GATHER_INDEX_BYTES
-        ):
-            self._gather_indices.pop(next(iter(self._gather_indices)))
+        if sum(index.nbytes for index in self._gather_indices.values()) + found.nbytes > GATHER_INDEX_BYTES:
+            self._gather_indices.clear()
         self._gather_indices[start, stop, blocks] = found
         return found
 

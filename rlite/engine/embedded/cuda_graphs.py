@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ NARROWEST = 256
 WARM_UPS = 2
 """eager steps before a capture, in which libraries allocate their workspaces"""
 
-C = TypeVar("C")
 Addresses = tuple[int, ...]
 
 
@@ -63,45 +62,6 @@ class Shape:
             max_len: positions of a slot.
         """
         return cls(bucket(num_rows, num_slots), bucket(longest, max_len, NARROWEST))
-
-
-class Captures(Generic[C]):
-    """Captures by shape. They are valid as long as the memory that they use stays at its addresses."""
-
-    def __init__(self) -> None:
-        self._addresses: Addresses = ()
-        self._made: dict[Shape, C] = {}
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def get(self, addresses: Addresses, shape: Shape, capture: Callable[[Shape], C]) -> C:
-        """Return the capture of this shape.
-
-        Args:
-            addresses: addresses of the memory that captures use. If they changed, all captures are discarded.
-            shape: shape of the step.
-            capture: makes the capture if there is none.
-        """
-        if addresses != self._addresses:
-            self._made.clear()
-            self._addresses = addresses
-        if shape not in self._made:
-            self._made[shape] = capture(shape)
-        return self._made[shape]
-
-    def clear(self) -> None:
-        """Discard all captures and free their memory."""
-        self._made.clear()
-
-
-def is_capturable(config: Any) -> bool:
-    """Return whether every step of a model runs the same kernels.
-
-    Some rotary embeddings depend on the longest position.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("rope_type", "default") not in ("dynamic", "longrope")
 
 
 def logits_of_fixed_step(
@@ -196,8 +156,10 @@ class DecodeGraphs:
         self._num_slots = num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
-        self.captures: Captures[tuple[Replay, Tensor]] = Captures()
         self._recorder = recorder
+        self._addresses: Addresses = ()
+        self.captures: dict[Shape, tuple[Replay, Tensor]] = {}
+        """captures, valid as long as the memory that they use stays at its addresses"""
 
     def addresses(self, cache: SlotCache) -> Addresses:
         """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
@@ -221,7 +183,12 @@ class DecodeGraphs:
         self._positions[:num_rows].copy_(positions)
         # rows of slots that may hold kept caches, none of which reaches the last position
         self._positions[num_rows : shape.rows].fill_(cache.max_len - 1)
-        replay, logits = self.captures.get(addresses, shape, lambda shape: self._capture(cache, shape))
+        if addresses != self._addresses:
+            self.captures.clear()
+            self._addresses = addresses
+        if shape not in self.captures:
+            self.captures[shape] = self._capture(cache, shape)
+        replay, logits = self.captures[shape]
         replay()
         return logits[:num_rows]
 

@@ -15,8 +15,8 @@ from rlite.errors import CheckpointError
 from rlite.nn.batch_invariant import make_invariant, obstacle
 from rlite.nn.checkpoint_fit import check_fit
 from rlite.nn.linear import speed_up_linear_layers
-from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.nn.pretrained import end_ids, load_config, make_model
+from rlite.nn.meta import real_tensors
+from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.parallel.tensor_inference import TensorParallelPlan
 
@@ -68,9 +68,9 @@ class ShardedModel:
     ) -> None:
         self.path = path
         self.device = device
-        reader = CheckpointReader(path)
+        CheckpointReader(path)  # refuses a folder without weights
         self.config: PreTrainedConfig = load_config(path)
-        self.dtype = getattr(torch, dtype) if dtype else self.config.dtype or reader.dtype(reader.names()[0])
+        self.dtype = getattr(torch, dtype) if dtype else stored_dtype(path, self.config)
         self.model = self._build()
         plan = TensorParallelPlan(self.model, tp_group)
         self.tp_size = plan.world_size
@@ -90,12 +90,9 @@ class ShardedModel:
 
     def _build(self) -> PreTrainedModel:
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
-        with real_tensors(self.device), meta_parameters():
-            model = make_model(self.config, self.dtype)
+        model = meta_model(self.config, self.dtype, self.device)
         model.set_attn_implementation(ATTENTION)
-        model.eval().requires_grad_(False)
-        model.tie_weights()
-        return model
+        return model.eval().requires_grad_(False)
 
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
         owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
@@ -103,10 +100,6 @@ class ShardedModel:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     owners.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, module, name))
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if self.config.tie_word_embeddings and head.weight is not embedding.weight:
-            # on meta, transformers may leave the head untied; the embedding's name stands for both
-            owners[embedding.weight] += owners.pop(head.weight)
         return {
             names[0][0]: _Place(plan.box(p), tuple(p.shape), tuple((module, name) for _, module, name in names))
             for p, names in owners.items()

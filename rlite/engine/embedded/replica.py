@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlite.engine.inference_executor import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor
 from rlite.errors import RliteError
 from rlite.observability import trace
@@ -69,7 +69,6 @@ class PumpedReplica(WorkerReplica):
     def __init__(self, executor: Executor, options: Any, on_failure: OnFailure) -> None:
         super().__init__(executor)
         self._on_failure = on_failure
-        self._in_flight = InFlightTable()
         self._waiting: list[InFlightRequest] = []
         self._cancelled: list[int] = []
         self._scorings: deque[Scoring] = deque()
@@ -81,16 +80,6 @@ class PumpedReplica(WorkerReplica):
         name = f"pump of {executor.group.name} {executor.index}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> Exception | None:
-        """The error by which this replica was lost; None as long as it serves."""
-        return self._in_flight.failure
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._in_flight)
 
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Queue requests for the next call.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlite.engine.embedded.cache import SlotCache
-from rlite.engine.embedded.cuda_graphs import DecodeGraphs, GraphRecorder, is_capturable
+from rlite.engine.embedded.cuda_graphs import DecodeGraphs, GraphRecorder
 from rlite.engine.embedded.deterministic import check_rows
 from rlite.engine.embedded.forward_passes import ForwardPasses
 from rlite.engine.embedded.memory_plan import MemoryPlan
@@ -24,6 +24,7 @@ from rlite.engine.embedded.request_rules import RequestRules
 from rlite.engine.embedded.scheduler import Scheduler
 from rlite.engine.workers import Part
 from rlite.errors import DataError, ResidencyError
+from rlite.nn.architecture import rope_limit
 from rlite.parallel.memory_usage import give_back_cached_memory
 from rlite.parallel.shards import ParameterShard
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
@@ -69,7 +70,8 @@ class EmbeddedWorker:
         self.to_device("kv_cache")
         self._graphs: DecodeGraphs | None = None
         is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
-        if is_recorded and group is None and is_capturable(config):
+        # some rotary embeddings depend on the longest position, so their steps run different kernels
+        if is_recorded and group is None and rope_limit(config) is None:
             self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(self.device))
         agree = partial(agreed, group, self.device)
         self._rules = RequestRules(path, options, self.vocab_size, self.max_model_len, weights.end_ids(), agree)

@@ -186,12 +186,8 @@ class Fsdp2Worker(BatchRunner):
             facts: JSON-serialisable facts, sealed with the checkpoint.
             is_asynchronous: copy the state and return; write while training continues.
         """
-        module = self.module
         memory = self._snapshot_memory if self._device.type == "cuda" else None  # elsewhere it need not be pinned
-        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
-        state = sharded.snapshot(
-            module, module.optimizer, module.lr_scheduler, is_asynchronous, memory, accumulated=accumulated
-        )
+        state = self._snapshot(is_asynchronous, memory)
         group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
         self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
         if not is_asynchronous:
@@ -217,16 +213,19 @@ class Fsdp2Worker(BatchRunner):
 
     def pack_state(self) -> bytes:
         """Return this rank's state to resume from; see `TrainExecutor.pack_state`."""
-        module = self.module
-        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
-        state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, False, accumulated=accumulated)
-        return sharded.pack(state)
+        return sharded.pack(self._snapshot(is_copied=False))
 
     def unpack_state(self, packed: bytes) -> None:
         """Resume from the state that `pack_state` returned; see `TrainExecutor.unpack_state`."""
         module = self.module
         accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
         self._resume(accumulated)
+
+    def _snapshot(self, is_copied: bool, memory: HostMemory | None = None) -> sharded.Snapshot:
+        module, accumulated = self.module, {"weight": self._weight, "is_finite": self._is_finite}
+        return sharded.snapshot(
+            module, module.optimizer, module.lr_scheduler, is_copied, memory, accumulated=accumulated
+        )
 
     def _resume(self, accumulated: dict[str, Any]) -> None:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)

@@ -16,11 +16,10 @@ from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rlite.engine.inference_executor import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.sglang.options import SglangOptions
 from rlite.engine.sglang.requests import (
     TokenStream,
-    end_of,
     generate_body,
     is_last,
     objection,
@@ -78,7 +77,6 @@ class SglangReplica(WorkerReplica):
         self._endpoint = endpoint
         self._options = options
         self._on_failure = on_failure
-        self._in_flight = InFlightTable()
         self._version = 0
         # of the event loop's thread alone
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -98,16 +96,6 @@ class SglangReplica(WorkerReplica):
         self._within(self._open())
 
     # -- called by the engine ------------------------------------------------------------------------------------
-
-    @property
-    def failure(self) -> Exception | None:
-        """The error by which this replica was lost; None as long as it serves."""
-        return self._in_flight.failure
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._in_flight)
 
     def check(self) -> None:
         """Raise the failure of a worker or a server that no longer serves.
@@ -245,7 +233,7 @@ class SglangReplica(WorkerReplica):
         for request in requests:
             number = request.request.request_id
             if request.is_cancelled:
-                self._in_flight.take([end_of(number, finish_reason="abort", version=self._version)])
+                self._end_cancelled([number])
             elif self._is_paused:
                 self._waiting.append(request)
             elif self.failure is None:
@@ -311,7 +299,7 @@ class SglangReplica(WorkerReplica):
 
     def _end_cancelled(self, numbers: Collection[int]) -> None:
         self._forget(numbers)
-        self._in_flight.take([end_of(n, finish_reason="abort", version=self._version) for n in numbers])
+        self._in_flight.take([TokenChunk(request_id=n, version=self._version, finish_reason="abort") for n in numbers])
 
     async def _abort(self, name: str) -> None:
         """Ask the server to end a request without a caller. The server would notice the closed stream only later."""

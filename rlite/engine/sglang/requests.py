@@ -8,7 +8,7 @@ SGLang's sampling mask, which needs a finite top_k.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
@@ -24,11 +24,6 @@ def objection(request: SequenceRequest, max_model_len: int) -> str | None:
     if num > max_model_len - 1:
         return f"the prompt has {num} tokens, max_model_len={max_model_len} leaves room for {max_model_len - 1}"
     return None
-
-
-def has_mask(request: SequenceRequest) -> bool:
-    """Return whether the server shall return the token ids that truncated sampling keeps."""
-    return request.gconfig.is_truncating
 
 
 def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab_size: int) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab
         "sampling_seed": request.seed % 2**63,
     }
     body = {"rid": name, "input_ids": ids, "stream": True, "return_logprob": True, "sampling_params": sampling}
-    if has_mask(request):
+    if gconfig.is_truncating:  # the server returns the token ids that it keeps
         most = MAX_KEPT_IDS if "kept_ids" in request.extras else MAX_KEPT
         sampling["top_k"] = min(sampling["top_k"] if sampling["top_k"] > 0 else vocab_size, most)
         body["return_sampling_mask"] = True
@@ -121,7 +116,9 @@ class TokenStream:
             request_id=self.request.request_id,
             token_ids=[int(pair[1]) for pair in pairs],
             logprobs=logprobs,
-            sampling_logprobs=[float(value) for value in kept] if has_mask(self.request) else list(logprobs),
+            sampling_logprobs=[float(value) for value in kept]
+            if self.request.gconfig.is_truncating
+            else list(logprobs),
             version=version_of(meta.get("weight_version"), version),
             finish_reason=None if reason is None else REASONS[reason["type"]],
             extras={"kept_ids": masks or [[] for _ in pairs]} if "kept_ids" in self.request.extras else {},
@@ -132,7 +129,7 @@ class TokenStream:
     def refusal(self, error: str, is_nonfinite: bool = False) -> TokenChunk:
         """Return the last chunk of a request that the server does not serve."""
         self.is_finished = True
-        return end_of(self.request.request_id, error=error, is_nonfinite=is_nonfinite)
+        return TokenChunk(request_id=self.request.request_id, version=0, error=error, is_nonfinite=is_nonfinite)
 
     def restamp(self) -> None:
         """Correct the versions of tokens that were on their way while the version changed."""
@@ -157,12 +154,11 @@ class TokenStream:
         for index, token in enumerate(chunk.token_ids):
             if token in gconfig.stop_token_ids and first + index >= gconfig.min_new_tokens:
                 num = index + 1
-                return TokenChunk(
-                    request_id=chunk.request_id,
+                return replace(
+                    chunk,
                     token_ids=chunk.token_ids[:num],
                     logprobs=chunk.logprobs[:num],
                     sampling_logprobs=chunk.sampling_logprobs[:num],
-                    version=chunk.version,
                     finish_reason="stop",
                     extras={name: column[:num] for name, column in chunk.extras.items()},
                 )
@@ -172,18 +168,6 @@ class TokenStream:
 def is_last(chunk: TokenChunk) -> bool:
     """Return whether a chunk ends its request."""
     return chunk.finish_reason is not None or chunk.error is not None
-
-
-def end_of(request_id: int, **fields: Any) -> TokenChunk:
-    """Return a chunk without tokens that ends a request.
-
-    Args:
-        request_id: number of the request.
-        **fields: finish_reason, or error.
-    """
-    return TokenChunk(
-        request_id=request_id, token_ids=[], logprobs=[], sampling_logprobs=[], **{"version": 0, **fields}
-    )
 
 
 def version_of(reported: Any, otherwise: int) -> int:

@@ -27,8 +27,7 @@ from torch.multiprocessing import reductions
 
 from rlite.engine.sglang.server import CallRefused, Endpoint
 from rlite.errors import WeightSyncError, WorkerError
-from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.nn.pretrained import load_config, make_model
+from rlite.nn.pretrained import load_config, meta_model
 from rlite.parallel.processes import close_store, connect_store, open_store
 from rlite.parallel.shards import ParameterShard
 
@@ -68,15 +67,8 @@ def served_parameters(path: str, dtype: torch.dtype) -> dict[str, tuple[torch.dt
         path: folder of the checkpoint.
         dtype: type of the served weights.
     """
-    config = load_config(path)
-    with real_tensors(), meta_parameters():
-        model = make_model(config, dtype)
-    model.tie_weights()
-    named = dict(model.named_parameters())
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if config.tie_word_embeddings and head.weight is not embedding.weight:
-        named = {name: parameter for name, parameter in named.items() if parameter is not head.weight}
-    return {name: (parameter.dtype, parameter.shape) for name, parameter in named.items()}
+    named = meta_model(load_config(path), dtype).named_parameters()
+    return {name: (parameter.dtype, parameter.shape) for name, parameter in named}
 
 
 def make_buckets(

@@ -27,9 +27,9 @@ from rlite.engine.sglang.weights import (
 )
 from rlite.engine.workers import Part
 from rlite.errors import CheckpointError, ConfigError, WorkerError
-from rlite.nn.pretrained import load_config
+from rlite.nn.pretrained import load_config, stored_dtype
 from rlite.parallel.processes import subgroup
-from rlite.parallel.shards import CheckpointReader, ParameterShard
+from rlite.parallel.shards import ParameterShard
 
 PARTS = ("weights", "kv_cache")
 """parts of a server's memory, by SGLang's tags"""
@@ -60,7 +60,7 @@ class SglangWorker:
         if context.rank % executor_size:
             return
         config = load_config(path)
-        dtype = getattr(torch, options.dtype) if options.dtype else config.dtype or _stored_dtype(path)
+        dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
         self._parameters = served_parameters(path, dtype)
         longest = options.max_model_len or config.get_text_config().max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
@@ -100,9 +100,8 @@ class SglangWorker:
         if self._size > 1:
             if self._options.addresses:
                 raise ConfigError("tensor_parallel_size: with addresses, a replica is a running server; leave it out")
-            first = self._context.rank - self._context.rank % self._size
-            ranks = self._context.world_ranks[first : first + self._size]
-            dist.all_gather_object(places, own, group=subgroup(ranks, "sglang", "gloo"))
+            group = subgroup(self._context.replica_ranks(self._size), "sglang", "gloo")
+            dist.all_gather_object(places, own, group=group)
         if len({node for node, _ in places}) > 1:
             raise ConfigError(f"tensor_parallel_size={self._size}: the devices of an SGLang server must be on one node")
         return [] if self._device.type == "cpu" else [index for _, index in places]
@@ -244,8 +243,3 @@ class SglangWorker:
         cache = int(sum(each.get("kvcache", 0.0) for each in usage) * 2**30) * int(self._info.get("tp_size") or 1)
         held = {"weights": weights, "kv_cache": cache}
         return {part: held[part] if part in self._on_device else 0 for part in PARTS}
-
-
-def _stored_dtype(path: str) -> torch.dtype:
-    reader = CheckpointReader(path)
-    return reader.dtype(reader.names()[0])

@@ -52,7 +52,7 @@ class EngineProcess:
 
     Args:
         name: rank and device of the rlite worker, for messages.
-        settings: what the server needs to start, as `server.Settings` takes it.
+        settings: arguments of `Server.start`.
         environment: environment variables beside the worker's own.
         timeout_s: seconds for the start.
 
@@ -95,7 +95,7 @@ class EngineProcess:
         reader.name = f"vLLM of {name}"
         reader.start()
         try:
-            self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (dict(settings),), {})
+            self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (), dict(settings))
         except Exception as error:  # of any kind: vLLM's own, or the end of its process
             raise ConfigError(self._start_failure(str(error))) from None
         finally:

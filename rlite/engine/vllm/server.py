@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,19 +34,6 @@ from rlite.nn.pretrained import load_tokenizer
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that the server needs to start."""
-
-    engine_arguments: dict[str, Any]
-    """arguments of vLLM's AsyncEngineArgs"""
-    tokenizer_path: str
-    end_ids: tuple[int, ...]
-    """the model's own end tokens"""
-    version: int
-    """policy version of the weights"""
 
 
 @dataclass(eq=False)
@@ -106,20 +93,22 @@ class Server:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def start(self, settings: dict[str, Any]) -> dict[str, Any]:
+    async def start(
+        self, engine_arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
+    ) -> dict[str, Any]:
         """Start the engine.
 
         Args:
-            settings: fields of `Settings`.
+            engine_arguments: arguments of vLLM's AsyncEngineArgs.
+            tokenizer_path: folder of the tokenizer.
+            end_ids: the model's own end tokens.
+            version: policy version of the weights.
 
         Returns:
             Facts about the engine: max_model_len, and bytes of weights and KV cache.
         """
-        given = Settings(**settings)
-        self._version = given.version
-        self._end_ids = frozenset(given.end_ids)
-        self._tokenizer_path = given.tokenizer_path
-        self._engine = self._release.start_engine(given.engine_arguments, self._take)
+        self._version, self._end_ids, self._tokenizer_path = version, frozenset(end_ids), tokenizer_path
+        self._engine = self._release.start_engine(engine_arguments, self._take)
         facts = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
         self._max_model_len = int(self._engine.model_config.max_model_len)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())

@@ -21,10 +21,9 @@ from rlite.engine.vllm.process import EngineProcess
 from rlite.engine.vllm.server import Server
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError, DataError, WeightSyncError, WorkerDied
-from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.nn.pretrained import end_ids, load_config, make_model
+from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.parallel.processes import subgroup
-from rlite.parallel.shards import CheckpointReader, ParameterShard
+from rlite.parallel.shards import ParameterShard
 from rlite.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.parallel.tensor_plan import attention_shape
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
@@ -335,18 +334,14 @@ class VllmWorker:
         own = visible.split(",")[index] if visible else str(index)
         if self._size == 1:
             return [own]
-        first = self._context.rank - self._context.rank % self._size
         gathered: list[Any] = [None] * self._size
-        group = subgroup(self._context.world_ranks[first : first + self._size])
-        dist.all_gather_object(gathered, own, group=group)
+        dist.all_gather_object(gathered, own, group=subgroup(self._context.replica_ranks(self._size)))
         return gathered
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters by Hugging Face name. Tied parameters appear once."""
-    with real_tensors(), meta_parameters():
-        model = make_model(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
 
 
 def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
@@ -355,11 +350,7 @@ def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     Raises:
         ConfigError: vLLM does not compute in this dtype.
     """
-    found = getattr(config, "dtype", None)
-    if found is None:
-        reader = CheckpointReader(path)
-        found = reader.dtype(reader.names()[0])
-    name = str(found).removeprefix("torch.")
+    name = str(stored_dtype(path, config)).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,15 @@ from transformers import Qwen3Config
 
 from rlite.engine.embedded.attention import DecodePlan
 from rlite.engine.embedded.cuda_graphs import (
-    Captures,
     DecodeGraphs,
     Replay,
     Shape,
     bucket,
-    is_capturable,
     logits_of_fixed_step,
 )
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.nn.architecture import rope_limit
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir
 
@@ -58,27 +58,6 @@ def test_every_batch_has_a_shape_that_holds_it_and_there_are_few_shapes(num_slot
     assert len(set(shapes.values())) <= 3 * 8
 
 
-def test_captures_are_made_once_and_forgotten_when_memory_has_moved() -> None:
-    captures: Captures[object] = Captures()
-    made: list[Shape] = []
-
-    def capture(shape: Shape) -> object:
-        made.append(shape)
-        return object()
-
-    here, there = (1, 2), (1, 3)
-    a, b = Shape(1, 256), Shape(2, 256)
-    first = captures.get(here, a, capture)
-    assert captures.get(here, b, capture) is not first
-    assert captures.get(here, a, capture) is first
-    assert made == [a, b]
-    assert captures.get(there, a, capture) is not first
-    assert (made, len(captures)) == ([a, b, a], 1)
-    captures.clear()
-    captures.get(there, a, capture)
-    assert made == [a, b, a, a]
-
-
 def test_addresses_stay_when_weights_are_written_and_change_when_they_are_moved(worker: EmbeddedWorker) -> None:
     before = worker._weights.addresses()
     shards = worker.parameter_shards()
@@ -106,12 +85,6 @@ def test_a_step_of_fixed_shape_makes_the_logits_of_any_other(worker: EmbeddedWor
     torch.testing.assert_close(fixed, model.logits(tokens[:3], positions[:3], plan), atol=1e-10, rtol=0)
 
 
-def test_a_rotary_embedding_that_looks_at_the_longest_position_is_not_captured() -> None:
-    assert is_capturable(Qwen3Config())
-    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert not is_capturable(Qwen3Config(rope_parameters=scaled))
-
-
 class EagerRecorder:
     """Runs a step again and writes its result where the first one is, as a CUDA graph does."""
 
@@ -125,6 +98,33 @@ class EagerRecorder:
 
     def clear(self) -> None:
         self.num_recorded = 0
+
+
+@torch.inference_mode()
+def test_captures_are_made_once_and_forgotten_when_memory_has_moved(worker: EmbeddedWorker) -> None:
+    cache, recorder = worker._serving_cache(), EagerRecorder()
+    graphs = DecodeGraphs(worker._weights, worker.options.max_num_seqs, recorder)
+
+    def step(num_rows: int, addresses: tuple[int, ...]) -> int:
+        tokens = torch.zeros(num_rows, dtype=torch.int64)
+        assert graphs.logits(cache, addresses, tokens, tokens + 290, 291).shape[0] == num_rows
+        return recorder.num_recorded
+
+    here = graphs.addresses(cache)
+    there = (*here[:-1], here[-1] + 64)
+    assert [step(1, here), step(3, here), step(4, here), step(1, here)] == [1, 2, 2, 2]
+    assert [step(1, there), step(3, there), step(1, here)] == [3, 4, 5]
+    graphs.clear()  # the recorder forgets its number
+    assert [step(1, here), step(1, here)] == [1, 1]
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["all layers", "by kind of layer"])
+def test_a_rotary_embedding_that_looks_at_the_longest_position_is_not_captured(is_nested: bool) -> None:
+    assert rope_limit(Qwen3Config()) is None
+    scaled: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = Qwen3Config()
+    config.rope_parameters = {"full_attention": scaled} if is_nested else scaled
+    assert rope_limit(config)
 
 
 def test_kept_caches_survive_the_padded_rows_of_captured_steps(tmp_path: Path) -> None:

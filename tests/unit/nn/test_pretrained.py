@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlite.engine.embedded.model import ShardedModel
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.nn.pretrained import end_ids, load_config, load_model, load_tokenizer, make_model
 from rlite.parallel.shards import CheckpointReader
-from rlite.trainer.model.modules import policy_module
+from rlite.trainer.model.modules import critic_module, policy_module
 from tests.tiny import build_model_dir
 
 
@@ -87,6 +88,18 @@ def test_a_config_that_nobody_can_use_is_refused_by_training_and_serving(model: 
     assert "\n" not in str(refused.value)
     with pytest.raises(CheckpointError, match="no usable config"):
         make_model(load_config(model))
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["all layers", "by kind of layer"])
+def test_an_unknown_kind_of_rotary_embedding_is_named_by_training_and_serving(model: Path, is_nested: bool) -> None:
+    rope: dict[str, Any] = {"rope_type": "foo", "rope_theta": 1e4, "factor": 2.0}
+    edit(model / "config.json", rope_parameters={"full_attention": rope} if is_nested else rope)
+    for load in (policy_module, critic_module, load_config, partial(load_model, AutoModelForCausalLM)):
+        with pytest.raises(
+            CheckpointError, match=r"rope_type is 'foo'; expected one of default, linear,.* yarn"
+        ) as told:
+            load(model)
+        assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("part", [None, "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"])
