@@ -6,7 +6,6 @@ code that ignores its cancellation is abandoned, which ends its episode (`rlite.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import uuid
 from collections import Counter
@@ -21,7 +20,7 @@ from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.lost_groups import reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
-from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline
+from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline, side_by_side
 from rlite.rollout.episode import running
 from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
@@ -77,15 +76,7 @@ class Episodes:
         """
         affinity = uuid.uuid4().hex if self.group.size > 1 else None
         attempts = [self._attempt_until_success(number, affinity) for number in range(self.group.size)]
-        if len(attempts) == 1:
-            found = [await attempts[0]]
-        else:
-            try:
-                async with asyncio.TaskGroup() as siblings:
-                    tasks = [siblings.create_task(attempt) for attempt in attempts]
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-            found = [task.result() for task in tasks]
+        found = [await attempts[0]] if len(attempts) == 1 else await side_by_side(attempts)
         trajectories = [trajectory for trajectory in found if trajectory is not None]
         if len(trajectories) < self.group.size:
             return None
@@ -110,8 +101,7 @@ class Episodes:
         while True:
             recorded.begin_attempt()
             draws.begin_attempt()
-            keeps_tokens = self.options.keep_ended
-            inference = SampleInference(self.engine, group, number, draws, affinity, keeps_tokens)
+            inference = SampleInference(self.engine, group, number, draws, affinity, self.options.keep_ended)
             try:
                 result = await self._attempt(inference)
             except ENGINE_FAILURES:

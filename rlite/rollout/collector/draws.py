@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rlite.types import LLMRequest, LLMResponse, TokenChunk
 
-Answer = TypeVar("Answer", LLMResponse, TokenChunk)
+Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
 
 
 @dataclass(eq=False)
@@ -78,8 +78,9 @@ class Draws:
 
 def copied(answer: Answer) -> Answer:
     """Return an answer, or a chunk of one, with lists of its own."""
-    lists: dict[str, Any] = {name: [*value] for name, value in vars(answer).items() if isinstance(value, list)}
-    return replace(answer, **lists, extras={name: [*column] for name, column in answer.extras.items()})
+    own: dict[str, Any] = {name: [*values] for name, values in vars(answer).items() if isinstance(values, list)}
+    extras: dict[str, list[Any]] = {name: [*column] for name, column in answer.extras.items()}
+    return replace(answer, **own, extras=extras)
 
 
 def chunks_of(answer: LLMResponse) -> Iterator[TokenChunk]:

@@ -43,7 +43,7 @@ class Selection:
 
     def counts(self) -> dict[str, int]:
         """Return metrics that count."""
-        found = {}
+        found: dict[str, int] = {}
         for name, kinds in (("failed_attempts", self.failed_attempts), ("redrawn", self.redrawn)):
             found |= {f"num_{name}": kinds.total(), **{f"{name}/{kind}": count for kind, count in kinds.items()}}
         return found

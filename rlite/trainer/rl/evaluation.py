@@ -77,9 +77,9 @@ class Evaluations(ABC):
         self._schedule.resume([*state.get("under_way", ()), *earlier["names"]])
 
     @property
-    @abstractmethod
     def collector(self) -> RolloutCollector:
-        """The collector that runs the episodes."""
+        """The collector that runs the episodes: of the engine for evaluations, if there is one."""
+        return (self.engines.evaluation or self.engines.rollout).collector
 
     @abstractmethod
     def has_work(self, is_saving: bool = False) -> bool:
@@ -104,11 +104,6 @@ class Evaluations(ABC):
 
 class InTurns(Evaluations):
     """Evaluations by the rollout engine, for which training waits. See `Evaluations`."""
-
-    @property
-    def collector(self) -> RolloutCollector:
-        """The collector of the rollout engine."""
-        return self.engines.rollout.collector
 
     def has_work(self, is_saving: bool = False) -> bool:
         """Return whether a set is due and the run is not interrupted."""
@@ -161,12 +156,6 @@ class BackgroundEvaluations(Evaluations):
         self._step, self._names = 0, list[str]()
         self._left: tuple[int, list[str]] | None = None
         """evaluations of the kept model that an interruption has left: the step and the sets"""
-
-    @property
-    def collector(self) -> RolloutCollector:
-        """The collector of the engine for evaluations."""
-        assert self.engines.evaluation is not None
-        return self.engines.evaluation.collector
 
     def has_work(self, is_saving: bool = False) -> bool:
         """Return whether a set is due, or evaluations under way have ended or must end now.

@@ -55,18 +55,8 @@ class Context:
 
 def context_limit(options: PpoConfig) -> int:
     """Return the longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
-    limits = [limit for name in _models(options) if (limit := model_limit(name)) is not None]
+    limits = [limit for model in options.models if (limit := model_limit(model.model_name)) is not None]
     return min([options.max_length, *limits])
-
-
-def _models(options: PpoConfig) -> set[str]:
-    """Return the names of all models of a run, whose sequences are the same."""
-    names = {options.actor.model_name}
-    if options.has_critic:
-        names.add(options.critic.as_model(options.actor).model_name)
-    if options.has_reference:
-        names.add(options.ref_actor.as_model(options.actor).model_name)
-    return names
 
 
 def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
@@ -80,17 +70,13 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
         ConfigError: the sequences of a step do not fit into the memory of this machine.
     """
     limit, longest = context_limit(options), []
-    vocab_size = min(map(vocab_size_of, _models(options)))
+    vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
     for workflow, rows, where in sources:
         if (stream := stream_of(rows)) is not None:
             stream.check("prompts", partial(_check_prompts_of, workflow, limit, where, vocab_size))
             longest.append((workflow, 0))  # of prompts that are not read yet
-            continue
-        if workflow.needs_prompt:
-            check_prompts(rows, where)
-        if rows:
-            is_known = workflow.needs_prompt
-            longest.append((workflow, check_openings(rows, workflow, limit, where, vocab_size) if is_known else 0))
+        elif rows:
+            longest.append((workflow, _longest_of(rows, workflow, limit, where, vocab_size)))
     context, num = make_context(options, limit, longest), options.num_sequences
     least = context.host_gib(num, context.longest_prompt)
     if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
@@ -100,9 +86,14 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
 
 
 def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int, rows: Rows) -> None:
-    if workflow.needs_prompt:
-        check_prompts(rows, where)
-        check_openings(rows, workflow, limit, where, vocab_size)
+    _longest_of(rows, workflow, limit, where, vocab_size)
+
+
+def _longest_of(rows: Rows, workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int) -> int:
+    if not workflow.needs_prompt:
+        return 0
+    check_prompts(rows, where)
+    return check_openings(rows, workflow, limit, where, vocab_size)
 
 
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
