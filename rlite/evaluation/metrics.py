@@ -71,7 +71,7 @@ def selection_of(samples: Sequence[Sample]) -> Selection:
         num_attempts=failed_attempts.total() + kept.total(),
         failed_attempts=failed_attempts,
         redrawn=Counter(sample.redrawn for sample in samples if sample.redrawn),
-        failed=Counter(sample.length for sample in samples if sample.score is None),
+        failed=Counter(sample.length for sample in samples if sample.score is None and sample.length),
         kept=kept,
     )
 

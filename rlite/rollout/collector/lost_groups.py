@@ -101,7 +101,8 @@ class LostGroups:
     def add(self, group: Group, reason: str) -> None:
         """Count a lost group."""
         self._lost[kind_of(reason)] += 1
-        self._failed_lengths.update(group.tokens[place] for place, each in enumerate(group.episodes) if each.failure)
+        failed = [group.tokens[place] for place, each in enumerate(group.episodes) if each.failure]
+        self._failed_lengths.update(filter(None, failed))  # an episode without a token has no answer
         if reason.startswith(TOO_OLD):
             self._too_old.append(group.tokens)  # a cancelled group may still report a few more
 

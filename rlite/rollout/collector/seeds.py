@@ -168,7 +168,5 @@ class SampleInference:
         extras = request.extras
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")
-        rid = self._affinity or request.rid
-        if (seed, extras, rid) == (request.gconfig.seed, request.extras, request.rid):
-            return request
-        return replace(request, gconfig=replace(request.gconfig, seed=seed), rid=rid, extras=extras)
+        gconfig = replace(request.gconfig, seed=seed)
+        return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)

@@ -253,7 +253,7 @@ class RewardFunction:
         found: Sequence[float | str | BaseException]
         try:
             found = await self._call_batch([*rows.values()])
-        except (Exception, KeyboardInterrupt) as error:  # whatever it is, the callers wait for it
+        except BaseException as error:  # whatever it is, the callers wait for it
             if isinstance(error, (RewardError, DataError)) and len(rows) > 1:
                 await asyncio.gather(*(self._run_batch({result: rows[result]}) for result in rows))
                 return

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -72,28 +73,18 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
     limit, longest = context_limit(options), []
     vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
     for workflow, rows, where in sources:
+        how: Any = {"workflow": workflow, "max_length": limit, "where": where, "vocab_size": vocab_size}
         if (stream := stream_of(rows)) is not None:
-            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where, vocab_size))
+            stream.check("prompts", partial(check_openings, **how))
             longest.append((workflow, 0))  # of prompts that are not read yet
         elif rows:
-            longest.append((workflow, _longest_of(rows, workflow, limit, where, vocab_size)))
+            longest.append((workflow, check_openings(rows, **how)))
     context, num = make_context(options, limit, longest), options.num_sequences
     least = context.host_gib(num, context.longest_prompt)
     if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
         what = f"train_data.prompts_per_rollout x train_data.responses_per_prompt = {num:,} sequences in a step"
         raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
     return context
-
-
-def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int, rows: Rows) -> None:
-    _longest_of(rows, workflow, limit, where, vocab_size)
-
-
-def _longest_of(rows: Rows, workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int) -> int:
-    if not workflow.needs_prompt:
-        return 0
-    check_prompts(rows, where)
-    return check_openings(rows, workflow, limit, where, vocab_size)
 
 
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
@@ -124,6 +115,9 @@ def check_openings(
         where: the rows' option, for messages.
         vocab_size: size of the models' vocabulary.
     """
+    if not workflow.needs_prompt:
+        return 0
+    check_prompts(rows, where)
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
     text = f"looking at the prompts of {where}"

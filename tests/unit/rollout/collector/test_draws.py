@@ -252,3 +252,16 @@ def test_a_loop_that_never_asks_for_alarms_keeps_counts_and_not_answers() -> Non
     assert (len(total.failed), len(total.kept)) == (1, 1)
     assert total.lengths() == {"length_failed": 30, "length_kept": 10}
     assert [facts["failed"] for _, facts in total.alarms()] == ["2000, mean length 30 tokens"]
+
+
+def test_episodes_that_fail_before_their_first_token_have_no_answer_whose_length_counts(collect: Collect) -> None:
+    class Refuses(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            if data["number"] % 2:
+                raise ValueError("the environment is full")
+            return await super().arun_episode(engine, data)
+
+    collector = collect(Sampler(), max_consecutive_failures=1000)
+    collector.rollout_batch([{"number": number} for number in range(20)], Refuses(lambda *_: 1.0))
+    assert "rollout/length_failed" not in stats_tracker.export()
+    assert not [cause for cause, _ in collector.take_selection().alarms() if "shorter" in cause]
