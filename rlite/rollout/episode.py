@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -143,7 +143,7 @@ def current_episode() -> Episode | None:
 
 @contextmanager
 def running(episode: Episode) -> Iterator[None]:
-    """Make an episode the current one inside of the block.
+    """Make an episode the current one inside of the block, in which its attempts begin and end.
 
     Args:
         episode: runs in this task.
@@ -152,9 +152,11 @@ def running(episode: Episode) -> Iterator[None]:
         None.
     """
     token = _current.set(episode)
+    episode.begin()
     try:
         yield
     finally:
+        episode.end()
         _current.reset(token)
 
 
@@ -165,8 +167,6 @@ def in_reward() -> Iterator[None]:
     Yields:
         None.
     """
-    if (episode := _current.get()) is None:
-        yield
-        return
-    with episode.span("reward"):
+    episode = _current.get()
+    with nullcontext() if episode is None else episode.span("reward"):
         yield

@@ -88,39 +88,32 @@ class Episodes:
         return trajectories
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
-        episode = self.group.episodes[number]
-        episode.begin()
-        try:
-            with running(episode):
-                return await self._attempts(number, affinity)
-        finally:
-            episode.end()
-
-    async def _attempts(self, number: int, affinity: str | None) -> TensorDict | None:
         group, recorded, draws = self.group, self.group.episodes[number], Draws()
-        while True:
-            recorded.begin_attempt()
-            draws.begin_attempt()
-            inference = SampleInference(self.engine, group, number, draws, affinity, self.options.keep_ended)
-            try:
-                result = await self._attempt(inference)
-            except ENGINE_FAILURES:
-                raise
-            except Exception as error:
-                kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
-                recorded.failed_attempts.append(kind)
-                self.failed_attempts[kind] += 1
-                is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
-                if len(recorded.failed_attempts) > self.options.request_retries or is_final:
-                    recorded.failure = reason_of(error)
-                    raise EpisodeFailed(error) from error
-            else:
-                group.num_finished += 1
-                recorded.redrawn = recorded.failed_attempts[-1] if draws.are_other(self.engine.get_version()) else ""
-                recorded.take_trajectory(result)
-                return result
-            finally:
-                inference.end()
+        with running(recorded):
+            while True:
+                recorded.begin_attempt()
+                draws.begin_attempt()
+                inference = SampleInference(self.engine, group, number, draws, affinity, self.options.keep_ended)
+                try:
+                    result = await self._attempt(inference)
+                except ENGINE_FAILURES:
+                    raise
+                except Exception as error:
+                    kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
+                    recorded.failed_attempts.append(kind)
+                    self.failed_attempts[kind] += 1
+                    is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
+                    if len(recorded.failed_attempts) > self.options.request_retries or is_final:
+                        recorded.failure = reason_of(error)
+                        raise EpisodeFailed(error) from error
+                else:
+                    group.num_finished += 1
+                    if draws.are_other(self.engine.get_version()):
+                        recorded.redrawn = recorded.failed_attempts[-1]
+                    recorded.take_trajectory(result)
+                    return result
+                finally:
+                    inference.end()
 
     async def _attempt(self, inference: SampleInference) -> TensorDict | None:
         """Return the checked trajectory of one attempt.
