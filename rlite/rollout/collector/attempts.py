@@ -80,11 +80,10 @@ class Episodes:
         trajectories = [trajectory for trajectory in found if trajectory is not None]
         if len(trajectories) < self.group.size:
             return None
-        if len(trajectories) > 1:
-            try:
-                check_alike(trajectories)
-            except DataError as error:
-                raise EpisodeFailed(error) from error
+        try:
+            check_alike(trajectories)
+        except DataError as error:
+            raise EpisodeFailed(error) from error
         return trajectories
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:

@@ -125,8 +125,7 @@ class RolloutCollector:
     @property
     def failed_attempts(self) -> Counter[str]:
         """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
-        # copied first: the loop counts meanwhile
-        return self._now.failed_attempts.copy() + self._ahead.failed_attempts.copy()
+        return self._runner.failed_attempts
 
     @property
     def progress(self) -> RolloutProgress | None:
