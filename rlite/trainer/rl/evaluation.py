@@ -154,7 +154,9 @@ class BackgroundEvaluations(Evaluations):
             The evaluations that were under way; none if the run is interrupted before their end.
         """
         if self._left is not None:
-            self._begin_left(*self._left)
+            (step, names), self._left = self._left, None
+            self.engines.load_evaluation(self.run.folder / EVALUATED, step)
+            self._start(step, [self.sets[name] for name in names])
         elif self._under_way is None:
             self._begin(self.due() or list(self.sets.values()))
         else:
@@ -194,12 +196,6 @@ class BackgroundEvaluations(Evaluations):
         self.engines.sync_evaluation(self.run.step)
         self._start(self.run.step, sets)
         self._schedule.mark(self._names)
-
-    def _begin_left(self, step: int, names: Sequence[str]) -> None:
-        """Begin the evaluations of an earlier step that an interruption has left."""
-        self._left = None
-        self.engines.load_evaluation(self.run.folder / EVALUATED, step)
-        self._start(step, [self.sets[name] for name in names])
 
     def _start(self, step: int, sets: Sequence[EvaluationSet]) -> None:
         self._step, self._names = step, [each.name for each in sets]
