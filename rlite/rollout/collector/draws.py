@@ -63,7 +63,7 @@ class Draws:
             seed: seed of a new draw.
             version: current policy version.
         """
-        key = hash((is_stream, tuple(request.input_ids), request.gconfig, request.extras))
+        key = hash((is_stream, tuple(request.input_ids), request.gconfig, tuple(request.extras)))
         draw = Draw(key, seed, None if seed is None and not request.gconfig.greedy else version)
         if (earlier := next((each for each in self._earlier if each.key == key), None)) is not None:
             self._earlier.remove(earlier)

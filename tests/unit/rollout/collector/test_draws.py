@@ -265,3 +265,16 @@ def test_episodes_that_fail_before_their_first_token_have_no_answer_whose_length
     collector.rollout_batch([{"number": number} for number in range(20)], Refuses(lambda *_: 1.0))
     assert "rollout/length_failed" not in stats_tracker.export()
     assert not [cause for cause, _ in collector.take_selection().alarms() if "shorter" in cause]
+
+
+def test_a_request_whose_extras_are_a_list_is_answered_and_known_again(collect: Collect) -> None:
+    class Lists(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            extras: Any = ["kept_ids"]
+            response = await engine.agenerate(LLMRequest(input_ids=[1], gconfig=GCONFIG, extras=extras))
+            return trajectory(response, reward=self.grade(data, 0, [*response.output_tokens]))
+
+    engine, judge = Sampler(), Flaky()
+    collect(engine).rollout_batch([{"number": 0}], Lists(judge))
+    assert judge.seen[0][0] == judge.seen[0][1]
+    assert len(engine.asked) == 1
