@@ -15,6 +15,7 @@ from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
+from rlite.rollout.deadlines import side_by_side
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference
@@ -111,12 +112,7 @@ class EpisodeRunner:
             for place in places:
                 await take(await self._episode(place))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(count):
-                    group.create_task(work())
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        await side_by_side([work() for _ in range(count)])
 
     async def _episode(self, place: Place) -> EndedEpisode:
         seed = mix(mix(self.seed, place.item), place.sample)

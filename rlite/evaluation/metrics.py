@@ -65,13 +65,13 @@ def summary(
 def selection_of(samples: Sequence[Sample]) -> Selection:
     """Return what failures have done to the answers of an evaluation."""
     failed_attempts = Counter(kind for sample in samples for kind in sample.failed_attempts)
-    kept = [sample.length for sample in samples if sample.score is not None]
+    kept = Counter(sample.length for sample in samples if sample.score is not None)
     return Selection(
         num_groups=len(samples),
-        num_attempts=failed_attempts.total() + len(kept),
+        num_attempts=failed_attempts.total() + kept.total(),
         failed_attempts=failed_attempts,
         redrawn=Counter(sample.redrawn for sample in samples if sample.redrawn),
-        failed=[sample.length for sample in samples if sample.score is None],
+        failed=Counter(sample.length for sample in samples if sample.score is None and sample.length),
         kept=kept,
     )
 

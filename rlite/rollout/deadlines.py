@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -67,6 +67,16 @@ async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T
     if error is not None and not isinstance(error, Exception):
         raise UserExit(f"{what} raised {error!r}") from error
     return task.result()
+
+
+async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run at the same time. The first that fails cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def converted(work: Awaitable[T], seconds: float | None, what: str, errors: ErrorKinds) -> T:

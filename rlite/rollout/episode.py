@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 from tensordict import TensorDict
 
 from rlite.rollout.record.attempt import AttemptHistory
+from rlite.rollout.trajectories import from_columns
 
 Span = tuple[str, float, float]
 """name, start and end, in seconds after the group's submission"""
+PLAIN = ("started", "ended", "ended_at", "failure", "redrawn", "answer")
+"""attributes of an episode that are saved as they are"""
 
 
 class Episode:
@@ -109,25 +112,20 @@ class Episode:
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the trajectory, as plain values."""
         return {
-            "started": self.started,
-            "ended": self.ended,
-            "ended_at": self.ended_at,
+            **{name: getattr(self, name) for name in PLAIN},
             "spans": [list(span) for span in list(self.spans)],
-            "failure": self.failure,
             "failed_attempts": list(self.failed_attempts),
-            "redrawn": self.redrawn,
-            "answer": self.answer,
             "attempt": self.attempt.state_dict(),
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], trajectory: TensorDict | None) -> Episode:
-        """Return the episode that was saved, with its trajectory."""
+    def from_state(cls, state: Mapping[str, Any], trajectory: Mapping[str, Any] | None) -> Episode:
+        """Return the episode that was saved, with the columns of its trajectory."""
         episode = cls(time.monotonic())
-        episode.started, episode.ended, episode.ended_at = state["started"], state["ended"], state["ended_at"]
+        vars(episode).update({name: state[name] for name in PLAIN if name in state})
         episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
-        episode.failure, episode.answer, episode.trajectory = state["failure"], state["answer"], trajectory
-        episode.failed_attempts, episode.redrawn = state.get("failed_attempts", []), state.get("redrawn", "")
+        episode.trajectory = None if trajectory is None else from_columns(trajectory)
+        episode.failed_attempts = state.get("failed_attempts", [])
         episode.attempt = AttemptHistory.from_state(state.get("attempt", ()))
         return episode
 
@@ -145,7 +143,7 @@ def current_episode() -> Episode | None:
 
 @contextmanager
 def running(episode: Episode) -> Iterator[None]:
-    """Make an episode the current one inside of the block.
+    """Make an episode the current one inside of the block, in which its attempts begin and end.
 
     Args:
         episode: runs in this task.
@@ -154,9 +152,11 @@ def running(episode: Episode) -> Iterator[None]:
         None.
     """
     token = _current.set(episode)
+    episode.begin()
     try:
         yield
     finally:
+        episode.end()
         _current.reset(token)
 
 
@@ -167,8 +167,6 @@ def in_reward() -> Iterator[None]:
     Yields:
         None.
     """
-    if (episode := _current.get()) is None:
-        yield
-        return
-    with episode.span("reward"):
+    episode = _current.get()
+    with nullcontext() if episode is None else episode.span("reward"):
         yield

@@ -120,10 +120,10 @@ class LoopThread:
         Raises:
             CallTimeout: The code has blocked the loop for longer than the limit. A thread cannot be killed.
         """
-        if self._asked_at is None:
+        if (asked_at := self._asked_at) is None:  # read once: the loop may answer meanwhile
             self._asked_at = time.monotonic()
             self.call(self._answer)
-        elif (seconds := time.monotonic() - self._asked_at) >= self._look_interval and self._thread.is_alive():
+        elif (seconds := time.monotonic() - asked_at) >= self._look_interval and self._thread.is_alive():
             frame = sys._current_frames().get(self._thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
             blocked = (

@@ -109,19 +109,13 @@ class TokenHistory:
             columns["token_rewards"] = torch.tensor([self.rewards], dtype=torch.float32)
         return TensorDict(columns, batch_size=[1])
 
-    def _append(
-        self,
-        tokens: Sequence[int],
-        is_action: bool,
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        kept_ids: Sequence[Sequence[int]],
-    ) -> None:
+    def _append(self, tokens: Sequence[int], is_action: bool, *columns: Sequence[Any]) -> None:
+        """Append tokens with their log-probabilities, versions and kept ids."""
+        lists: list[list[Any]] = [self.logprobs, self.versions, self.kept_ids]
+        for own, values in zip(lists, columns, strict=True):
+            own.extend(values)
         self.loss_mask += [is_action] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
         self.rewards += [0.0] * len(tokens)
-        self.kept_ids += kept_ids
         self.tokens += tokens  # at last: the thread that writes the record counts by them
 
 

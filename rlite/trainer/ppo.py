@@ -46,7 +46,7 @@ from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.critic import make_critic
+from rlite.trainer.rl.critic import Critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import Ended, make_evaluations
 from rlite.trainer.rl.evaluation_sets import make_sets
@@ -136,7 +136,7 @@ class PpoTrainer:
         self.invalid = InvalidEvaluations(options.test_data, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
-        self.critic = make_critic(options, self.engines)
+        self.critic = None if self.engines.critic is None else Critic(options, self.engines, self.engines.critic)
         self.logprobs = LogprobPasses(options, self.engines)
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
         self.evaluations = make_evaluations(options, self.run, self.engines, sets)
@@ -181,10 +181,12 @@ class PpoTrainer:
             The batch as it was trained on.
         """
         batch = self.logprobs.with_reference(batch)
-        batch = self.critic.with_values(batch)
+        if self.critic is not None:
+            batch = self.critic.with_values(batch)
         batch = self.logprobs.with_old(batch)
         batch = self.with_advantages(batch)
-        self.critic.update(batch)
+        if self.critic is not None:
+            self.critic.update(batch)
         batch = self.update(batch)
         self.sync()
         self.recovery.keep()

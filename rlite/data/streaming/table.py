@@ -57,7 +57,7 @@ class StreamedTable(Generic[W]):
         self.files: list[RowFile] = open_files(source)
         self.buffer_size = buffer_size
         self._source, self._convert, self._size = source, convert, window
-        self._checks: dict[str, Callable[[W], None]] = {}
+        self._checks: dict[str, Callable[[W], object]] = {}
         self._reference: list[tuple[Place, Row]] = []
         beginnings = (self._read_from(file, 0)[0] for file in range(len(self.files)))
         rows = next(filter(None, beginnings), [])
@@ -78,7 +78,7 @@ class StreamedTable(Generic[W]):
         num_files = f"{len(self.files)} files, " if len(self.files) > 1 else ""
         return f"streaming, {num_files}buffer of {self.buffer_size} rows"
 
-    def check(self, name: str, check: Callable[[W], None]) -> None:
+    def check(self, name: str, check: Callable[[W], object]) -> None:
         """Check the first window now, and every later window when it is read.
 
         Args:

@@ -6,7 +6,6 @@ code that ignores its cancellation is abandoned, which ends its episode (`rlite.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import uuid
 from collections import Counter
@@ -21,7 +20,7 @@ from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.lost_groups import reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
-from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline
+from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline, side_by_side
 from rlite.rollout.episode import running
 from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
@@ -77,60 +76,43 @@ class Episodes:
         """
         affinity = uuid.uuid4().hex if self.group.size > 1 else None
         attempts = [self._attempt_until_success(number, affinity) for number in range(self.group.size)]
-        if len(attempts) == 1:
-            found = [await attempts[0]]
-        else:
-            try:
-                async with asyncio.TaskGroup() as siblings:
-                    tasks = [siblings.create_task(attempt) for attempt in attempts]
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-            found = [task.result() for task in tasks]
+        found = [await attempts[0]] if len(attempts) == 1 else await side_by_side(attempts)
         trajectories = [trajectory for trajectory in found if trajectory is not None]
         if len(trajectories) < self.group.size:
             return None
-        if len(trajectories) > 1:
-            try:
-                check_alike(trajectories)
-            except DataError as error:
-                raise EpisodeFailed(error) from error
+        try:
+            check_alike(trajectories)
+        except DataError as error:
+            raise EpisodeFailed(error) from error
         return trajectories
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
-        episode = self.group.episodes[number]
-        episode.begin()
-        try:
-            with running(episode):
-                return await self._attempts(number, affinity)
-        finally:
-            episode.end()
-
-    async def _attempts(self, number: int, affinity: str | None) -> TensorDict | None:
         group, recorded, draws = self.group, self.group.episodes[number], Draws()
-        while True:
-            recorded.begin_attempt()
-            draws.begin_attempt()
-            keeps_tokens = self.options.keep_ended
-            inference = SampleInference(self.engine, group, number, draws, affinity, keeps_tokens)
-            try:
-                result = await self._attempt(inference)
-            except ENGINE_FAILURES:
-                raise
-            except Exception as error:
-                kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
-                recorded.failed_attempts.append(kind)
-                self.failed_attempts[kind] += 1
-                is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
-                if len(recorded.failed_attempts) > self.options.request_retries or is_final:
-                    recorded.failure = reason_of(error)
-                    raise EpisodeFailed(error) from error
-            else:
-                group.num_finished += 1
-                recorded.redrawn = recorded.failed_attempts[-1] if draws.are_other(self.engine.get_version()) else ""
-                recorded.take_trajectory(result)
-                return result
-            finally:
-                inference.end()
+        with running(recorded):
+            while True:
+                recorded.begin_attempt()
+                draws.begin_attempt()
+                inference = SampleInference(self.engine, group, number, draws, affinity, self.options.keep_ended)
+                try:
+                    result = await self._attempt(inference)
+                except ENGINE_FAILURES:
+                    raise
+                except Exception as error:
+                    kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
+                    recorded.failed_attempts.append(kind)
+                    self.failed_attempts[kind] += 1
+                    is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
+                    if len(recorded.failed_attempts) > self.options.request_retries or is_final:
+                        recorded.failure = reason_of(error)
+                        raise EpisodeFailed(error) from error
+                else:
+                    group.num_finished += 1
+                    if draws.are_other(self.engine.get_version()):
+                        recorded.redrawn = recorded.failed_attempts[-1]
+                    recorded.take_trajectory(result)
+                    return result
+                finally:
+                    inference.end()
 
     async def _attempt(self, inference: SampleInference) -> TensorDict | None:
         """Return the checked trajectory of one attempt.

@@ -125,21 +125,18 @@ class RolloutCollector:
     @property
     def failed_attempts(self) -> Counter[str]:
         """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
-        # copied first: the loop counts meanwhile
-        return self._now.failed_attempts.copy() + self._ahead.failed_attempts.copy()
+        return self._runner.failed_attempts
 
     @property
     def progress(self) -> RolloutProgress | None:
         """Progress of the call that waits for episodes now; None if no call waits. Any thread may ask."""
         if (waited_for := self._waited_for) is None:
             return None
-        what, groups = waited_for
-        if groups:
-            return RolloutProgress.of(what, groups)
-        with self._changed:
-            ahead, size = list(self._ahead.groups.values()), self._ahead.ledger.batch_size
-        num_groups = len(ahead) if size is None else min(size, len(ahead))
-        return RolloutProgress.of(what, ahead, sum(group.size for group in ahead[:num_groups]))
+        (what, groups), size = waited_for, None
+        if not groups:
+            with self._changed:
+                groups, size = list(self._ahead.groups.values()), self._ahead.ledger.batch_size
+        return RolloutProgress.of(what, groups, sum(group.size for group in groups[:size]))
 
     @contextmanager
     def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:

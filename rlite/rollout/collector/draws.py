@@ -6,11 +6,14 @@ each episode, and the metrics would count the one that it can grade.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any, TypeVar
 
 from rlite.types import LLMRequest, LLMResponse, TokenChunk
+
+Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
 
 
 @dataclass(eq=False)
@@ -26,8 +29,8 @@ class Draw:
     """tokens have arrived, or the wait for them was cancelled"""
     is_repeated: bool = False
     """the draw repeats one of an earlier attempt"""
-    answer: LLMResponse | None = None
-    """the complete answer, in lists of its own"""
+    answer: LLMResponse | list[TokenChunk] | None = None
+    """the complete answer in lists of its own, as it was asked for"""
 
 
 @dataclass(eq=False)
@@ -51,15 +54,16 @@ class Draws:
         """Offer all draws to the next attempt."""
         self._earlier, self._own = [*self._own, *self._earlier], []
 
-    def begin(self, request: LLMRequest, seed: int | None, version: int) -> Draw:
+    def begin(self, request: LLMRequest, is_stream: bool, seed: int | None, version: int) -> Draw:
         """Return the draw of an earlier attempt for the same request if it is complete, else a new draw.
 
         Args:
             request: as the workflow has made it.
+            is_stream: it asks for chunks, and not for a response.
             seed: seed of a new draw.
             version: current policy version.
         """
-        key = hash((tuple(request.input_ids), request.gconfig, request.extras))
+        key = hash((is_stream, tuple(request.input_ids), request.gconfig, tuple(request.extras)))
         draw = Draw(key, seed, None if seed is None and not request.gconfig.greedy else version)
         if (earlier := next((each for each in self._earlier if each.key == key), None)) is not None:
             self._earlier.remove(earlier)
@@ -72,31 +76,11 @@ class Draws:
         return draw
 
 
-def joined(chunks: Iterable[TokenChunk], into: LLMResponse | None = None) -> LLMResponse:
-    """Return an answer made of chunks, without prompt and times.
-
-    Args:
-        chunks: in order.
-        into: answer to the chunks before, whose lists grow.
-    """
-    made = into or LLMResponse(
-        input_tokens=[],
-        output_tokens=[],
-        output_logprobs=[],
-        output_versions=[],
-        stop_reason="abort",
-        latency=0,
-        ttft=0,
-    )
-    for chunk in chunks:
-        made.output_tokens.extend(chunk.token_ids)
-        made.output_logprobs.extend(chunk.logprobs)
-        made.output_versions.extend([chunk.version] * len(chunk.token_ids))
-        made.sampling_logprobs.extend(chunk.sampling_logprobs)
-        for name, column in chunk.extras.items():
-            made.extras.setdefault(name, []).extend(column)
-        made = replace(made, stop_reason=chunk.finish_reason or "abort")
-    return made
+def copied(answer: Answer) -> Answer:
+    """Return an answer, or a chunk of one, with lists of its own."""
+    own: dict[str, Any] = {name: [*values] for name, values in vars(answer).items() if isinstance(values, list)}
+    extras: dict[str, list[Any]] = {name: [*column] for name, column in answer.extras.items()}
+    return replace(answer, **own, extras=extras)
 
 
 def chunks_of(answer: LLMResponse) -> Iterator[TokenChunk]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from rlite.observability.record.schema import Status
 from rlite.rollout.episode import Episode
-from rlite.rollout.trajectories import from_columns
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,11 +50,9 @@ class Ended:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ended:
         """Return the group that was saved."""
-        kept = [(each, each["trajectory"]) for each in state["episodes"]]
-        episodes = [Episode.from_state(each, None if row is None else from_columns(row)) for each, row in kept]
         return cls(
             **{name: state[name] for name in ("group", "item", "status", "reason")},
-            episodes=episodes,
+            episodes=[Episode.from_state(each, each["trajectory"]) for each in state["episodes"]],
             num_tokens=dict(state["num_tokens"]),
             columns=state.get("columns", {}),
         )

@@ -132,8 +132,7 @@ class Group:
             group.trajectories = [from_columns(row) for row in rows]
             group.tokens.update(dict(enumerate(response_lengths(group.trajectories))))
             if kept := state.get("episodes"):
-                pairs = zip(kept, group.trajectories, strict=True)
-                group.episodes = [Episode.from_state(episode, row) for episode, row in pairs]
+                group.episodes = [Episode.from_state(episode, row) for episode, row in zip(kept, rows, strict=True)]
         return group
 
 
@@ -247,10 +246,7 @@ def aborted(state: Mapping[str, Any], reason: str) -> Ended:
         reason: why it does not go on.
     """
     rows = state["trajectories"] or [None] * state["size"]
-    episodes = [
-        Episode.from_state(kept, None if row is None else from_columns(row))
-        for kept, row in zip(state["episodes"], rows, strict=True)
-    ]
+    episodes = [Episode.from_state(kept, row) for kept, row in zip(state["episodes"], rows, strict=True)]
     return Ended(state["id"], state["item"], "aborted", reason, episodes, {}, columns=short_columns(state["data"]))
 
 

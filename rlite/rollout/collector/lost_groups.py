@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rlite.errors import shortened
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.group import Group, response_lengths
-from rlite.rollout.collector.selection import Selection
+from rlite.rollout.collector.selection import Selection, mean_length
 from rlite.rollout.deadlines import ABANDONED
 from rlite.sandbox.child import text_of
 from rlite.sandbox.errors import SandboxError
@@ -82,8 +82,8 @@ class LostGroups:
         self._lost: Counter[str] = Counter()
         self._failed_attempts = Counter(failed_attempts or ())
         self._too_old: list[Counter[int]] = []
-        self._failed_lengths: list[int] = []
-        """lengths of the answers of episodes that have failed for good"""
+        self._failed_lengths = Counter[int]()
+        """answers of episodes that have failed for good, by their number of tokens"""
         self.selection = Selection()
         """effect of failures on the answers since the alarms were given"""
 
@@ -101,7 +101,8 @@ class LostGroups:
     def add(self, group: Group, reason: str) -> None:
         """Count a lost group."""
         self._lost[kind_of(reason)] += 1
-        self._failed_lengths += [group.tokens[place] for place, each in enumerate(group.episodes) if each.failure]
+        failed = [group.tokens[place] for place, each in enumerate(group.episodes) if each.failure]
+        self._failed_lengths.update(filter(None, failed))  # an episode without a token has no answer
         if reason.startswith(TOO_OLD):
             self._too_old.append(group.tokens)  # a cancelled group may still report a few more
 
@@ -121,7 +122,7 @@ class LostGroups:
             failed_attempts=failed,
             redrawn=Counter(group.redrawn for group in groups if group.redrawn),
             failed=self._failed_lengths,
-            kept=response_lengths([batch]),
+            kept=Counter(response_lengths([batch])),
         )
         self.selection.add(found)
         num_refused = self._lost.pop(kind_of(NOT_ACCEPTED), 0)  # should_accept is there to refuse groups
@@ -129,21 +130,13 @@ class LostGroups:
             stats_tracker.count(num_groups=len(groups), num_lost=self._lost.total(), num_refused=num_refused)
             stats_tracker.count(**found.counts(), **{f"lost/{kind}": n for kind, n in self._lost.items()})
             stats_tracker.scalar(num_abandoned=len(ABANDONED), **found.lengths())
-            _report_age(batch, version, self._too_old, found.kept)
+            if "versions" in batch:
+                # a sequence is as old as its oldest token
+                made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
+                stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
+            if self._too_old:
+                lengths = Counter(tokens for group in self._too_old for tokens in group.values())
+                stats_tracker.count(num_dropped_too_old=len(self._too_old))
+                stats_tracker.scalar(length_dropped=mean_length(lengths), length_kept=mean_length(found.kept))
         self._lost, self._failed_attempts = Counter(), failed_attempts
-        self._too_old, self._failed_lengths = [], []
-
-
-def _report_age(batch: TensorDict, version: int, too_old: Sequence[Counter[int]], kept: Sequence[int]) -> None:
-    """Record how many updates late a batch is consumed, and the lengths of the groups that were too old for it."""
-    if "versions" in batch:
-        # a sequence is as old as its oldest token
-        made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
-        stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
-    if too_old:
-        lengths = [tokens for group in too_old for tokens in group.values()]
-        stats_tracker.count(num_dropped_too_old=len(too_old))
-        stats_tracker.scalar(
-            length_dropped=sum(lengths) / max(1, len(lengths)),
-            length_kept=sum(kept) / max(1, len(kept)),
-        )
+        self._too_old, self._failed_lengths = [], Counter()

@@ -22,18 +22,17 @@ class RolloutProgress:
     """tokens generated so far"""
 
     @classmethod
-    def of(cls, what: str, groups: Sequence[Group], num_episodes: int | None = None) -> RolloutProgress:
+    def of(cls, what: str, groups: Sequence[Group], num_episodes: int) -> RolloutProgress:
         """Return the counts of groups, which may run meanwhile.
 
         Args:
             what: "rollout" or "evaluation".
             groups: groups of the call.
-            num_episodes: episodes that the call waits for; default: all episodes of the groups.
+            num_episodes: episodes that the call waits for.
         """
         finished = sum(group.size if group.has_ended else group.num_finished for group in groups)
         num_tokens = sum(sum(list(group.tokens.values())) for group in groups)  # the list is copied in one step
-        asked = sum(group.size for group in groups) if num_episodes is None else num_episodes
-        return cls(what, asked, min(finished, asked), num_tokens)
+        return cls(what, num_episodes, min(finished, num_episodes), num_tokens)
 
     def __str__(self) -> str:
         return f"{self.what}: {self.num_finished} of {self.num_episodes} episodes, {self.num_tokens:,} tokens"

@@ -163,8 +163,13 @@ class GroupRunner:
 
     def report(self, batch: TensorDict, groups: Sequence[Group]) -> None:
         """Record the statistics of a batch of these groups, and of the groups lost before it. Needs the lock."""
-        failed = sum((queue.failed_attempts.copy() for queue in self._queues if queue.is_training), Counter[str]())
-        self.lost_groups.report(batch, groups, self._engine.get_version(), failed)
+        self.lost_groups.report(batch, groups, self._engine.get_version(), self.failed_attempts)
+
+    @property
+    def failed_attempts(self) -> Counter[str]:
+        """Number of attempts that raised at an episode to train on, by kind."""
+        # copied first: the loop counts meanwhile
+        return sum((queue.failed_attempts.copy() for queue in self._queues if queue.is_training), Counter[str]())
 
     def close(self) -> None:
         """Cancel the running groups and end the thread."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 
-from rlite.rollout.collector.draws import Draw, Draws, chunks_of, joined
+from rlite.rollout.collector.draws import Draw, Draws, chunks_of, copied
 from rlite.rollout.collector.group import Group
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
@@ -80,37 +80,36 @@ class SampleInference:
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the engine's answer to a request with this episode's seed."""
         await self._check_open()
-        with self._turn(request) as (draw, count):
+        with self._turn(request, is_stream=False) as (draw, count):
 
             def note(chunk: TokenChunk) -> None:
                 count(chunk)
                 if on_chunk is not None:
                     on_chunk(chunk)
 
-            if draw.answer is not None:
-                chunks = list(chunks_of(draw.answer))
-                for chunk in chunks:
+            if isinstance(draw.answer, LLMResponse):
+                for chunk in chunks_of(draw.answer):
                     note(chunk)
-                return replace(joined(chunks), input_tokens=list(request.input_ids), metadata=dict(request.metadata))
+                return replace(copied(draw.answer), metadata=dict(request.metadata))
             response = await self._engine.agenerate(self._own(request, draw.seed), note)
-            draw.answer = None if response.stop_reason == "abort" else joined(chunks_of(response))
+            draw.answer = None if response.stop_reason == "abort" else copied(response)
             return response
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the engine's answer to a request with this episode's seed."""
         await self._check_open()
-        with self._turn(request) as (draw, count):
-            if draw.answer is not None:
-                for chunk in chunks_of(draw.answer):
+        with self._turn(request, is_stream=True) as (draw, count):
+            if isinstance(draw.answer, list):
+                for chunk in draw.answer:
                     count(chunk)
-                    yield chunk
+                    yield copied(chunk)
                 return
-            written = joined([])
+            written: list[TokenChunk] = []
             async with aclosing(self._engine.stream(self._own(request, draw.seed))) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     count(chunk)
-                    written = joined([chunk], into=written)
-                    draw.answer = None if written.stop_reason == "abort" else written
+                    written.append(copied(chunk))
+                    draw.answer = None if chunk.finish_reason in (None, "abort") else written
                     yield chunk
 
     def end(self) -> None:
@@ -128,11 +127,12 @@ class SampleInference:
             raise RolloutError("the attempt at this episode has ended; its requests are no longer answered")
 
     @contextmanager
-    def _turn(self, request: LLMRequest) -> Iterator[tuple[Draw, Callable[[TokenChunk], None]]]:
+    def _turn(self, request: LLMRequest, is_stream: bool) -> Iterator[tuple[Draw, Callable[[TokenChunk], None]]]:
         """Record a wait for the engine.
 
         Args:
             request: the engine answers it inside of the block.
+            is_stream: by chunks.
 
         Yields:
             The draw of the request, and a function that takes the tokens as they arrive.
@@ -141,7 +141,7 @@ class SampleInference:
             CancelledError: the wait was cancelled.
             GeneratorExit: the stream was closed.
         """
-        draw = self._draws.begin(request, self._seed_of(request), self._engine.get_version())
+        draw = self._draws.begin(request, is_stream, self._seed_of(request), self._engine.get_version())
         episode = self._group.episodes[self._number]
 
         def count(chunk: TokenChunk) -> None:
@@ -168,7 +168,5 @@ class SampleInference:
         extras = request.extras
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")
-        rid = self._affinity or request.rid
-        if (seed, extras, rid) == (request.gconfig.seed, request.extras, request.rid):
-            return request
-        return replace(request, gconfig=replace(request.gconfig, seed=seed), rid=rid, extras=extras)
+        gconfig = replace(request.gconfig, seed=seed)
+        return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_FAILED = 0.1
@@ -27,10 +27,10 @@ class Selection:
     """attempts that failed, by kind of the failure"""
     redrawn: Counter[str] = field(default_factory=Counter)
     """groups with other answers than those drawn first, by kind of the failure"""
-    failed: list[int] = field(default_factory=list)
-    """tokens of the answer of each episode that has failed for good"""
-    kept: list[int] = field(default_factory=list)
-    """tokens of each other answer"""
+    failed: Counter[int] = field(default_factory=Counter)
+    """answers of episodes that have failed for good, by their number of tokens"""
+    kept: Counter[int] = field(default_factory=Counter)
+    """other answers, by their number of tokens"""
 
     def add(self, other: Selection) -> None:
         """Add the counts of another sample."""
@@ -38,17 +38,19 @@ class Selection:
         self.num_attempts += other.num_attempts
         self.failed_attempts += other.failed_attempts
         self.redrawn += other.redrawn
-        self.failed, self.kept = self.failed + other.failed, self.kept + other.kept
+        self.failed += other.failed
+        self.kept += other.kept
 
     def counts(self) -> dict[str, int]:
         """Return metrics that count."""
-        kinds = {"failed_attempts": self.failed_attempts, "redrawn": self.redrawn}
-        totals = {f"num_{name}": own.total() for name, own in kinds.items()}
-        return totals | {f"{name}/{kind}": count for name, own in kinds.items() for kind, count in own.items()}
+        found: dict[str, int] = {}
+        for name, kinds in (("failed_attempts", self.failed_attempts), ("redrawn", self.redrawn)):
+            found |= {f"num_{name}": kinds.total(), **{f"{name}/{kind}": count for kind, count in kinds.items()}}
+        return found
 
     def lengths(self) -> dict[str, float]:
         """Return mean lengths as metrics, if an episode has failed."""
-        return {"length_failed": _mean(self.failed), "length_kept": _mean(self.kept)} if self.failed else {}
+        return {"length_failed": mean_length(self.failed), "length_kept": mean_length(self.kept)} if self.failed else {}
 
     def alarms(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield a cause, without numbers, and the facts of each alarm."""
@@ -60,13 +62,14 @@ class Selection:
             if kinds.total() > limit * num:
                 counts = {kind: f"{count} x" for kind, count in kinds.most_common()}
                 yield cause, {"share": f"{kinds.total()} of {num} (limit {limit:.0%})", **counts}
-        mean, kept = _mean([*self.failed, *self.kept]), _mean(self.kept)
-        if len(self.failed) >= MIN_ANSWERS and self.kept and abs(mean - kept) > MAX_SHIFT * mean:
+        mean, kept = mean_length(self.failed + self.kept), mean_length(self.kept)
+        if self.failed.total() >= MIN_ANSWERS and self.kept and abs(mean - kept) > MAX_SHIFT * mean:
             than = "longer" if mean > kept else "shorter"
-            facts = {"failed": f"{len(self.failed)}, mean length {_mean(self.failed):.4g} tokens"}
-            facts["others"] = f"{len(self.kept)}, mean length {kept:.4g} tokens"
+            sides = {"failed": self.failed, "others": self.kept}
+            facts = {name: f"{own.total()}, mean length {mean_length(own):.4g} tokens" for name, own in sides.items()}
             yield f"answers that fail are {than} than others, and their loss changes the mean length", facts
 
 
-def _mean(lengths: Sequence[int]) -> float:
-    return sum(lengths) / max(1, len(lengths))
+def mean_length(lengths: Counter[int]) -> float:
+    """Return the mean of lengths, each with its number of answers; 0 without an answer."""
+    return sum(length * count for length, count in lengths.items()) / max(1, lengths.total())

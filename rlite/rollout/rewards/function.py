@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from rlite.errors import ConfigError, DataError, shortened
@@ -219,17 +220,12 @@ class RewardFunction:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _call(self, finish: Callable[[Any], Any], keywords: dict[str, Any]) -> Any:
-        if self._slots is None:
-            return await self._call_at_once(finish, keywords)
-        async with self._slots.one():
-            return await self._call_at_once(finish, keywords)
-
-    async def _call_at_once(self, finish: Callable[[Any], Any], keywords: dict[str, Any]) -> Any:
-        if not self.in_process:
-            return await self._functions[finish].call(**keywords)
-        async with limited(self.what, None, REWARD_ERRORS):
-            value = self.fn(**keywords)
-        return finish(await self._loop.run(value) if inspect.isawaitable(value) else value)
+        async with nullcontext() if self._slots is None else self._slots.one():
+            if not self.in_process:
+                return await self._functions[finish].call(**keywords)
+            async with limited(self.what, None, REWARD_ERRORS):
+                value = self.fn(**keywords)
+            return finish(await self._loop.run(value) if inspect.isawaitable(value) else value)
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -263,7 +259,7 @@ class RewardFunction:
         found: Sequence[float | str | BaseException]
         try:
             found = await self._call_batch([*rows.values()])
-        except (Exception, KeyboardInterrupt) as error:  # whatever it is, the callers wait for it
+        except BaseException as error:  # whatever it is, the callers wait for it
             if isinstance(error, (RewardError, DataError)) and len(rows) > 1:
                 await asyncio.gather(*(self._run_batch({result: rows[result]}) for result in rows))
                 return

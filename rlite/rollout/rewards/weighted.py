@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlite.rollout.deadlines import side_by_side
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import RewardInvalid
 from rlite.rollout.rewards.function import RewardFunction, noted
@@ -42,19 +42,14 @@ class WeightedRewards:
             RewardError: a part failed. The other parts are cancelled.
             RewardInvalid: all parts are None.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {name: group.create_task(part.function(**arguments)) for name, part in self.parts.items()}
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        values = {name: _value(task.result()) for name, task in tasks.items()}
+        rewards = await side_by_side([part.function(**arguments) for part in self.parts.values()])
+        values = dict(zip(self.parts, map(_value, rewards), strict=True))
         counted = [self.parts[name].weight * value for name, value in values.items() if not math.isnan(value)]
         if not counted:
             raise RewardInvalid(f"none of the rewards {', '.join(values)} applies to the completion: all are None")
         reward = Reward(math.fsum(counted))
         reward.parts = values
-        named = (task.result() for task in tasks.values())
-        reward.answer = next((each.answer for each in named if isinstance(each, Reward) and each.answer), None)
+        reward.answer = next((each.answer for each in rewards if isinstance(each, Reward) and each.answer), None)
         noted(self, reward)
         return reward
 

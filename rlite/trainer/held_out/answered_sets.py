@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,10 +10,10 @@ from typing import Any
 
 import rlite
 from rlite.data.prompts import check_prompts
-from rlite.data.rows import place_of, read_source
+from rlite.data.rows import read_source
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
@@ -21,6 +22,7 @@ from rlite.trainer.held_out.options import held_out_sources, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
 from rlite.trainer.model.modules import load_tokenizer
+from rlite.trainer.prompt_lengths import longest_prompt, vocab_size_of
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.sampling_options import SamplingOptions
 from rlite.trainer.supervised_options import SftConfig
@@ -127,18 +129,11 @@ def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, Evalu
         workflow = _workflow(options, own, rows, key_of(name), given)
         if workflow.needs_prompt:
             check_prompts(rows, key_of(name))
-            _check_openings(rows, workflow, key_of(name))
+            vocab_size = vocab_size_of(options.actor.model_name)
+            longest_prompt(rows, workflow, sys.maxsize, key_of(name), limits="", vocab_size=vocab_size)
         found[name] = EvaluationSet(name, rows, workflow, own.samples, own.largest_k, own.solved_at)
         check_samples(found[name])
     return found
-
-
-def _check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, where: str) -> None:
-    for number, row in enumerate(rows):
-        try:
-            workflow.opening(row)
-        except DataError as error:
-            raise DataError(f"{place_of(rows, number, where)}: {error}") from error
 
 
 def stopping(each: EvaluationSet, end_ids: Sequence[int]) -> EvaluationSet:

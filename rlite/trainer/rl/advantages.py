@@ -79,20 +79,21 @@ def _gae(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions) -> dict[str,
     real, cu_seqlens = _end_to_end(batch)
     mask = batch["loss_mask"][real].bool()
     advantages, returns = gae(rewards[real], batch["values"][real], mask, adv.gamma, adv.lamda, cu_seqlens=cu_seqlens)
-    columns = {"advantages": torch.zeros(real.shape), "returns": torch.zeros(real.shape)}
-    columns["advantages"][real] = _normalized(advantages, mask, adv).float()
-    columns["returns"][real] = returns.float()
-    return columns
+    return {"advantages": _placed(_normalized(advantages, mask, adv), real), "returns": _placed(returns, real)}
 
 
 def _whitened(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool) -> dict[str, Tensor]:
     """Return REINFORCE++'s advantage of each token: whitened returns, or whitened outcomes over their group's mean."""
     real, cu_seqlens = _end_to_end(batch)
     groups = None if adv.estimator == "reinforce_pp" else _groups(batch, is_single)
-    mask, advantages = batch["loss_mask"][real].bool(), torch.zeros(real.shape)
+    mask = batch["loss_mask"][real].bool()
     whitened = reinforce_pp_advantages(rewards[real], mask, adv.gamma, group_ids=groups, cu_seqlens=cu_seqlens)
-    advantages[real] = whitened.float()
-    return {"advantages": advantages}
+    return {"advantages": _placed(whitened, real)}
+
+
+def _placed(values: Tensor, real: Tensor) -> Tensor:
+    """Return the values of tokens at their places [N, L], and 0 elsewhere."""
+    return torch.zeros(real.shape).masked_scatter(real, values.float())
 
 
 def _groups(batch: TensorDict, is_single: bool) -> Tensor:

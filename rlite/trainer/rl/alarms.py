@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rlite.rollout.collector.lost_groups import kind_of
 from rlite.rollout.collector.selection import Selection
@@ -49,35 +49,26 @@ class Alarms:
         """
         step = self._run.step
         self._look_at_losses(metrics, first_losses)
-        of_failures = (selection or Selection()).alarms()
-        for cause, rows in (self._equal_rewards(metrics), _unreplaced(metrics), self._drift(metrics), *of_failures):
-            if cause and self._is_due(cause, step):
+        for cause, rows in (*self._of_metrics(metrics), *(selection or Selection()).alarms()):
+            if step - self._given_at.get(cause, step - REPEAT_AFTER) >= REPEAT_AFTER:
+                self._given_at[cause] = step
                 self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
-    def _is_due(self, cause: str, step: int) -> bool:
-        if step - self._given_at.get(cause, step - REPEAT_AFTER) < REPEAT_AFTER:
-            return False
-        self._given_at[cause] = step
-        return True
-
-    def _equal_rewards(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
-        """Return why the rewards of a step teach nothing; an empty text if they teach something."""
+    def _of_metrics(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield a cause, without numbers, and the facts of each alarm about the metrics of a step."""
         lowest, highest = metrics.get("reward_min"), metrics.get("reward_max")
         if lowest is not None and lowest == highest:
             found = {"reward": f"{lowest:g} for every response"}
-            return "all rewards are equal, and no response is better than another", {**found, **LOOK}
-        if metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:
+            yield "all rewards are equal, and no response is better than another", {**found, **LOOK}
+        elif metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:
             found = {"rewards": f"from {lowest:g} to {highest:g}, but the same for all responses to a prompt"}
-            return "in every group all rewards are equal, and teach nothing", {**found, **LOOK}
-        return "", {}
-
-    def _drift(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
-        """Return why the log-probabilities of trainer and engine differ; an empty text if they agree."""
-        drift = metrics.get("logprob_drift", 0.0)
-        if not drift > DRIFT_LIMIT:
-            return "", {}
-        cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
-        return f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}
+            yield "in every group all rewards are equal, and teach nothing", {**found, **LOOK}
+        if number := metrics.get("num_unreplaced"):
+            cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
+            yield cause, {"groups": f"{number:g}", **LOOK}
+        if (drift := metrics.get("logprob_drift", 0.0)) > DRIFT_LIMIT:
+            cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
+            yield f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}
 
     def _look_at_losses(self, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
         lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}
@@ -97,11 +88,3 @@ class Alarms:
                 for key, number in lost.items()
             ],
         )
-
-
-def _unreplaced(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
-    """Return why a batch has groups that teach nothing in spite of the filter; an empty text if it has none."""
-    if not (number := metrics.get("num_unreplaced")):
-        return "", {}
-    cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
-    return cause, {"groups": f"{number:g}", **LOOK}

@@ -1,4 +1,4 @@
-"""The critic of PPO, which predicts the return of every state. `NoCritic` stands in for a missing one."""
+"""The critic of PPO, which predicts the return of every state."""
 
 from __future__ import annotations
 
@@ -12,17 +12,6 @@ from rlite.trainer.losses import ValueLoss, own_values
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import loss_stats
-
-
-class NoCritic:
-    """No critic: the advantages need no values."""
-
-    def with_values(self, batch: TensorDict) -> TensorDict:
-        """Return the batch as it is."""
-        return batch
-
-    def update(self, batch: TensorDict) -> None:
-        """Do nothing."""
 
 
 class Critic:
@@ -60,8 +49,3 @@ class Critic:
             self._engine.step_lr_scheduler()
             with stats_tracker.scope("critic"):
                 stats_tracker.scalar(**loss_stats(stats))
-
-
-def make_critic(options: PpoConfig, engines: Engines) -> NoCritic | Critic:
-    """Return the critic of the engines, if they have one."""
-    return NoCritic() if engines.critic is None else Critic(options, engines, engines.critic)

@@ -118,7 +118,11 @@ class Engines:
     @property
     def has_lost_training(self) -> bool:
         """True if a worker of the actor, the critic or the reference has died."""
-        return any(engine.has_died for engine in (*self.trained, self.reference) if engine is not None)
+        return any(engine.has_died for engine in self._workers)
+
+    @property
+    def _workers(self) -> list[RliteTrainEngine]:
+        return [*self.trained, *([] if self.reference is None else [self.reference])]
 
     def recover(self, snapshots: Mapping[RliteTrainEngine, MemorySnapshot], version: int) -> None:
         """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots.
@@ -130,8 +134,8 @@ class Engines:
         if self._resident is self.rollout:
             self.rollout.meta()
         self._resident = None
-        for engine in (*self.trained, self.reference):
-            if engine is not None and (engine in snapshots or engine.has_died):
+        for engine in self._workers:
+            if engine in snapshots or engine.has_died:
                 engine.recover(snapshots.get(engine))
                 if self._takes_turns[engine]:
                     engine.cpu()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ class Ended:
     evaluations: Sequence[Evaluation]
 
 
-class Evaluations(ABC):
-    """The evaluations of a run.
+class Evaluations:
+    """The evaluations of a run by the rollout engine, for which training waits.
 
     A set is due every `every` steps, at the end of the run, and if it asks for it before the first step. An interrupted
     run waits for no evaluation. A run that is resumed owes the evaluations that its checkpoint lacks.
@@ -77,41 +76,16 @@ class Evaluations(ABC):
         self._schedule.resume([*state.get("under_way", ()), *earlier["names"]])
 
     @property
-    @abstractmethod
     def collector(self) -> RolloutCollector:
-        """The collector that runs the episodes."""
+        """The collector that runs the episodes: of the engine for evaluations, if there is one."""
+        return (self.engines.evaluation or self.engines.rollout).collector
 
-    @abstractmethod
     def has_work(self, is_saving: bool = False) -> bool:
-        """Return whether `next` is to be called after this step (again).
+        """Return whether a set is due and the run is not interrupted.
 
         Args:
             is_saving: a checkpoint is about to be written.
         """
-
-    @abstractmethod
-    def next(self) -> Ended:
-        """Make or begin evaluations, and return evaluations that have ended, which may be none."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the names of the sets whose evaluation has not ended: under_way of this step, or of an earlier one."""
-
-    @abstractmethod
-    def save_evaluated(self, target: Path) -> None:
-        """Write the model that the evaluations returned last are of into a folder, unless it is there."""
-
-
-class InTurns(Evaluations):
-    """Evaluations by the rollout engine, for which training waits. See `Evaluations`."""
-
-    @property
-    def collector(self) -> RolloutCollector:
-        """The collector of the rollout engine."""
-        return self.engines.rollout.collector
-
-    def has_work(self, is_saving: bool = False) -> bool:
-        """Return whether a set is due and the run is not interrupted."""
         return bool(self.due()) and not self.run.is_interrupted
 
     def next(self) -> Ended:
@@ -130,7 +104,7 @@ class InTurns(Evaluations):
         return {"under_way": [each.name for each in self.due()]}
 
     def save_evaluated(self, target: Path) -> None:
-        """Write the model as it is now."""
+        """Write the model that the evaluations returned last are of into a folder, unless it is there."""
         with self.engines.trained_on_device():
             self.engines.actor.save(target)
 
@@ -162,12 +136,6 @@ class BackgroundEvaluations(Evaluations):
         self._left: tuple[int, list[str]] | None = None
         """evaluations of the kept model that an interruption has left: the step and the sets"""
 
-    @property
-    def collector(self) -> RolloutCollector:
-        """The collector of the engine for evaluations."""
-        assert self.engines.evaluation is not None
-        return self.engines.evaluation.collector
-
     def has_work(self, is_saving: bool = False) -> bool:
         """Return whether a set is due, or evaluations under way have ended or must end now.
 
@@ -186,19 +154,18 @@ class BackgroundEvaluations(Evaluations):
             The evaluations that were under way; none if the run is interrupted before their end.
         """
         if self._left is not None:
-            self._begin_left(*self._left)
+            (step, names), self._left = self._left, None
+            self.engines.load_evaluation(self.run.folder / EVALUATED, step)
+            self._start(step, [self.sets[name] for name in names])
         elif self._under_way is None:
             self._begin(self.due() or list(self.sets.values()))
-        elif self._wait_for(self._under_way):
-            evaluations, self._under_way = self._under_way.result(), None
-            return Ended(self._step, evaluations)
+        else:
+            while not self._under_way.done() and not self.run.is_interrupted:
+                wait([self._under_way], timeout=LOOK_S)
+            if self._under_way.done():
+                evaluations, self._under_way = self._under_way.result(), None
+                return Ended(self._step, evaluations)
         return Ended(self.run.step, [])
-
-    def _wait_for(self, evaluations: Future[list[Evaluation]]) -> bool:
-        """Return whether evaluations have ended, after waiting for them or for an interruption."""
-        while not evaluations.done() and not self.run.is_interrupted:
-            wait([evaluations], timeout=LOOK_S)
-        return evaluations.done()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the sets under way, and of sets that are due, which an interruption has left."""
@@ -230,12 +197,6 @@ class BackgroundEvaluations(Evaluations):
         self._start(self.run.step, sets)
         self._schedule.mark(self._names)
 
-    def _begin_left(self, step: int, names: Sequence[str]) -> None:
-        """Begin the evaluations of an earlier step that an interruption has left."""
-        self._left = None
-        self.engines.load_evaluation(self.run.folder / EVALUATED, step)
-        self._start(step, [self.sets[name] for name in names])
-
     def _start(self, step: int, sets: Sequence[EvaluationSet]) -> None:
         self._step, self._names = step, [each.name for each in sets]
         collector = self.collector
@@ -255,7 +216,7 @@ def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, set
         ConfigError: evaluations have devices of their own, and there is nothing to evaluate.
     """
     if options.trainer.evaluate == "in_turns":
-        return InTurns(options, run, engines, sets)
+        return Evaluations(options, run, engines, sets)
     if not sets:
         raise ConfigError(f"trainer.evaluate={options.trainer.evaluate}: nothing is evaluated without {KEY}.path")
     return BackgroundEvaluations(options, run, engines, sets)

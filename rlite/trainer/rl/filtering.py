@@ -83,12 +83,12 @@ class VariedGroups:
     def __init__(self, budget: int, generated: Generated) -> None:
         self._budget = budget
         self._generated = generated
-        self._num_refused = 0
+        self._num_refused = self._num_before = 0  # the first is written by the collector's thread alone
 
     def __call__(self, group: TensorDict) -> bool:
         """Return whether the group is accepted."""
         check_one_per_row(group, "rewards")
-        if is_varied(group) or self._num_refused >= self._budget:
+        if is_varied(group) or self._num_refused - self._num_before >= self._budget:
             return True
         self._num_refused += 1
         self._generated.add(group, is_one_group=True)
@@ -96,5 +96,6 @@ class VariedGroups:
 
     def next_batch(self) -> int:
         """Return the number of refused groups, and begin with a new budget."""
-        refused, self._num_refused = self._num_refused, 0
+        refused = self._num_refused - self._num_before
+        self._num_before += refused
         return refused

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -55,18 +56,8 @@ class Context:
 
 def context_limit(options: PpoConfig) -> int:
     """Return the longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
-    limits = [limit for name in _models(options) if (limit := model_limit(name)) is not None]
+    limits = [limit for model in options.models if (limit := model_limit(model.model_name)) is not None]
     return min([options.max_length, *limits])
-
-
-def _models(options: PpoConfig) -> set[str]:
-    """Return the names of all models of a run, whose sequences are the same."""
-    names = {options.actor.model_name}
-    if options.has_critic:
-        names.add(options.critic.as_model(options.actor).model_name)
-    if options.has_reference:
-        names.add(options.ref_actor.as_model(options.actor).model_name)
-    return names
 
 
 def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
@@ -80,29 +71,20 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
         ConfigError: the sequences of a step do not fit into the memory of this machine.
     """
     limit, longest = context_limit(options), []
-    vocab_size = min(map(vocab_size_of, _models(options)))
+    vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
     for workflow, rows, where in sources:
+        how: Any = {"workflow": workflow, "max_length": limit, "where": where, "vocab_size": vocab_size}
         if (stream := stream_of(rows)) is not None:
-            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where, vocab_size))
+            stream.check("prompts", partial(check_openings, **how))
             longest.append((workflow, 0))  # of prompts that are not read yet
-            continue
-        if workflow.needs_prompt:
-            check_prompts(rows, where)
-        if rows:
-            is_known = workflow.needs_prompt
-            longest.append((workflow, check_openings(rows, workflow, limit, where, vocab_size) if is_known else 0))
+        elif rows:
+            longest.append((workflow, check_openings(rows, **how)))
     context, num = make_context(options, limit, longest), options.num_sequences
     least = context.host_gib(num, context.longest_prompt)
     if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
         what = f"train_data.prompts_per_rollout x train_data.responses_per_prompt = {num:,} sequences in a step"
         raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
     return context
-
-
-def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, vocab_size: int, rows: Rows) -> None:
-    if workflow.needs_prompt:
-        check_prompts(rows, where)
-        check_openings(rows, workflow, limit, where, vocab_size)
 
 
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
@@ -133,6 +115,9 @@ def check_openings(
         where: the rows' option, for messages.
         vocab_size: size of the models' vocabulary.
     """
+    if not workflow.needs_prompt:
+        return 0
+    check_prompts(rows, where)
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
     text = f"looking at the prompts of {where}"

@@ -547,12 +547,15 @@ class PpoConfig(LaunchOptions):
         return self.actor.max_inference_length_per_device if own is None else own
 
     @property
+    def models(self) -> list[ModelOptions]:
+        """Options of all models, whose sequences are the same."""
+        others = [*([self.critic] if self.has_critic else []), *([self.ref_actor] if self.has_reference else [])]
+        return [self.actor, *(other.as_model(self.actor) for other in others)]
+
+    @property
     def max_length(self) -> int:
         """Length of the longest sequence that all models can take, in tokens."""
-        models: list[ModelOptions] = [self.actor]
-        models += [self.critic.as_model(self.actor)] if self.has_critic else []
-        models += [self.ref_actor.as_model(self.actor)] if self.has_reference else []
-        limits = [model.max_length_per_device * model.tp_size * model.sp_size for model in models]
+        limits = [model.max_length_per_device * model.tp_size * model.sp_size for model in self.models]
         return min([*limits, *([self.rollout.max_model_len] if self.rollout.max_model_len else [])])
 
 

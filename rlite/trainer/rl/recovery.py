@@ -56,7 +56,9 @@ class TrainRecovery:
         while True:
             try:
                 if is_lost:
-                    self._recover(version)
+                    began = time.monotonic()
+                    self._engines.recover(self._snapshots, version)
+                    logger.warning("training goes on after %.1f s", time.monotonic() - began)
                     restore()
                 return act()
             except WorkerError as error:
@@ -66,11 +68,6 @@ class TrainRecovery:
                     raise
                 self._began.append(now)
                 logger.warning("training goes back to the end of the last step: %s", error)
-
-    def _recover(self, version: int) -> None:
-        began = time.monotonic()
-        self._engines.recover(self._snapshots, version)
-        logger.warning("training goes on after %.1f s", time.monotonic() - began)
 
 
 def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:

@@ -19,7 +19,7 @@ from rlite.trainer.held_out.options import key_of
 from rlite.trainer.held_out.prompt_sets import own_rewards
 from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.rl.lengths import context_limit
-from rlite.trainer.rl.options import PpoConfig, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import PpoConfig, SamplingOptions
 from rlite.trainer.run.program_objects import ProgramObjects
 
 OPTIONS_KEY = "train_data.chat_template_options"
@@ -114,10 +114,8 @@ def _of_rewards(rewards: ChosenRewards, tables: Tables) -> Callable[..., Rollout
 
 def _other_source(options: PpoConfig) -> Callable[..., RolloutWorkflow]:
     rollout = options.rollout
-    return _from_file(rollout, context_limit(options)) if rollout.workflow is None else WORKFLOWS[rollout.workflow]
-
-
-def _from_file(rollout: RolloutOptions, limit: int) -> Callable[..., RolloutWorkflow]:
+    if rollout.workflow is not None:
+        return WORKFLOWS[rollout.workflow]
     assert rollout.env_path is not None
     make = environment_workflow(rollout.env_path, **rollout.process_options)
-    return partial(make, max_turns=rollout.max_turns, max_length=limit)
+    return partial(make, max_turns=rollout.max_turns, max_length=context_limit(options))

@@ -224,7 +224,7 @@ def test_a_judge_that_ignores_its_deadline_is_a_time_out_at_its_deadline(stubbor
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), OwnExit()], ids=repr)
 def test_a_reward_in_this_process_that_wants_to_end_it_fails(death: BaseException, batch_size: int | None) -> None:
     def leave(**call: Any) -> float:
         raise death

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +22,9 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.collector.draws import chunks_of, joined
-from rlite.types import LLMResponse
+from rlite.rollout.collector.draws import chunks_of
+from rlite.rollout.collector.selection import Selection
+from rlite.types import LLMResponse, TokenChunk
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=200)
 Collect = Callable[..., RolloutCollector]
@@ -49,6 +52,25 @@ class Sampler(ScriptedEngine):
         return [own.randrange(1000) for _ in range(own.choice([4, 100]))]
 
 
+def joined(chunks: list[TokenChunk], read: list[int]) -> LLMResponse:
+    """The response that chunks make; the lists of the only chunk are its own, as an agent would take them."""
+    first, *others = chunks
+    versions = [first.version] * len(first.token_ids)
+    for chunk in others:
+        first.token_ids.extend(chunk.token_ids)
+        first.logprobs.extend(chunk.logprobs)
+        versions += [chunk.version] * len(chunk.token_ids)
+    return LLMResponse(
+        input_tokens=[*read],
+        output_tokens=first.token_ids,
+        output_logprobs=first.logprobs,
+        output_versions=versions,
+        stop_reason=chunks[-1].finish_reason or "abort",
+        latency=0,
+        ttft=0,
+    )
+
+
 class Ask(RolloutWorkflow):
     """Asks for some turns, each of which reads the turn before, and fails as `grade` says."""
 
@@ -60,7 +82,7 @@ class Ask(RolloutWorkflow):
         for turn in range(self.turns):
             request = LLMRequest(input_ids=read, gconfig=GCONFIG)
             if self.streams:
-                response = joined([chunk async for chunk in engine.stream(request)])
+                response = joined([chunk async for chunk in engine.stream(request)], read)
             else:
                 response = await engine.agenerate(request)
             written = [*response.output_tokens]
@@ -214,6 +236,45 @@ def test_chunks_of_an_answer_hold_all_of_it() -> None:
     )
     chunks = list(chunks_of(answer))
     assert [(chunk.version, chunk.finish_reason) for chunk in chunks] == [(1, None), (2, "length")]
-    assert joined(chunks) == answer
-    empty = joined([])
+    assert [token for chunk in chunks for token in chunk.token_ids] == answer.output_tokens
+    assert [value for chunk in chunks for value in chunk.logprobs] == answer.output_logprobs
+    assert [value for chunk in chunks for value in chunk.sampling_logprobs] == answer.sampling_logprobs
+    assert [ids for chunk in chunks for ids in chunk.extras["kept_ids"]] == answer.extras["kept_ids"]
+    nothing: dict[str, Any] = {name: [] for name in ("output_tokens", "output_logprobs", "output_versions")}
+    empty = replace(answer, **nothing, sampling_logprobs=[], extras={}, stop_reason="abort")
     assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks_of(empty)] == [([], "abort")]
+
+
+def test_a_loop_that_never_asks_for_alarms_keeps_counts_and_not_answers() -> None:
+    total = Selection()
+    for _ in range(1000):
+        total.add(Selection(failed=Counter([30, 30]), kept=Counter([10] * 100)))
+    assert (len(total.failed), len(total.kept)) == (1, 1)
+    assert total.lengths() == {"length_failed": 30, "length_kept": 10}
+    assert [facts["failed"] for _, facts in total.alarms()] == ["2000, mean length 30 tokens"]
+
+
+def test_episodes_that_fail_before_their_first_token_have_no_answer_whose_length_counts(collect: Collect) -> None:
+    class Refuses(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            if data["number"] % 2:
+                raise ValueError("the environment is full")
+            return await super().arun_episode(engine, data)
+
+    collector = collect(Sampler(), max_consecutive_failures=1000)
+    collector.rollout_batch([{"number": number} for number in range(20)], Refuses(lambda *_: 1.0))
+    assert "rollout/length_failed" not in stats_tracker.export()
+    assert not [cause for cause, _ in collector.take_selection().alarms() if "shorter" in cause]
+
+
+def test_a_request_whose_extras_are_a_list_is_answered_and_known_again(collect: Collect) -> None:
+    class Lists(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            extras: Any = ["kept_ids"]
+            response = await engine.agenerate(LLMRequest(input_ids=[1], gconfig=GCONFIG, extras=extras))
+            return trajectory(response, reward=self.grade(data, 0, [*response.output_tokens]))
+
+    engine, judge = Sampler(), Flaky()
+    collect(engine).rollout_batch([{"number": 0}], Lists(judge))
+    assert judge.seen[0][0] == judge.seen[0][1]
+    assert len(engine.asked) == 1

@@ -16,7 +16,7 @@ from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, Rollou
 from rlite.trainer.rl.filtering import VariedGroups
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.rollout_metrics import Generated
-from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, make_rollouts
+from rlite.trainer.rl.rollouts import Rollouts, RolloutsAhead, make_rollouts
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
@@ -49,7 +49,7 @@ def rollouts() -> Iterator[Any]:
         rollout = collectors[-1]
         rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
         made = make_rollouts(options, SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
-        assert type(made) is (RolloutsAhead if ahead else SynchronousRollouts)
+        assert type(made) is (RolloutsAhead if ahead else Rollouts)
         return SimpleNamespace(engine=engine, prompts=prompts, rollouts=made, collector=rollout)
 
     yield make
