@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
 from rlite.errors import FORKED, REBUILD, CallTimeout, ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
@@ -238,7 +238,7 @@ class WorkerGroup:
 
     def create(
         self,
-        factory: Callable[[WorkerContext], Any],
+        factory: WorkerFactory,
         torch_devices: Sequence[str],
         num_threads: Sequence[int],
         world_ranks: Sequence[int],

@@ -43,6 +43,10 @@ class WorkerContext:
     """ranks of this group's workers in the process's default torch.distributed group"""
 
 
+WorkerFactory = Callable[[WorkerContext], Any]
+"""makes a worker from its context, in its process"""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A call's result or its exception, as a worker process sends it back."""

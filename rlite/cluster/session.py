@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import WorkerContext
+from rlite.cluster.host import WorkerFactory
 from rlite.cluster.inprocess import InprocessLauncher
 from rlite.cluster.launcher import Launcher, SessionOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
@@ -75,11 +75,7 @@ class Session:
         return executors
 
     def start(
-        self,
-        owner: str,
-        devices: Sequence[Device],
-        factory: Callable[[WorkerContext], Any],
-        replica_size: int | None = None,
+        self, owner: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
     ) -> WorkerGroup:
         """Start the owner's workers.
 
@@ -95,7 +91,7 @@ class Session:
         self._groups[owner] = self.launcher.start(owner, devices, factory, replica_size)
         return self._groups[owner]
 
-    def restart(self, owner: str, replica: int, factory: Callable[[WorkerContext], Any]) -> None:
+    def restart(self, owner: str, replica: int, factory: WorkerFactory) -> None:
         """Start the workers of a lost replica again, on their devices, or on others if their node has died.
 
         Args:

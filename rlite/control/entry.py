@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.cluster.guard import own_children
-from rlite.cluster.host import WorkerContext
+from rlite.cluster.host import WorkerContext, WorkerFactory
 from rlite.owner import Owner
 from rlite.recovery.record import JobRecord, save_record
 from rlite.recovery.store import FileStore
@@ -110,7 +110,7 @@ class JobProcess:
     job: str
     submission: str
     role: str
-    factory: Callable[[WorkerContext], Any]
+    factory: WorkerFactory
     """makes the worker"""
 
     def __call__(self, context: WorkerContext) -> Any:

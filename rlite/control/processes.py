@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlite.cluster.group import WorkerGroup, worker_name
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost
+from rlite.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
 from rlite.cluster.placement import Device
 from rlite.cluster.ray.fleet import (
     SERVICE_KEY,
@@ -338,7 +338,7 @@ class JobProcesses:
             self._in_job(role, factory), [torch_device] * count, [0] * count, range(count), timeout, list(ranks)
         )
 
-    def _in_job(self, role: str, factory: Callable[[WorkerContext], Any]) -> JobProcess:
+    def _in_job(self, role: str, factory: WorkerFactory) -> JobProcess:
         return JobProcess(self._plan.name, self._plan.submission, role, factory)
 
     def _actors(self, role: RLRoleType) -> RoleActors:
