@@ -117,17 +117,11 @@ class AbsentHandle:
         self.notice: Future[Any] = Future()
         self.death.set_exception(WorkerDied(f"worker process ended: {name}", (name,)))
 
-    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return WorkerDied as the answer."""
         return self.death
 
-    def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
-        """Return WorkerDied as the answer."""
-        return self.death
-
-    def look(self, with_stack: bool = False) -> Future[CallPosition]:
-        """Return WorkerDied as the answer."""
-        return self.death
+    aside = look = submit
 
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Return WorkerDied as the outcome."""

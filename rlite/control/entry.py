@@ -145,16 +145,15 @@ class JobOutput:
         Returns:
             Their number.
         """
-        return sum(self._show(path) for path in sorted(self._folder.glob(self._pattern)))
-
-    def _show(self, path: Path) -> int:
-        lines = list(self._new_lines(path))
-        if lines and path != self._shown:
-            self._shown = path
-            print(f"== {path.name} ==")
-        for line in lines:
-            print(line, flush=True)
-        return len(lines)
+        count = 0
+        for path in sorted(self._folder.glob(self._pattern)):
+            for line in self._new_lines(path):
+                if path != self._shown:
+                    self._shown = path
+                    print(f"== {path.name} ==")
+                print(line, flush=True)
+                count += 1
+        return count
 
     def _new_lines(self, path: Path) -> Iterator[str]:
         with suppress(OSError), path.open("rb") as output:  # Ray's file may be gone
