@@ -87,23 +87,14 @@ class WorkerHandle(Protocol):
 
         Returns:
             The outcome, without its value; and a reference to the value, which may be an argument of later calls.
+
+        Raises:
+            ConfigError: no other process can hold results of this process.
         """
-        ...
+        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
     def stop(self, key: WorkerKey) -> None:
         """End the worker `key`."""
-
-
-class HandleWithoutSnapshots:
-    """Base of handles of processes whose results no other process can hold."""
-
-    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
-        """Refuse.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
 
 class AbsentHandle:

@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from rlite.cluster.group import HandleWithoutSnapshots, WorkerGroup
+from rlite.cluster.group import WorkerGroup, WorkerHandle
 from rlite.cluster.guard import end_with_parent
 from rlite.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
@@ -118,7 +118,7 @@ class LocalHost(WorkerHost):
         return method(self, *args)
 
 
-class RankProcess(HandleWithoutSnapshots):
+class RankProcess(WorkerHandle):
     """One rank as the driver sees it: a queue of calls that one thread performs in order."""
 
     def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:

@@ -178,7 +178,7 @@ def logs(arguments: Sequence[str]) -> None:
 def stop(arguments: Sequence[str]) -> None:
     """End a job and wait for its end. A program saves before."""
     query = load(StopQuery, named(arguments, ["name"]))
-    found = _find(query)
+    found = _find(query, is_to_end=True)
     name, handle = found.entry.name, found.handle
     if handle is None or (found.record.state.has_ended and not handle.orphans()):
         print(f"job {name} has ended already: {found.record.state.stage}")
@@ -219,7 +219,7 @@ class _Found:
     entry: JobEntry
     record: JobRecord
     handle: JobHandle | None = None
-    """None: the job has ended, and no cluster is needed"""
+    """None: no cluster is needed"""
 
     @property
     def is_held(self) -> bool:
@@ -230,14 +230,19 @@ class _Found:
         """Wait for the end of the job, and call `act` now and then."""
         if self.is_held:
             importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
-        while self.handle is not None and not self.record.state.has_ended:
+        while not self.record.state.has_ended:
             time.sleep(FOLLOW_S)
-            self.record = (_kept(self.entry) or self.record) if self.is_held else self.handle.record()
+            is_read = self.handle is None or self.is_held
+            self.record = (_kept(self.entry) or self.record) if is_read else self.handle.record()
             act()
 
 
-def _find(query: JobQuery) -> _Found:
+def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
     """Return a job by name or run folder: an entry of a submission from here, or a job of the connected cluster.
+
+    Args:
+        query: the job.
+        is_to_end: the record of a job that has not ended is not enough.
 
     Raises:
         ConfigError: there is no name.
@@ -246,7 +251,7 @@ def _find(query: JobQuery) -> _Found:
         raise ConfigError("expected the name of a job, or the folder of its run")
     known = entries(query.name) if query.address is None else []
     entry = known[0] if known else JobEntry(query.name, "", query.address, query.store)
-    if (record := _kept(entry)) is not None:
+    if (record := _kept(entry)) is not None and (record.state.has_ended or not is_to_end):
         return _Found(entry, record)
     connect(None, entry.address)
     handle = JobHandle(entry.name, entry.submission, entry.store)
@@ -254,11 +259,13 @@ def _find(query: JobQuery) -> _Found:
 
 
 def _kept(entry: JobEntry) -> JobRecord | None:
-    """Return the record of a job that needs no cluster: it has ended, or the process that held its Ray has."""
-    folders = [entry.folder] if entry.store in ("ray", "memory") else [entry.folder, Path(entry.store)]
-    for folder in folders:
-        record = load_record(FileStore(folder), entry.name)
-        if record is not None and record.state.has_ended and entry.submission in ("", record.submission):
+    """Return the record of a job that needs no cluster: it has ended, or its Ray has, or its store was named."""
+    stores = [] if entry.store in ("ray", "memory") else [FileStore(entry.store)]
+    if not entry.submission:
+        return load_record(stores[0], entry.name) if stores else None
+    for store in (FileStore(entry.folder), *stores):
+        record = load_record(store, entry.name)
+        if record is not None and record.submission == entry.submission and record.state.has_ended:
             return record
     if entry.owner is None or not entry.owner.is_gone:
         return None
