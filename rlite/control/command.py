@@ -232,8 +232,10 @@ class _Found:
             importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
         while not self.record.state.has_ended:
             time.sleep(FOLLOW_S)
-            is_read = self.handle is None or self.is_held
-            self.record = (_kept(self.entry) or self.record) if is_read else self.handle.record()
+            if self.handle is None or self.is_held:
+                self.record = _kept(self.entry) or self.record
+            else:
+                self.record = self.handle.record()
             act()
 
 
