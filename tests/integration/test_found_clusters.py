@@ -72,9 +72,9 @@ def test_a_cluster_that_refuses_this_program_is_passed_over_with_a_warning(clust
     assert passed_over(address, "AuthenticationError") in done.stderr
 
 
-def test_the_commands_pass_it_over_and_say_that_none_runs(cluster: tuple[str, dict[str, str]]) -> None:
+def test_the_commands_pass_it_over_and_say_that_none_runs(cluster: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     address, env = cluster
-    done = run(env, COMMAND, RAY_AUTH_MODE="token")
+    done = run(env, COMMAND, RAY_AUTH_MODE="token", HOME=str(tmp_path))  # without the token of an earlier Ray
     assert passed_over(address, "RAY_AUTH_MODE=token, and there is no token") in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
         "rlite.errors.ConfigError: no Ray cluster runs here: give its address="
