@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
 from rlite.errors import FORKED, REBUILD, CallTimeout, ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
@@ -87,23 +87,14 @@ class WorkerHandle(Protocol):
 
         Returns:
             The outcome, without its value; and a reference to the value, which may be an argument of later calls.
+
+        Raises:
+            ConfigError: no other process can hold results of this process.
         """
-        ...
+        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
     def stop(self, key: WorkerKey) -> None:
         """End the worker `key`."""
-
-
-class HandleWithoutSnapshots:
-    """Base of handles of processes whose results no other process can hold."""
-
-    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
-        """Refuse.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
 
 class AbsentHandle:
@@ -117,17 +108,11 @@ class AbsentHandle:
         self.notice: Future[Any] = Future()
         self.death.set_exception(WorkerDied(f"worker process ended: {name}", (name,)))
 
-    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return WorkerDied as the answer."""
         return self.death
 
-    def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
-        """Return WorkerDied as the answer."""
-        return self.death
-
-    def look(self, with_stack: bool = False) -> Future[CallPosition]:
-        """Return WorkerDied as the answer."""
-        return self.death
+    aside = look = submit
 
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Return WorkerDied as the outcome."""
@@ -238,7 +223,7 @@ class WorkerGroup:
 
     def create(
         self,
-        factory: Callable[[WorkerContext], Any],
+        factory: WorkerFactory,
         torch_devices: Sequence[str],
         num_threads: Sequence[int],
         world_ranks: Sequence[int],

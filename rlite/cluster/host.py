@@ -48,6 +48,10 @@ class WorkerContext:
         return self.world_ranks[first : first + size]
 
 
+WorkerFactory = Callable[[WorkerContext], Any]
+"""makes a worker from its context, in its process"""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A call's result or its exception, as a worker process sends it back."""

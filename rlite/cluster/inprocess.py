@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rlite.cluster.group import HandleWithoutSnapshots, WorkerGroup
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.group import WorkerGroup, WorkerHandle
+from rlite.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
 from rlite.parallel.processes import join_alone, leave
 
 
-class InprocessHandle(HandleWithoutSnapshots):
+class InprocessHandle(WorkerHandle):
     """Handle that runs each call at once. A lock keeps calls of different threads (training, generation) apart."""
 
     process = "driver"
@@ -66,11 +66,7 @@ class InprocessLauncher(Launcher):
         join_alone(options.device)
 
     def start(
-        self,
-        name: str,
-        devices: Sequence[Device],
-        factory: Callable[[WorkerContext], Any],
-        replica_size: int | None = None,
+        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
     ) -> WorkerGroup:
         """Make a worker in this process.
 

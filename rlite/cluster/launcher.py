@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import WorkerContext
+from rlite.cluster.host import WorkerFactory
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import ConfigError
 
@@ -33,11 +33,7 @@ class Launcher(Protocol):
     """the other workers live on when one dies"""
 
     def start(
-        self,
-        name: str,
-        devices: Sequence[Device],
-        factory: Callable[[WorkerContext], Any],
-        replica_size: int | None = None,
+        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
     ) -> WorkerGroup:
         """Start a group of workers.
 
@@ -49,9 +45,7 @@ class Launcher(Protocol):
                 that survives deaths makes such workers a replica of the group.
         """
 
-    def start_replica(
-        self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]
-    ) -> None:
+    def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
         """Start the workers of one replica, in the place of a lost replica or beside the others.
 
         Args:

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import WorkerContext
+from rlite.cluster.host import WorkerFactory
 from rlite.cluster.inprocess import InprocessLauncher
 from rlite.cluster.launcher import Launcher, SessionOptions, default_cpu_slots
-from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
+from rlite.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.cluster.torchrun import TorchrunLauncher
 from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
 from rlite.parallel.processes import keep_for_ever
@@ -75,11 +75,7 @@ class Session:
         return executors
 
     def start(
-        self,
-        owner: str,
-        devices: Sequence[Device],
-        factory: Callable[[WorkerContext], Any],
-        replica_size: int | None = None,
+        self, owner: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
     ) -> WorkerGroup:
         """Start the owner's workers.
 
@@ -95,7 +91,7 @@ class Session:
         self._groups[owner] = self.launcher.start(owner, devices, factory, replica_size)
         return self._groups[owner]
 
-    def restart(self, owner: str, replica: int, factory: Callable[[WorkerContext], Any]) -> None:
+    def restart(self, owner: str, replica: int, factory: WorkerFactory) -> None:
         """Start the workers of a lost replica again, on their devices, or on others if their node has died.
 
         Args:
@@ -203,29 +199,15 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def init(
-    device: DeviceKind | None = None,
-    num_devices: int | None = None,
+    options: SessionOptions,
     launcher: LauncherName | None = None,
-    address: str | None = None,
-    num_threads: int | None = None,
-    call_timeout: float = 3600.0,
-    start_timeout: float = 300.0,
     engine_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Session:
-    """Start the program's session, or attach to a running cluster.
-
-    Programs call `rlite.init`, which checks `engine_options` first.
-
-    Under torchrun only rank 0 returns; the other ranks serve it and exit when it is done.
+    """Start the program's session. Programs call `rlite.init`, which documents the arguments.
 
     Args:
-        device: "cuda" or "cpu"; default: CUDA if there is one.
-        num_devices: devices to use; default: all GPUs, or min(cores, 8) CPU slots.
-        launcher: "torchrun" (default under torchrun), "inprocess" (default for one device) or "ray".
-        address: address of a Ray cluster; default: RAY_ADDRESS, a cluster that `ray start` left here, or a new one.
-        num_threads: torch threads per worker; default: the node's cores divided by its devices.
-        call_timeout: seconds that a call may take before CallTimeout names the late workers.
-        start_timeout: seconds that starting workers may take.
+        options: options for the launcher.
+        launcher: name of the launcher, or None.
         engine_options: defaults of the executors' options, by the name of the executor.
 
     Returns:
@@ -240,13 +222,12 @@ def init(
         raise RliteError(f"rlite.init() {FORKED}")
     if _session is not None:
         raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
-    chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen not in ("cpu", "cuda"):
+    device, num_devices = options.device, options.num_devices
+    if device not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
     if num_devices is not None and num_devices < 1:
         raise ConfigError(f"num_devices={num_devices}: expected at least 1")
-    kind = launcher or _default_launcher(chosen, num_devices)
-    options = SessionOptions(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
+    kind = launcher or _default_launcher(device, num_devices)
     if kind == "inprocess":
         if num_devices not in (None, 1):
             raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
@@ -264,7 +245,7 @@ def init(
         started = importlib.import_module("rlite.cluster.ray.launcher").RayLauncher(options)
     else:
         raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
-    _session = Session(started, chosen, engine_options)
+    _session = Session(started, device, engine_options)
     atexit.unregister(shutdown)
     atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
     return _session

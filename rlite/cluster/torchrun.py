@@ -25,9 +25,9 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from rlite.cluster.group import HandleWithoutSnapshots, WorkerGroup
+from rlite.cluster.group import WorkerGroup, WorkerHandle
 from rlite.cluster.guard import end_with_parent
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
 from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
 from rlite.errors import PlacementError, WorkerDied, WorkerError
@@ -118,7 +118,7 @@ class LocalHost(WorkerHost):
         return method(self, *args)
 
 
-class RankProcess(HandleWithoutSnapshots):
+class RankProcess(WorkerHandle):
     """One rank as the driver sees it: a queue of calls that one thread performs in order."""
 
     def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:
@@ -236,11 +236,7 @@ class TorchrunLauncher(Launcher):
         make_program_a_world()
 
     def start(
-        self,
-        name: str,
-        devices: Sequence[Device],
-        factory: Callable[[WorkerContext], Any],
-        replica_size: int | None = None,
+        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
     ) -> WorkerGroup:
         """Start a group of workers.
 

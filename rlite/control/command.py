@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +21,8 @@ from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, RliteError
 from rlite.owner import Owner
 from rlite.recovery.failover import JobState
-from rlite.recovery.record import JobRecord, clock, load_record
+from rlite.recovery.record import JobRecord, load_record
+from rlite.recovery.reporting import clock
 from rlite.recovery.store import FileStore
 
 JOB_SERVERS = ("http://", "https://")
@@ -125,7 +126,7 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
     inner = [str(Path(file).resolve().relative_to(folder)) for file in files]
     inner += [each for each in rest if not each.startswith(("address=", "wait="))]
     server = importlib.import_module("rlite.cluster.ray.submission").JobServer(config.address)
-    submission = server.submit(shlex.join(["python", "-m", "rlite.cli", "launch", *inner]), folder, {}, config.name)
+    submission = server.submit(shlex.join(["python", "-m", "rlite.cli", "launch", *inner]), folder, config.name)
     if not config.wait:
         print(f"job {config.name} is submitted; follow it with: ray job logs {submission} --follow")
         return
@@ -137,14 +138,14 @@ def status(arguments: Sequence[str]) -> None:
     query = load(JobQuery, named(arguments, ["name"]))
     if query.name is not None:
         found = _find(query)
-        _show(found.name, found.record, found.handle)
+        _show(found.entry.name, found.record, found.handle)
         return
     known = entries() if query.address is None else []
     for entry in known:
         record = _kept(entry)
         stage = "on its cluster" if record is None else record.state.stage
         print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {entry.run_folder or entry.name}")
-    with suppress(*[ConfigError][: len(known)]):  # the jobs from here may be all
+    with suppress(ConfigError) if known else nullcontext():  # the jobs from here may be all
         connect(None, query.address)
         for name in importlib.import_module("rlite.cluster.ray.fleet").RayStore().names():
             handle = JobHandle(name)
@@ -165,9 +166,9 @@ def logs(arguments: Sequence[str]) -> None:
     found = _find(query)
     for entry in found.record.log if query.role in ("", "events") else ():
         print(entry)
-    output = JobOutput(found.name, found.record.submission, "" if query.role == "events" else query.role)
     if query.role == "events":
         return
+    output = JobOutput(found.entry.name, found.record.submission, query.role)
     if output.show() == 0:
         print("no output of its processes on this machine: each node has the output of its own")
     if query.follow:
@@ -177,15 +178,16 @@ def logs(arguments: Sequence[str]) -> None:
 def stop(arguments: Sequence[str]) -> None:
     """End a job and wait for its end. A program saves before."""
     query = load(StopQuery, named(arguments, ["name"]))
-    found = _find(query)
-    if found.handle is None or (found.record.state.has_ended and not found.handle.orphans()):
-        print(f"job {found.name} has ended already: {found.record.state.stage}")
+    found = _find(query, is_to_end=True)
+    name, handle = found.entry.name, found.handle
+    if handle is None or (found.record.state.has_ended and not handle.orphans()):
+        print(f"job {name} has ended already: {found.record.state.stage}")
         return
-    found.handle.stop(is_now=query.now)
+    handle.stop(is_now=query.now)
     found.wait()
-    if found.held_by is None:
-        found.handle.result()  # which ends the master
-    print(f"job {found.name} has ended: {found.record.state.error or found.record.state.stage}")
+    if not found.is_held:
+        handle.result()  # which ends the master
+    print(f"job {name} has ended: {found.record.state.error or found.record.state.stage}")
 
 
 def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str:
@@ -214,54 +216,60 @@ def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str
 class _Found:
     """A job that a command has found."""
 
-    name: str
+    entry: JobEntry
     record: JobRecord
     handle: JobHandle | None = None
-    """None: the job has ended, and no cluster is needed"""
-    held_by: JobEntry | None = None
-    """entry of a job whose Ray another process holds, and ends with the job"""
+    """None: no cluster is needed"""
+
+    @property
+    def is_held(self) -> bool:
+        """True if another process holds the Ray of the job, and ends it with the job."""
+        return self.handle is not None and self.entry.owner not in (None, Owner.of_this_process())
 
     def wait(self, act: Callable[[], object] = lambda: None) -> None:
         """Wait for the end of the job, and call `act` now and then."""
-        if self.held_by is not None:
+        if self.is_held:
             importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
         while not self.record.state.has_ended:
             time.sleep(FOLLOW_S)
-            if self.held_by is not None:
-                self.record = _kept(self.held_by) or self.record
-            elif self.handle is not None:
+            if self.handle is None or self.is_held:
+                self.record = _kept(self.entry) or self.record
+            else:
                 self.record = self.handle.record()
             act()
 
 
-def _find(query: JobQuery) -> _Found:
+def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
     """Return a job by name or run folder: an entry of a submission from here, or a job of the connected cluster.
+
+    Args:
+        query: the job.
+        is_to_end: the record of a job that has not ended is not enough.
 
     Raises:
         ConfigError: there is no name.
     """
     if query.name is None:
         raise ConfigError("expected the name of a job, or the folder of its run")
-    entry = next(iter(entries(query.name)), None) if query.address is None else None
-    if entry is not None and (record := _kept(entry)) is not None:
-        return _Found(entry.name, record)
-    if entry is None:
-        if query.store != "ray" and (record := load_record(FileStore(query.store), query.name)) is not None:
-            return _Found(query.name, record)
-        entry = JobEntry(query.name, "", query.address, query.store)
+    known = entries(query.name) if query.address is None else []
+    entry = known[0] if known else JobEntry(query.name, "", query.address, query.store)
+    if (record := _kept(entry)) is not None and (record.state.has_ended or not is_to_end):
+        return _Found(entry, record)
     connect(None, entry.address)
     handle = JobHandle(entry.name, entry.submission, entry.store)
-    is_held = entry.owner not in (None, Owner.of_this_process())
-    return _Found(entry.name, handle.record(), handle, entry if is_held else None)
+    return _Found(entry, handle.record(), handle)
 
 
 def _kept(entry: JobEntry) -> JobRecord | None:
-    """Return the record of a job that needs no cluster: it has ended, or the process that held its Ray has."""
-    kept = load_record(FileStore(entry.folder), entry.name)
-    if kept is None and entry.store not in ("ray", "memory"):
-        stored = load_record(FileStore(entry.store), entry.name)
-        kept = stored if stored and stored.submission == entry.submission and stored.state.has_ended else None
-    if kept is None and entry.owner is not None and entry.owner.is_gone:
-        why = f"process {entry.owner.pid}, which held its Ray, has ended"
-        return JobRecord(entry.submission, JobState(stage="ERROR", error=why))
-    return kept
+    """Return the record of a job that needs no cluster: it has ended, or its Ray has, or its store was named."""
+    stores = [] if entry.store in ("ray", "memory") else [FileStore(entry.store)]
+    if not entry.submission:
+        return load_record(stores[0], entry.name) if stores else None
+    for store in (FileStore(entry.folder), *stores):
+        record = load_record(store, entry.name)
+        if record is not None and record.submission == entry.submission and record.state.has_ended:
+            return record
+    if entry.owner is None or not entry.owner.is_gone:
+        return None
+    why = f"process {entry.owner.pid}, which held its Ray, has ended"
+    return JobRecord(entry.submission, JobState(stage="ERROR", error=why))

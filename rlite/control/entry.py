@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.cluster.guard import own_children
-from rlite.cluster.host import WorkerContext
+from rlite.cluster.host import WorkerContext, WorkerFactory
 from rlite.owner import Owner
 from rlite.recovery.record import JobRecord, save_record
 from rlite.recovery.store import FileStore
@@ -110,7 +110,7 @@ class JobProcess:
     job: str
     submission: str
     role: str
-    factory: Callable[[WorkerContext], Any]
+    factory: WorkerFactory
     """makes the worker"""
 
     def __call__(self, context: WorkerContext) -> Any:
@@ -145,16 +145,15 @@ class JobOutput:
         Returns:
             Their number.
         """
-        return sum(self._show(path) for path in sorted(self._folder.glob(self._pattern)))
-
-    def _show(self, path: Path) -> int:
-        lines = list(self._new_lines(path))
-        if lines and path != self._shown:
-            self._shown = path
-            print(f"== {path.name} ==")
-        for line in lines:
-            print(line, flush=True)
-        return len(lines)
+        count = 0
+        for path in sorted(self._folder.glob(self._pattern)):
+            for line in self._new_lines(path):
+                if path != self._shown:
+                    self._shown = path
+                    print(f"== {path.name} ==")
+                print(line, flush=True)
+                count += 1
+        return count
 
     def _new_lines(self, path: Path) -> Iterator[str]:
         with suppress(OSError), path.open("rb") as output:  # Ray's file may be gone

@@ -132,7 +132,6 @@ class Finding:
     lives: tuple[WorkloadId, ...]
     pids: tuple[int, ...]
     condition: Condition
-    node: str
     detail: str
 
 
@@ -209,7 +208,7 @@ class Judge:
         if vitals is not None:
             self._silent_s[node] = 0.0
             seen = [(each, vitals[each.pid]) for each in here if each.pid in vitals]
-            findings = [found for each, vital in seen if (found := self._judge(node, each, vital, seconds)) is not None]
+            findings = [found for each, vital in seen if (found := self._judge(each, vital, seconds)) is not None]
         elif node in self._silent_s:
             self._silent_s[node] += seconds
             findings = self._judge_silence(node, here)
@@ -223,17 +222,17 @@ class Judge:
         if self._silent_s[node] < self._silent_after_s or not here:
             return []
         lives, pids = tuple(each.life for each in here), tuple(each.pid for each in here)
-        return [Finding(lives, pids, "stopped", node, f"no heartbeat for {self._silent_s[node]:.1f} s")]
+        return [Finding(lives, pids, "stopped", f"no heartbeat for {self._silent_s[node]:.1f} s")]
 
-    def _judge(self, node: str, each: Watched, vital: Vital, seconds: float) -> Finding | None:
+    def _judge(self, each: Watched, vital: Vital, seconds: float) -> Finding | None:
         each.stopped_s = each.stopped_s + seconds if vital.status in STOPPED else 0.0
         used_s, each.cpu_s = vital.cpu_s - each.cpu_s, vital.cpu_s
         is_at_work = vital.status in AT_WORK or used_s > LIVE_SHARE * seconds
         each.idle_s = 0.0 if is_at_work or not each.late else each.idle_s + seconds
         if each.stopped_s >= self._stopped_after_s:
             detail = f"process {each.pid} is in state T (SIGSTOP)"
-            return Finding((each.life,), (each.pid,), "stopped", node, detail)
+            return Finding((each.life,), (each.pid,), "stopped", detail)
         if each.late and each.idle_s >= self._hung_after_s:
             detail = f"{each.late} is late, and process {each.pid} has not computed for {each.idle_s:.0f} s"
-            return Finding((each.life,), (each.pid,), "hung", node, detail)
+            return Finding((each.life,), (each.pid,), "hung", detail)
         return None

@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
@@ -19,7 +20,7 @@ from rlite.control.spec import JobSpec
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
 from rlite.owner import Owner
 from rlite.recovery.record import JobRecord, LogEntry, forget_old, load_record, save_record
-from rlite.recovery.store import StateStore, check_name
+from rlite.recovery.store import check_name
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""
@@ -68,7 +69,7 @@ class JobHandle:
         try:
             record: JobRecord = self._ask(method, *args)
         except JobNotFound as error:
-            found = load_record(_make_store(self._store), self.name)
+            found = load_record(self._fleet.make_store(self._store), self.name)
             if found is None:
                 raise JobNotFound(f"no job {self.name!r}: {error}, and its store has no record of it") from error
             if method == "wait" and not found.state.has_ended:
@@ -103,7 +104,7 @@ class JobHandle:
             if not self.orphans():
                 raise
             self._fleet.Fleet(self.name).end()
-            store = _make_store(self._store)
+            store = self._fleet.make_store(self._store)
             record = load_record(store, self.name) or JobRecord(self._submission)
             state = replace(record.state, stage="STOPPED", error=f"{why}; its master was gone")
             save_record(store, self.name, replace(record, state=state))
@@ -130,8 +131,7 @@ class JobHandle:
                 raise CallTimeout(f"job {self.name!r} still runs after {timeout:g} s; stop() ends it")
         processes = self._fleet.Fleet(self.name)
         processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
-        processes.kill(lambda _: True)
-        processes.release(lambda _: True)
+        processes.end()
         self._fleet.drop_plan(self.name, record.submission)
         keep_record(self.name, record)
         state = record.state
@@ -182,12 +182,12 @@ class RLJob:
         processes = fleet.Fleet(job_name)
         if processes.names():
             raise ConfigError(f"job_name={job_name!r}: {fleet.TAKEN}")
-        load_record(_make_store(self.spec.store), job_name)  # refused here if it cannot be read
+        load_record(fleet.make_store(self.spec.store), job_name)  # refused here if it cannot be read
         forget_old(fleet.RayStore())
         plan = self.plan(job_name, job_max_restart)
         fleet.keep_plan(job_name, plan.submission, plan)
         try:
-            processes.serve(MasterFactory(job_name, plan.submission))
+            processes.serve(partial(make_master, job_name, plan.submission))
         except ConfigError:
             fleet.drop_plan(job_name, plan.submission)
             raise
@@ -259,16 +259,9 @@ class RLJob:
             return
 
 
-@dataclass(frozen=True)
-class MasterFactory:
-    """Maker of a master, in its own process."""
-
-    job: str
-    submission: str
-
-    def __call__(self) -> Any:
-        """Return the master."""
-        return importlib.import_module("rlite.control.master").Master(self.job, self.submission)
+def make_master(job: str, submission: str) -> Any:
+    """Return the master of a job, in its own process."""
+    return importlib.import_module("rlite.control.master").Master(job, submission)
 
 
 def job_of(spec: JobSpec) -> RLJob:
@@ -311,10 +304,6 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
     else:
         made = connection.RayConnection(spec.device_kind, spec.node_num * spec.device_per_node, address)
     importlib.import_module("rlite.cluster.session").at_shutdown(made.close)
-
-
-def _make_store(kind: str) -> StateStore:
-    return importlib.import_module("rlite.control.master").make_store(kind)
 
 
 def _ray(module: str) -> Any:

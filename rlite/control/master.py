@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from rlite.cluster.host import CallPosition
-from rlite.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, own_node
+from rlite.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, living_nodes, make_store, own_node
 from rlite.control.entry import keep_record
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
@@ -57,7 +57,7 @@ from rlite.recovery.failover import (
 )
 from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
 from rlite.recovery.reporting import TrainerReport
-from rlite.recovery.store import FileStore, MemoryStore, StateStore
+from rlite.recovery.store import StateStore
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +69,12 @@ TICK_S = 1.0
 """seconds between two checks of the processes"""
 
 
-def make_store(kind: str) -> StateStore:
-    """Return the state store of a job spec's `store`."""
-    if kind == "ray":
-        return RayStore()
-    return MemoryStore() if kind == "memory" else FileStore(kind)
-
-
 class Master:
     """Worker of the master's process. Its public methods are called from other processes."""
 
     def __init__(self, job: str, submission: str) -> None:
-        self._store, self._record = make_store("ray"), JobRecord(submission)
+        self._store: StateStore = RayStore()
+        self._record = JobRecord(submission)
         self._events: queue.Queue[Event | Callable[[], None]] = queue.Queue()
         self._changed = threading.Condition()
         try:
@@ -264,7 +258,7 @@ class Master:
 
     def _has_spare(self, node: str) -> bool:
         excluded = len({*self._state.excluded_nodes, node})
-        return self._processes.num_nodes() - excluded >= len(self._plan.bundles())
+        return len(living_nodes()) - excluded >= len(self._plan.bundles())
 
     def _start_trainer(self, action: StartTrainer) -> None:
         time.sleep(action.delay_s)

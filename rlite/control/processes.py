@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from rlite.cluster.group import WorkerGroup, worker_name
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost
+from rlite.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
 from rlite.cluster.placement import Device
 from rlite.cluster.ray.fleet import (
     SERVICE_KEY,
@@ -19,7 +19,6 @@ from rlite.cluster.ray.fleet import (
     Reserved,
     Service,
     cluster_address,
-    device_of,
     living_nodes,
     own_node,
     value_of,
@@ -89,10 +88,6 @@ class JobProcesses:
     def has_lost_node(self) -> bool:
         """Return True if a node that held devices of the job has died."""
         return not {reserved.node for reserved in self._reserved.values()} <= living_nodes()
-
-    def num_nodes(self) -> int:
-        """Return the number of living nodes."""
-        return len(living_nodes())
 
     def devices(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
@@ -169,13 +164,15 @@ class JobProcesses:
         """Return the processes that another master started, and use them."""
         for role, each in lives.items():
             handles = [
-                handle_of(self._fleet.find(actor_name(life)), worker_name(str(role), life.rank, device))
-                for life, device in self._seated(role, each)
+                handle_of(
+                    self._fleet.find(actor_name(life)), worker_name(str(role), life.rank, self._device(role, life.rank))
+                )
+                for life in each
             ]
             self._groups[role] = self._group(role, handles)
             told = _values([h.aside((str(role), rank), "_rendezvous_address") for rank, h in enumerate(handles)])
             if told:
-                self._rendezvous.adopt(role, told[0])
+                self._rendezvous.known[role] = told[0]
         return {life: self._view(role, life.rank) for role, each in lives.items() for life in each}
 
     # The trainer
@@ -300,22 +297,18 @@ class JobProcesses:
     def _start(self, role: RLRoleType, life: WorkloadId) -> RayHandle:
         plan = self._plan
         seat = plan.layout.seats[role][life.rank]
-
         place = (self._reserved[seat.node], seat.device)
         share = 0.0 if plan.spec.device_kind == "cpu" else GPU_SHARE
-
         actor = self._fleet.start(actor_name(life), self._actor_classes[role], place, share, plan.env(role))
-        ((_, device),) = self._seated(role, [life])
-        return RayHandle(actor, worker_name(str(role), life.rank, device))
+        return RayHandle(actor, worker_name(str(role), life.rank, self._device(role, life.rank)))
 
-    def _seated(self, role: RLRoleType, lives: Iterable[WorkloadId]) -> list[tuple[WorkloadId, Device]]:
-        seats, kind = self._plan.layout.seats[role], self._plan.spec.device_kind
-        places = [(life, seats[life.rank]) for life in lives]
-        return [(life, device_of(self._reserved[seat.node], seat.device, kind)) for life, seat in places]
+    def _device(self, role: RLRoleType, rank: int) -> Device:
+        seat = self._plan.layout.seats[role][rank]
+        reserved = self._reserved[seat.node]
+        return Device(reserved.node, seat.device, reserved.ip, self._plan.spec.device_kind)
 
     def _group(self, role: RLRoleType, handles: Sequence[Any]) -> WorkerGroup:
-        lives = [WorkloadId(role, rank) for rank in range(len(handles))]
-        devices = [device for _, device in self._seated(role, lives)]
+        devices = [self._device(role, rank) for rank in range(len(handles))]
         group = WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout)
         group.divide(1)
         return group
@@ -329,7 +322,7 @@ class JobProcesses:
             config=plan.spec.config,
             master=Service(plan.name).actor,
             local_ranks=plan.layout.local_ranks(role),
-            rendezvous=self._rendezvous.of(role),
+            rendezvous=self._rendezvous.known[role],
             collocation=plan.spec.collocation_of(role),
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
@@ -338,7 +331,7 @@ class JobProcesses:
             self._in_job(role, factory), [torch_device] * count, [0] * count, range(count), timeout, list(ranks)
         )
 
-    def _in_job(self, role: str, factory: Callable[[WorkerContext], Any]) -> JobProcess:
+    def _in_job(self, role: str, factory: WorkerFactory) -> JobProcess:
         return JobProcess(self._plan.name, self._plan.submission, role, factory)
 
     def _actors(self, role: RLRoleType) -> RoleActors:

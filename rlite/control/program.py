@@ -198,7 +198,6 @@ class ProgramWatch:
         self._agent = NodeAgent()
         self._pid = pid
         self._first = WorkloadId("program", 0)
-        self._watched: set[int] = set()
         self._looked_at = self._advanced_at = time.monotonic()
         self._is_late = False
         self._report: reporting.TrainerReport | None = None
@@ -219,10 +218,9 @@ class ProgramWatch:
 
     def _watch_new(self) -> None:
         ranks = [process.pid for process in find("rank", self._pid)]
-        for pid in {self._pid, *ranks} - self._watched:
+        for pid in {self._pid, *ranks} - set(self._judge.pids().get(NODE, ())):
             life = self._first if pid == self._pid else WorkloadId("rank", pid)
             self._judge.watch(life, NODE, pid)
-            self._watched.add(pid)
 
 
 def _end_of(module: str, status: int) -> str:

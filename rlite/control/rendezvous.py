@@ -21,20 +21,13 @@ class Rendezvous:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._known: dict[RLRoleType, tuple[str, int]] = {}
-
-    def of(self, role: RLRoleType) -> tuple[str, int]:
-        """Return the address and the port of a role."""
-        return self._known[role]
-
-    def adopt(self, role: RLRoleType, known: tuple[str, int]) -> None:
-        """Take over the rendezvous that the workloads of a role use."""
-        self._known[role] = known
+        self.known: dict[RLRoleType, tuple[str, int]] = {}
+        """address and port, by role"""
 
     def make(self, role: RLRoleType, group: WorkerGroup) -> None:
         """Let the process of rank 0 hold a free port for new workloads of a role."""
         address = "127.0.0.1" if _is_on_one_node(group) else group.devices[0].ip
-        self._known[role] = (address, self._hold(group, address, 0))
+        self.known[role] = (address, self._hold(group, address, 0))
 
     def keep(self, role: RLRoleType, group: WorkerGroup, rank: int) -> None:
         """Check that the rendezvous which the peers of a new workload know is valid, and hold its port for rank 0.
@@ -47,9 +40,9 @@ class Rendezvous:
         Raises:
             StaleRendezvous: the rendezvous is not valid.
         """
-        if role not in self._known:
+        if role not in self.known:
             raise StaleRendezvous(f"no workload of {role} knows the rendezvous of its peers")
-        address, port = self._known[role]
+        address, port = self.known[role]
         now = group.devices[0].ip
         if address != now and not (address == "127.0.0.1" and _is_on_one_node(group)):
             raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}, and it is at {now} now")

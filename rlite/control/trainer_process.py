@@ -83,7 +83,7 @@ class TrainerProcess:
         cls: type[BaseTrainer] = cloudpickle.loads(factory.trainer)
         classes = {role: cloudpickle.loads(pickled) for role, pickled in factory.classes.items()}
         groups = {
-            role: RoleGroup(role, classes[role], self._group(actors), self._on_late)
+            role: RoleGroup(role, classes[role], self._group(actors), factory.report_late)
             for role, actors in factory.roles.items()
         }
         handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
@@ -137,6 +137,3 @@ class TrainerProcess:
         group = WorkerGroup(role.name, role.devices, handles, self._factory.call_timeout)
         group.divide(1)
         return group
-
-    def _on_late(self, role: RLRoleType, ranks: list[int], method: str, timeout: float) -> None:
-        self._factory.report_late(str(role), ranks, method, timeout)

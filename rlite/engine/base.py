@@ -138,9 +138,7 @@ class Engine:
             devices = [device for devices in executors for device in devices]
             self._group = group = session.start(owner, devices, self._factory, replica_size)
             check_neighbours(session, owner, group)
-            self.executors = [
-                Executor(index, group, tensor_parallel_size, self._backend.ranks) for index in range(len(executors))
-            ]
+            self.executors = [self._executor(index) for index in range(len(executors))]
             self._choose_reporters()
             self.weights = Weights.DEVICE
             self._built()
@@ -192,6 +190,10 @@ class Engine:
     def _num_peers(self) -> int:
         """Return the number of neighbouring workers that do the same work on the same data."""
         return self.executors[0].size
+
+    def _executor(self, index: int) -> Executor:
+        """Return the workers of one copy of the model."""
+        return Executor(index, self.group, self._executor_size, self._backend.ranks)
 
     def _choose_reporters(self) -> None:
         """Let one of the workers that do the same work report its statistics."""

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from rlite.cluster import session as cluster
+from rlite.cluster.launcher import SessionOptions
 from rlite.cluster.placement import DeviceKind
 from rlite.cluster.session import LauncherName, Session
 from rlite.config import Options
@@ -54,9 +57,9 @@ def init(
         RliteError: this is a forked child of a process with a session.
     """
     check_engine_options(engine_options or {})
-    return cluster.init(
-        device, num_devices, launcher, address, num_threads, call_timeout, start_timeout, engine_options
-    )
+    chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = SessionOptions(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
+    return cluster.init(options, launcher, engine_options)
 
 
 @contextmanager

@@ -43,24 +43,43 @@ class WorkloadId:
         return f"{self.role} rank {self.rank}"
 
 
-# Events. `at` is the time in seconds since the epoch.
+# Events
 
 
 @dataclass(frozen=True)
-class JobSubmitted:
-    """A new job."""
+class Event:
+    """Event of a job."""
 
     at: float
+    """seconds since the epoch"""
+
+
+@dataclass(frozen=True)
+class TrainerEvent(Event):
+    """Event of one run of the trainer."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class RecoveryEvent(Event):
+    """End of the recovery with a ticket, or of the creation of the job."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class JobSubmitted(Event):
+    """A new job."""
 
     def __str__(self) -> str:
         return "job submitted"
 
 
 @dataclass(frozen=True)
-class WorkloadsFailed:
+class WorkloadsFailed(Event):
     """Workloads have failed for one shared cause."""
 
-    at: float
     workloads: tuple[WorkloadId, ...]
     condition: Condition
     node: str = ""
@@ -76,11 +95,9 @@ class WorkloadsFailed:
 
 
 @dataclass(frozen=True)
-class TrainerBegun:
+class TrainerBegun(TrainerEvent):
     """The trainer's `init` begins."""
 
-    at: float
-    run: int
     is_recoverable: bool = False
     """`init` and `fit` may run again beside the same workloads"""
 
@@ -89,11 +106,9 @@ class TrainerBegun:
 
 
 @dataclass(frozen=True)
-class TrainerFailed:
+class TrainerFailed(TrainerEvent):
     """The trainer raised, or its process ended."""
 
-    at: float
-    run: int
     detail: str
     trace: str = ""
     """the remote traceback"""
@@ -105,33 +120,25 @@ class TrainerFailed:
 
 
 @dataclass(frozen=True)
-class TrainerFinished:
+class TrainerFinished(TrainerEvent):
     """The trainer's `fit` returned."""
-
-    at: float
-    run: int
 
     def __str__(self) -> str:
         return "trainer finished"
 
 
 @dataclass(frozen=True)
-class Recovered:
+class Recovered(RecoveryEvent):
     """The recovery with this ticket, or the creation of the job, is done."""
-
-    at: float
-    ticket: int
 
     def __str__(self) -> str:
         return f"workloads are ready (ticket {self.ticket})"
 
 
 @dataclass(frozen=True)
-class RecoveryFailed:
+class RecoveryFailed(RecoveryEvent):
     """The recovery with this ticket, or the creation of the job, failed."""
 
-    at: float
-    ticket: int
     detail: str
     is_raised: bool = False
     """a constructor raised, or devices are missing; the same error twice in a row ends the job"""
@@ -143,11 +150,9 @@ class RecoveryFailed:
 
 
 @dataclass(frozen=True)
-class RendezvousLost:
+class RendezvousLost(RecoveryEvent):
     """The workload of this recovery cannot come back alone, because the rendezvous that its peers know is not valid."""
 
-    at: float
-    ticket: int
     detail: str
 
     def __str__(self) -> str:
@@ -155,20 +160,17 @@ class RendezvousLost:
 
 
 @dataclass(frozen=True)
-class MasterRestarted:
+class MasterRestarted(Event):
     """The master was killed and takes over the job."""
-
-    at: float
 
     def __str__(self) -> str:
         return "master restarted"
 
 
 @dataclass(frozen=True)
-class StopRequested:
+class StopRequested(Event):
     """A user requests the end of the job."""
 
-    at: float
     why: str = "stopped on request"
     may_save: bool = False
     """a running trainer is asked to save and to end first, unless it was asked before"""
@@ -176,20 +178,6 @@ class StopRequested:
 
     def __str__(self) -> str:
         return self.why
-
-
-Event = (
-    JobSubmitted
-    | WorkloadsFailed
-    | TrainerBegun
-    | TrainerFailed
-    | TrainerFinished
-    | Recovered
-    | RecoveryFailed
-    | RendezvousLost
-    | MasterRestarted
-    | StopRequested
-)
 
 
 # Actions
@@ -202,7 +190,6 @@ class CreateJob:
     ticket: int
     attempt: int
     delay_s: float = 0.0
-    excluded_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +198,6 @@ class RestartRole:
 
     ticket: int
     role: str
-    epoch: int
     delay_s: float = 0.0
 
 
@@ -237,14 +223,10 @@ class StartTrainer:
 class InterruptTrainer:
     """Ask the trainer's program to save and to end."""
 
-    run: int
-
 
 @dataclass(frozen=True)
 class EndJob:
     """End every process of the job."""
-
-    succeeded: bool
 
 
 Action = CreateJob | RestartRole | RestartWorkload | StartTrainer | InterruptTrainer | EndJob
@@ -385,16 +367,16 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
         case StopRequested():
             has_begun = state.stage == "RUNNING" and not state.is_trainer_waiting and state.begun_run == state.run
             if event.may_save and has_begun and not state.stopping:
-                return Decision(replace(state, stopping=event.why), (InterruptTrainer(state.run),), "let it save first")
+                return Decision(replace(state, stopping=event.why), (InterruptTrainer(),), "let it save first")
             return _end(state, "ERROR" if event.is_failure else "STOPPED", event.why)
         case WorkloadsFailed():
             return _on_workloads(state, event, policy)
-        case Recovered():
-            return _on_recovered(state, event.ticket)
-        case RecoveryFailed():
-            return _on_failed_recovery(state, event, policy)
-        case RendezvousLost():
-            return _on_lost_rendezvous(state, event.ticket)
+        case RecoveryEvent():
+            label = next((label for label, ticket in state.recoveries.items() if ticket == event.ticket), None)
+            if label is None:
+                return Decision(state, (), "stale: this recovery was replaced")
+            return _on_recovery(state, event, label, policy)
+    assert isinstance(event, TrainerEvent)
     if event.run != state.run or state.is_trainer_waiting:
         return Decision(state, (), "stale: this run was replaced")
     match event:
@@ -402,10 +384,9 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
             runs = state.runs + (event.run != state.begun_run)  # a new master reports it again
             began = replace(state, runs=runs, begun_run=event.run, is_trainer_recoverable=event.is_recoverable)
             return Decision(began, (), "noted")
-        case TrainerFinished():
-            return _end(state, "FINISHED", "")
         case TrainerFailed():
             return _on_trainer(state, event, policy)
+    return _end(state, "FINISHED", "")
 
 
 def _on_workloads(state: JobState, event: WorkloadsFailed, policy: FailoverPolicy) -> Decision:
@@ -466,7 +447,7 @@ def _restart_role(state: JobState, role: str, delay_s: float) -> tuple[JobState,
     others = {label: t for label, t in state.recoveries.items() if label != role and not label.startswith(f"{role}/")}
     state = replace(_with_role(state, role, renewed), recoveries=others)
     state, ticket = _issue(state, role)
-    return state, [RestartRole(ticket, role, renewed.epoch, delay_s)]
+    return state, [RestartRole(ticket, role, delay_s)]
 
 
 def _restart_workloads(
@@ -496,38 +477,31 @@ def _on_trainer(state: JobState, event: TrainerFailed, policy: FailoverPolicy) -
     return _start_trainer(state, delay_s, f"restart the trainer alone after {delay_s:g} s")
 
 
-def _on_recovered(state: JobState, ticket: int) -> Decision:
-    if ticket not in state.recoveries.values():
-        return Decision(state, (), "stale: this recovery was replaced")
-    left = {label: each for label, each in state.recoveries.items() if each != ticket}
-    state = replace(state, recoveries=left, creation_error="")
-    return _start_trainer(state, 0.0, "go on")
+def _on_recovery(state: JobState, event: RecoveryEvent, label: str, policy: FailoverPolicy) -> Decision:
+    role, _, rank = label.partition("/")
+    match event:
+        case RecoveryFailed():
+            return _on_failed_recovery(state, event, role, rank, policy)
+        case RendezvousLost():
+            counted = state.roles[role].restarts
+            state, actions = _restart_role(state, role, 0.0)
+            state = _with_role(state, role, replace(state.roles[role], restarts=counted))  # of the workload's restart
+            return Decision(state, tuple(actions), f"restart {_scope(role, 'role')}")
+    left = {each: ticket for each, ticket in state.recoveries.items() if each != label}
+    return _start_trainer(replace(state, recoveries=left, creation_error=""), 0.0, "go on")
 
 
-def _on_failed_recovery(state: JobState, event: RecoveryFailed, policy: FailoverPolicy) -> Decision:
-    labels = [label for label, ticket in state.recoveries.items() if ticket == event.ticket]
-    if not labels:
-        return Decision(state, (), "stale: this recovery was replaced")
+def _on_failed_recovery(
+    state: JobState, event: RecoveryFailed, role: str, rank: str, policy: FailoverPolicy
+) -> Decision:
     if event.is_raised and event.detail == state.creation_error:
         return _end(state, "ERROR", f"{event}. It failed twice in the same way.")
-    role, _, rank = labels[0].partition("/")
     if event.has_lost_node and role != JOB and _level(state, role, policy) != "job":
         state, delay_s = _back_off(state, event.at, policy)
         ranks = [int(rank)] if rank else []
         again = _restart_workloads(state, role, ranks, delay_s) if ranks else _restart_role(state, role, delay_s)
         return Decision(again[0], tuple(again[1]), f"its node has died: again on another one after {delay_s:g} s")
     return _restart_job(replace(state, creation_error=event.detail), event.at, policy, cause=str(event))
-
-
-def _on_lost_rendezvous(state: JobState, ticket: int) -> Decision:
-    labels = [label for label, each in state.recoveries.items() if each == ticket]
-    if not labels:
-        return Decision(state, (), "stale: this recovery was replaced")
-    role = labels[0].partition("/")[0]
-    counted = state.roles[role].restarts
-    state, actions = _restart_role(state, role, 0.0)
-    state = _with_role(state, role, replace(state.roles[role], restarts=counted))  # of the workload's restart
-    return Decision(state, tuple(actions), f"restart {_scope(role, 'role')}")
 
 
 def _start_trainer(state: JobState, delay_s: float, why: str) -> Decision:
@@ -557,12 +531,12 @@ def _next_attempt(state: JobState) -> JobState:
 
 def _create(state: JobState, delay_s: float, why: str) -> Decision:
     state, ticket = _issue(replace(state, recoveries={}, is_trainer_waiting=True), JOB)
-    return Decision(state, (CreateJob(ticket, state.attempt, delay_s, state.excluded_nodes),), why)
+    return Decision(state, (CreateJob(ticket, state.attempt, delay_s),), why)
 
 
 def _end(state: JobState, stage: Stage, error: str) -> Decision:
     ended = replace(state, stage=stage, recoveries={}, error=error)
-    return Decision(ended, (EndJob(stage == "FINISHED"),), f"end the job: {error}" if error else "the job is done")
+    return Decision(ended, (EndJob(),), f"end the job: {error}" if error else "the job is done")
 
 
 def _blame(state: JobState, event: WorkloadsFailed, policy: FailoverPolicy) -> tuple[JobState, bool]:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from rlite import files
 from rlite.errors import RliteError
 from rlite.recovery.faults import Phase, PhaseFault
 
@@ -119,6 +120,4 @@ class FaultBoard:
 
 
 def _write(path: Path, content: dict[str, object]) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content))
-    os.replace(partial, path)
+    files.replace(path, json.dumps(content).encode())

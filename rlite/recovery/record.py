@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
@@ -11,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlite.errors import RliteError
 from rlite.recovery.failover import JobState
-from rlite.recovery.reporting import TrainerReport
+from rlite.recovery.reporting import TrainerReport, clock
 from rlite.recovery.store import StateStore
 
 MAX_ENTRIES = 1000
@@ -37,11 +36,6 @@ class LogEntry:
         decision = f" -> {self.decision}" if self.decision else ""
         detail = "".join(f"\n    {line}" for line in self.detail.splitlines())
         return f"{clock(self.at)} {self.stage:8} {self.event}{decision}{detail}"
-
-
-def clock(at: float) -> str:
-    """Return a Unix time in words."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 @dataclass(frozen=True)

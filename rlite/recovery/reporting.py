@@ -32,11 +32,15 @@ class TrainerReport:
     """type and message of an error that a restart would repeat, such as a wrong option"""
 
     def __str__(self) -> str:
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
-        return f"step {self.step} of {self.total_steps}, reported at {clock}"
+        return f"step {self.step} of {self.total_steps}, reported at {clock(self.at)}"
 
 
 _JSON = TypeAdapter(TrainerReport)
+
+
+def clock(at: float) -> str:
+    """Return a Unix time in words."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def environment(file: Path, has_begun: bool) -> dict[str, str]:

@@ -329,7 +329,6 @@ def kill_master(name: str) -> None:
 
 UNREADABLE: dict[str, Callable[[str], object]] = {
     "damaged": lambda name: RayStore().save(name, "{"),
-    "of a later version": lambda name: RayStore().save(name, '{"state": {"stage": "PAUSED"}}'),
     "of another submission": lambda name: save_record(RayStore(), name, JobRecord("other", JobState("RUNNING"))),
     "without a plan": lambda name: drop_plan(name, load_record(RayStore(), name).submission),  # type: ignore[union-attr]
 }
@@ -402,13 +401,16 @@ def test_programs_that_a_workload_starts_end_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(map(is_alive, children)))
 
 
-def test_an_ended_job_in_a_folder_is_read_without_a_flag_and_by_its_folder(
+def test_a_job_in_a_folder_is_stopped_and_read_by_its_folder_and_without_a_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(builder(tmp_path).options(store=str(tmp_path / "jobs")), tmp_path, "kept")
-    run.finish()
+    Run(builder(tmp_path).options(store=str(tmp_path / "jobs")), tmp_path, "kept").pids()
+    with monkeypatch.context() as another_user:
+        another_user.setenv("RLITE_JOBS", str(tmp_path / "elsewhere"))
+        in_folder = ["kept", f"store={tmp_path / 'jobs'}"]
+        command.stop(in_folder)
+        assert "job kept has ended: stopped on request" in capsys.readouterr().out
+        command.logs(in_folder)
+        assert "stopped on request -> end the job" in capsys.readouterr().out
     command.status(["kept"])
-    assert "kept: FINISHED, 0 restarts" in capsys.readouterr().out
-    monkeypatch.setenv("RLITE_JOBS", str(tmp_path / "elsewhere"))
-    command.logs(["kept", f"store={tmp_path / 'jobs'}"])
-    assert "trainer finished -> the job is done" in capsys.readouterr().out
+    assert "kept: STOPPED, 0 restarts" in capsys.readouterr().out

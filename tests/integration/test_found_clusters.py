@@ -26,6 +26,10 @@ import ray
 print("joined", ray.get_runtime_context().gcs_address)
 rlite.shutdown()
 """
+COMMAND = """
+from rlite.control import command
+command.status(["my-run"])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +54,31 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dic
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(env: dict[str, str], **changes: str) -> subprocess.CompletedProcess[str]:
-    command = [forked_python.python(), "-c", PROGRAM]
+def run(env: dict[str, str], program: str = PROGRAM, **changes: str) -> subprocess.CompletedProcess[str]:
+    command = [forked_python.python(), "-c", program]
     return subprocess.run(command, env={**env, **changes}, capture_output=True, text=True, timeout=START_S)
 
 
-@pytest.mark.parametrize(
-    ("mode", "why"),
-    [({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE=token, and there is no token"), ({}, "AuthenticationError")],
-)
-def test_a_cluster_that_refuses_this_program_is_passed_over_with_a_warning(
-    cluster: tuple[str, dict[str, str]], mode: dict[str, str], why: str
-) -> None:
+def passed_over(address: str, why: str) -> str:
+    return f"the Ray cluster that `ray start` left here at {address} is not used: {why}"
+
+
+def test_a_cluster_that_refuses_this_program_is_passed_over_with_a_warning(cluster: tuple[str, dict[str, str]]) -> None:
     address, env = cluster
-    done = run(env, **mode)
+    done = run(env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("joined ")
     assert address not in done.stdout
-    assert f"the Ray cluster that `ray start` left here at {address} is not used: {why}" in done.stderr
+    assert passed_over(address, "AuthenticationError") in done.stderr
+
+
+def test_the_commands_pass_it_over_and_say_that_none_runs(cluster: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    address, env = cluster
+    done = run(env, COMMAND, RAY_AUTH_MODE="token", HOME=str(tmp_path))  # without the token of an earlier Ray
+    assert passed_over(address, "RAY_AUTH_MODE=token, and there is no token") in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "rlite.errors.ConfigError: no Ray cluster runs here: give its address="
+    )
 
 
 def test_a_cluster_that_was_asked_for_and_refuses_is_an_error(cluster: tuple[str, dict[str, str]]) -> None:

@@ -49,12 +49,16 @@ def is_started_here(address: str) -> bool:
     return address in _started
 
 
+def _parts(address: str) -> tuple[str, int]:
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
 class ControlService:
     """Ray's control service (GCS), watched through a connection that ends with it."""
 
     def __init__(self, address: str, patience_s: float, on_end: Callable[[], None]) -> None:
-        host, port = address.rsplit(":", 1)
-        self._address = (host.strip("[]"), int(port))
+        self._address = _parts(address)
         self._patience_s = patience_s
         self._on_end = on_end
         self._line: socket.socket | None = None
@@ -227,8 +231,7 @@ def _check_access(address: str, has_to_run: bool) -> None:
     """
     with _explained():
         if has_to_run:
-            host, port = address.rsplit(":", 1)
-            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+            socket.create_connection(_parts(address), timeout=ANSWER_S).close()
         GcsClient(address=address).internal_kv_get(b"", b"", timeout=ANSWER_S)
 
 
@@ -254,8 +257,7 @@ def _cluster_here() -> str | None:
     folder = os.environ.get("RAY_TMPDIR") or own or "/tmp"  # as Ray chooses it
     with suppress(OSError, ValueError):
         address = Path(folder, "ray/ray_current_cluster").read_text().strip()  # outlives a cluster that was killed
-        host, port = address.rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=5.0):
+        with socket.create_connection(_parts(address), timeout=ANSWER_S):
             return address
     return None
 

@@ -23,9 +23,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlite.cluster.host import Outcome, WorkerKey
-from rlite.cluster.placement import Device, DeviceKind
+from rlite.cluster.placement import DeviceKind
 from rlite.cluster.ray.host import HostActor, RayHandle
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, PlacementError, RliteError
+from rlite.recovery.store import FileStore, MemoryStore, StateStore
 
 NAMESPACE = "rlite"
 SERVICE_KEY: WorkerKey = ("service", 0)
@@ -298,6 +299,13 @@ class RayStore:
         return sorted(key.decode() for key in _internal_kv_list("", namespace=NAMESPACE) if b"/" not in key)
 
 
+def make_store(kind: str) -> StateStore:
+    """Return the state store of a job spec's `store`."""
+    if kind == "ray":
+        return RayStore()
+    return MemoryStore() if kind == "memory" else FileStore(kind)
+
+
 def keep_plan(job: str, submission: str, plan: Any) -> None:
     """Keep the plan of a submission in Ray's key-value store, for a master that Ray restarts.
 
@@ -358,14 +366,3 @@ def value_of(answer: Future[Outcome], worker: str) -> Any:
     if outcome.error is not None:
         outcome.raise_error(worker)
     return outcome.value
-
-
-def device_of(reserved: Reserved, index: int, kind: DeviceKind) -> Device:
-    """Return a reserved device.
-
-    Args:
-        reserved: the reservation.
-        index: which of its devices.
-        kind: kind of the devices.
-    """
-    return Device(reserved.node, index, reserved.ip, kind)

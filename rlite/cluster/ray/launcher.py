@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes, worker_name
-from rlite.cluster.host import WorkerContext
+from rlite.cluster.host import WorkerFactory
 from rlite.cluster.launcher import SessionOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
@@ -78,11 +78,7 @@ class RayLauncher:
         }
 
     def start(
-        self,
-        name: str,
-        devices: Sequence[Device],
-        factory: Callable[[WorkerContext], Any],
-        replica_size: int | None = None,
+        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
     ) -> WorkerGroup:
         """Start one actor per device, join each replica in a torch.distributed world, and make every worker.
 
@@ -106,9 +102,7 @@ class RayLauncher:
             raise
         return group
 
-    def start_replica(
-        self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]
-    ) -> None:
+    def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
         """Start the workers of one replica beside the others; see `Launcher.start_replica`.
 
         Args:
@@ -187,7 +181,7 @@ class RayLauncher:
         num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
         return HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
 
-    def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: Callable[[WorkerContext], Any]) -> None:
+    def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: WorkerFactory) -> None:
         torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in group.devices]
         num_threads = [self._num_threads[device.node] for device in group.devices]
         world_ranks = [rank % group.replica_size for rank in range(len(group))]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ray.dashboard.modules.job.common import JobStatus
 from ray.exceptions import AuthenticationError
@@ -45,13 +43,12 @@ class JobServer:
                 "on the head node if ray[default] is installed there (pip install 'ray[default]'), on port 8265"
             ) from error
 
-    def submit(self, command: str, folder: Path, env: Mapping[str, str], name: str) -> str:
+    def submit(self, command: str, folder: Path, name: str) -> str:
         """Let the cluster run a command.
 
         Args:
             command: the command, which a shell on the head node runs.
             folder: uploaded to the cluster; the command runs there.
-            env: environment variables.
             name: name to show.
 
         Returns:
@@ -60,9 +57,10 @@ class JobServer:
         Raises:
             ConfigError: the folder is too large, or the server refuses the job.
         """
-        runtime: dict[str, Any] = {"working_dir": str(folder), "env_vars": dict(env)}
         try:
-            return self._client.submit_job(entrypoint=command, runtime_env=runtime, metadata={"name": name})
+            return self._client.submit_job(
+                entrypoint=command, runtime_env={"working_dir": str(folder)}, metadata={"name": name}
+            )
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"the job server does not take job {name}: {error}") from error
 

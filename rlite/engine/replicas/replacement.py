@@ -185,9 +185,6 @@ class ReplacedReplicas(InferenceLifecycle):
             replica.close()
             raise
 
-    def _executor(self, index: int) -> Executor:
-        return Executor(index, self.group, self.group.replica_size, self._backend.ranks)
-
     def _join(self, index: int, replica: Replica) -> int | None:
         with self._membership:
             if not self._serving():

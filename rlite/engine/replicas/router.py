@@ -121,17 +121,10 @@ class Router:
             self._outstanding[index] = OutstandingTokens()
             self._members[index] = replica
 
-    def remove(self, replica: Replica) -> bool:
-        """Route no further requests to this replica.
-
-        Returns:
-            False if it was removed before.
-        """
+    def remove(self, replica: Replica) -> None:
+        """Route no further requests to this replica. Safe to call again."""
         with self._lock:
-            index = self._index_of(replica)
-            if index is not None:
-                del self._members[index]
-            return index is not None
+            self._members = {index: each for index, each in self._members.items() if each is not replica}
 
     def clear(self) -> None:
         """Remove all replicas."""
@@ -143,9 +136,6 @@ class Router:
         """The numbers of `replicas`."""
         with self._lock:
             return sorted(self._members)
-
-    def _index_of(self, replica: Replica) -> int | None:
-        return next((index for index, each in self._members.items() if each is replica), None)
 
     def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
         """Submit requests to the replicas that the policy chooses.
@@ -225,7 +215,7 @@ class Router:
 
     def _note_loss(self, replica: Replica, num_moved: int, error: WorkerError) -> None:
         with self._lock:  # two threads may report one loss
-            index = self._index_of(replica)
+            index = next((index for index, each in self._members.items() if each is replica), None)
             if index is None or any(noted is replica for noted in self._noted):
                 return
             self._noted.append(replica)

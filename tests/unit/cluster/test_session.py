@@ -7,7 +7,8 @@ import pytest
 from rlite.cluster import session as session_module
 from rlite.cluster.launcher import default_cpu_slots
 from rlite.cluster.placement import PlacementRequest
-from rlite.cluster.session import current_session, init, shutdown
+from rlite.cluster.session import current_session, shutdown
+from rlite.engine.session import init
 from rlite.errors import ConfigError, RliteError, WorkerError
 
 

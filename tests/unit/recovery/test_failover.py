@@ -66,7 +66,7 @@ BEGIN: list[Event] = [JobSubmitted(0.0), Recovered(0.0, 1), TrainerBegun(0.0, 1)
 
 def test_a_job_is_created_then_trained_and_ends() -> None:
     state, actions = play([*BEGIN, TrainerFinished(0.0, 1)])
-    assert actions == [(CreateJob(1, 0),), (StartTrainer(1),), (), (EndJob(True),)]
+    assert actions == [(CreateJob(1, 0),), (StartTrainer(1),), (), (EndJob(),)]
     assert (state.stage, state.restarts, state.error) == ("FINISHED", 0, "")
 
 
@@ -127,17 +127,17 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
     ),
     "a dead critic restarts its role": (
         [dead("CRITIC", 1), dead("CRITIC", 0), Recovered(0.0, 2)],
-        [(RestartRole(2, "CRITIC", 1),), (), ()],
+        [(RestartRole(2, "CRITIC"),), (), ()],
         "RUNNING",
     ),
     "a critic that dies while its role is restarted restarts it again": (
         [dead("CRITIC", 1), dead("CRITIC", 0, epoch=1), Recovered(0.0, 2), Recovered(0.0, 3)],
-        [(RestartRole(2, "CRITIC", 1),), (RestartRole(3, "CRITIC", 2, 1.0),), (), ()],
+        [(RestartRole(2, "CRITIC"),), (RestartRole(3, "CRITIC", 1.0),), (), ()],
         "RUNNING",
     ),
     "an actor that dies while a role is restarted restarts the job": (
         [dead("CRITIC"), dead("ACTOR"), Recovered(0.0, 2), Recovered(0.0, 3)],
-        [(RestartRole(2, "CRITIC", 1),), (CreateJob(3, 1, 1.0),), (), (StartTrainer(2),)],
+        [(RestartRole(2, "CRITIC"),), (CreateJob(3, 1, 1.0),), (), (StartTrainer(2),)],
         "RUNNING",
     ),
     "a workload that dies while the job is created restarts the job": (
@@ -147,7 +147,7 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
     ),
     "a job without restarts left ends": (
         [dead("ACTOR"), dead("ACTOR", attempt=1), dead("ACTOR", attempt=2), dead("ACTOR", attempt=2)],
-        [(CreateJob(2, 1),), (CreateJob(3, 2, 1.0),), (EndJob(False),), ()],
+        [(CreateJob(2, 1),), (CreateJob(3, 2, 1.0),), (EndJob(),), ()],
         "ERROR",
     ),
     "a dead reward workload is ignored, once and for all": (
@@ -163,12 +163,12 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
             TrainerBegun(0.0, 2, True),
             TrainerFailed(0.0, 2, "e"),
         ],
-        [(), (StartTrainer(2),), (), (EndJob(False),)],
+        [(), (StartTrainer(2),), (), (EndJob(),)],
         "ERROR",
     ),
     "a recoverable trainer waits for the workloads": (
         [TrainerBegun(0.0, 1, True), dead("CRITIC"), TrainerFailed(0.0, 1, "e"), Recovered(0.0, 2)],
-        [(), (RestartRole(2, "CRITIC", 1),), (), (StartTrainer(2),)],
+        [(), (RestartRole(2, "CRITIC"),), (), (StartTrainer(2),)],
         "RUNNING",
     ),
     "a report about an old run is stale": (
@@ -183,12 +183,12 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
     ),
     "a constructor that raises the same twice ends the job": (
         [dead("ACTOR"), RecoveryFailed(0.0, 2, "E", True), RecoveryFailed(0.0, 3, "E", True)],
-        [(CreateJob(2, 1),), (CreateJob(3, 2, 1.0),), (EndJob(False),)],
+        [(CreateJob(2, 1),), (CreateJob(3, 2, 1.0),), (EndJob(),)],
         "ERROR",
     ),
     "a role's recovery that fails restarts the job": (
         [dead("CRITIC"), RecoveryFailed(0.0, 2, "WorkerDied")],
-        [(RestartRole(2, "CRITIC", 1),), (CreateJob(3, 1, 1.0),)],
+        [(RestartRole(2, "CRITIC"),), (CreateJob(3, 1, 1.0),)],
         "FAILOVER",
     ),
     "a workload whose rendezvous is lost restarts its role, as one restart": (
@@ -201,7 +201,7 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
         ],
         [
             (RestartWorkload(2, WorkloadId("ROLLOUT", 0, 0, 0, 1)),),
-            (RestartRole(3, "ROLLOUT", 1),),
+            (RestartRole(3, "ROLLOUT"),),
             (),
             (),
             (RestartWorkload(4, WorkloadId("ROLLOUT", 1, 0, 1, 1), 1.0),),
@@ -213,7 +213,7 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
         [
             (RestartWorkload(2, WorkloadId("ROLLOUT", 0, 0, 0, 1)),),
             (RestartWorkload(3, WorkloadId("ROLLOUT", 1, 0, 0, 1), 1.0),),
-            (RestartRole(4, "ROLLOUT", 1),),
+            (RestartRole(4, "ROLLOUT"),),
             (),
         ],
         "FAILOVER",
@@ -235,7 +235,7 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
     ),
     "and so is a role's": (
         [dead("CRITIC", 1), RecoveryFailed(0.0, 2, "WorkerDied", has_lost_node=True), Recovered(0.0, 3)],
-        [(RestartRole(2, "CRITIC", 1),), (RestartRole(3, "CRITIC", 2, 1.0),), ()],
+        [(RestartRole(2, "CRITIC"),), (RestartRole(3, "CRITIC", 1.0),), ()],
         "RUNNING",
     ),
     "a new master takes a running job over": ([MasterRestarted(0.0)], [()], "RUNNING"),
@@ -244,31 +244,31 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
         [(CreateJob(2, 1),), (CreateJob(3, 2),), (), (StartTrainer(2),)],
         "RUNNING",
     ),
-    "a request ends the job": ([StopRequested(0.0), dead("ACTOR")], [(EndJob(False),), ()], "STOPPED"),
-    "the master's own failure is an error": ([StopRequested(0.0, "bug", is_failure=True)], [(EndJob(False),)], "ERROR"),
+    "a request ends the job": ([StopRequested(0.0), dead("ACTOR")], [(EndJob(),), ()], "STOPPED"),
+    "the master's own failure is an error": ([StopRequested(0.0, "bug", is_failure=True)], [(EndJob(),)], "ERROR"),
     "a trainer that may save ends by itself": (
         [StopRequested(0.0, may_save=True), TrainerFailed(0.0, 1, "ended by SIGTERM")],
-        [(InterruptTrainer(1),), (EndJob(False),)],
+        [(InterruptTrainer(),), (EndJob(),)],
         "STOPPED",
     ),
     "unless it finishes meanwhile": (
         [StopRequested(0.0, may_save=True), TrainerFinished(0.0, 1)],
-        [(InterruptTrainer(1),), (EndJob(True),)],
+        [(InterruptTrainer(),), (EndJob(),)],
         "FINISHED",
     ),
     "or meets an error that is final": (
         [StopRequested(0.0, may_save=True), TrainerFailed(0.0, 1, "diverged", is_final=True)],
-        [(InterruptTrainer(1),), (EndJob(False),)],
+        [(InterruptTrainer(),), (EndJob(),)],
         "ERROR",
     ),
     "or is asked a second time": (
         [StopRequested(0.0, may_save=True), StopRequested(0.0, may_save=True)],
-        [(InterruptTrainer(1),), (EndJob(False),)],
+        [(InterruptTrainer(),), (EndJob(),)],
         "STOPPED",
     ),
     "a trainer that has not begun has nothing to save": (
         [dead("ACTOR"), StopRequested(0.0, may_save=True)],
-        [(CreateJob(2, 1),), (EndJob(False),)],
+        [(CreateJob(2, 1),), (EndJob(),)],
         "STOPPED",
     ),
 }
@@ -308,7 +308,7 @@ def test_a_node_that_fails_too_often_is_left_out_if_there_are_others() -> None:
         state, actions = play([*BEGIN, *faults], policy)
         assert state.excluded_nodes == excluded
         if excluded:  # its other workloads leave the node, too
-            assert actions[-1] == (CreateJob(3, 1, 1.0, ("a",)),)
+            assert actions[-1] == (CreateJob(3, 1, 1.0),)
         else:
             assert isinstance(actions[-1][0], RestartWorkload)
 
