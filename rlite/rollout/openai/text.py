@@ -56,7 +56,7 @@ class TextStream:
     stops: Sequence[str] = ()
     """the text ends before the first of them. They may be special tokens"""
     form: ToolCallFormat | None = None
-    """how calls of tools are written; None looks for none"""
+    """format of calls of tools; None looks for none"""
     tools: Sequence[Mapping[str, Any]] | None = None
     """schemas, by which arguments that are written as text get their types"""
     end_ids: Collection[int] = ()
