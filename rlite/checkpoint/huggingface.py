@@ -79,9 +79,8 @@ class Writer:
         config = copy.deepcopy(config)
         config.architectures = [architecture]
         config.save_pretrained(self.folder)
-        if origin is None:
-            return
-        copy_companions(origin, self.folder)
+        if origin is not None:
+            copy_companions(origin, self.folder)
 
     def finish(self) -> None:
         """Write the remaining tensors and the index, and publish the folder."""
