@@ -8,14 +8,11 @@ their own: this trainer with other defaults, and without a reference.
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.supervised_options import DpoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("dpo", DpoConfig)
 
 from collections.abc import Mapping, Sequence
 

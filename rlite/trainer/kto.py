@@ -7,14 +7,11 @@ A row of data holds a `completion` to a `prompt` or to `messages`, and a `label`
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.supervised_options import KtoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("kto", "rlite.trainer.kto", KtoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("kto", KtoConfig)
 
 from collections.abc import Mapping, Sequence
 
