@@ -13,7 +13,8 @@ from rlite.trainer.supervised_options import KtoConfig
 if __name__ == "__main__":  # before the imports of this file, which load torch
     run_module("kto", KtoConfig)
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -24,7 +25,6 @@ from rlite.batch import with_keys
 from rlite.data.labels import labelled_rows, mismatched
 from rlite.data.tokens import TokenRows
 from rlite.observability import stats_tracker
-from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import KtoLoss, OwnLogprobs
 from rlite.trainer.model.reference import Reference
 from rlite.trainer.supervised import SupervisedTrainer
@@ -44,16 +44,10 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     kind = "unpaired"
     shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "grad_norm", "lr", "seconds")
 
-    def __init__(
-        self,
-        options: KtoConfig,
-        rows: TokenRows,
-        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        super().__init__(options, rows, test_rows, callbacks)
+    def __init__(self, options: KtoConfig, *args: Any, **further: Any) -> None:
+        super().__init__(options, *args, **further)
         self.reference = Reference(options.ref_actor, options.actor, self.engine)
-        self.longest = max(int(table.lengths.max()) for table in (rows, *self.test_sets.values()))
+        self.longest = max(int(table.lengths.max()) for table in (self.rows, *self.test_sets.values()))
         """tokens of the longest row, which fits the devices; a prompt with another row's answer is cut to it"""
 
     def make_loss(self) -> KtoLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.evaluation_time import EvaluationTime
-from rlite.trainer.run.folder import RunLock, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import ReportedMetrics, RunReport
@@ -69,7 +69,8 @@ class TrainingRun:
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
-        self._lock: RunLock | None = None
+        self._lock = ExitStack()
+        """lets other runs use the folder when it is closed"""
         self._checkpoints = self._find_checkpoints()
 
     def _find_checkpoints(self) -> Checkpoints:
@@ -79,22 +80,9 @@ class TrainingRun:
         )
         return Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the folder, from `restore` to the end of the `with` block at the latest.
-
-        Yields:
-            None.
-        """
-        try:
-            yield
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """Let other runs use the folder."""
-        if self._lock is not None:
-            self._lock.close()
+    def held(self) -> ExitStack:
+        """Return a context manager that holds the folder, from `restore` to the end of the `with` block at most."""
+        return self._lock
 
     def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
         """Lock the folder, take the engines that this run saves, and load the checkpoint to resume from into them.
@@ -114,7 +102,7 @@ class TrainingRun:
         """
         self._engine, self._others = engine, others
         with self._writing():
-            self._lock = lock(self.folder)
+            self._lock.callback(lock(self.folder).close)
         at_shutdown(self._lock.close)  # for a trainer whose loop is not `fit`
         self._checkpoints = self._find_checkpoints()  # another run may have gone on since
         facts = self._checkpoints.restore(engine, others)
@@ -446,7 +434,7 @@ class TrainingRun:
             self._trace.close()
             self._sinks.close()
             self.console.close()
-            self.release()
+            self._lock.close()
             INTERRUPTION.end()
         how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
         reason = f": {self._stop_reason}" if how == "stopped" else ""
