@@ -19,7 +19,9 @@ _checked: set[str] = set()
 
 def found(value: Any) -> str:
     """Return in words what a function has returned."""
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shortened(value)
+    if not isinstance(value, Tensor):
+        return shortened(value)
+    return f"a {'complex ' if value.is_complex() else ''}tensor of shape {list(value.shape)}"
 
 
 def check_result(
@@ -40,7 +42,7 @@ def check_result(
         ConfigError: the result is something else.
     """
     like = inputs[0]
-    if not isinstance(values, Tensor) or values.shape != like.shape:
+    if not isinstance(values, Tensor) or values.shape != like.shape or values.is_complex():
         raise ConfigError(f"{what} returned {found(values)}; expected a tensor of shape {list(like.shape)}")
     if is_deep is None:
         is_deep = torch.is_grad_enabled() and what not in _checked and (mask is None or bool(mask.any()))

@@ -150,8 +150,9 @@ def policy_loss(
         raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
     check_result(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask)
     for name, value in token[1].items():
-        if not isinstance(value, Tensor) or value.shape not in (inputs.logprobs.shape, ()):
-            raise ConfigError(f"{what} returned {found(value)} as the metric {name!r}; expected the loss's shape")
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.shape not in (inputs.logprobs.shape, ()):
+            said = f"{what} returned {found(value)} as the metric {name!r}"
+            raise ConfigError(f"{said}; expected the loss's shape, and a text as name")
     return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
 
 
