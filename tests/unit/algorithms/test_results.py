@@ -69,7 +69,10 @@ WRONG_LOSSES = {
     "whole numbers": (lambda x: TokenLoss(x.mask.long(), {}), "returned a loss without a gradient"),
     "NaN": (lambda x: TokenLoss(x.logprobs / 0 * 0, {}), r"returned nan for finite inputs \(-1, -2, 1\)"),
     "complex": (lambda x: TokenLoss(x.logprobs * 1j, {}), r"returned a complex tensor of shape \[3\]; expected"),
-    "metric's name": (lambda x: TokenLoss(-x.logprobs, {1: x.mask}), r"returned a tensor of shape \[3\] as the metric 1; expected .* a text as name"),
+    "metric's name": (
+        lambda x: TokenLoss(-x.logprobs, {1: x.mask}),
+        r"returned a tensor of shape \[3\] as the metric 1; expected .* a text as name",
+    ),
     "metric": (lambda x: TokenLoss(-x.logprobs, {"own": 1.0}), r"returned 1.0 as the metric 'own'; expected"),
     "metric's shape": (
         lambda x: TokenLoss(-x.logprobs, {"own": x.mask[1:]}),
