@@ -97,18 +97,18 @@ def train(
     tests = {key_of(name): rows for name, rows in sets.items()}
     tables = {trainer.data_key: data, **tests}
     of_sets = {name: value for name, value in options.items() if _OF_SET.fullmatch(name)}
-    rewards = _Rewards({REWARD: reward, **of_sets})
+    reward_options, functions = _split({REWARD: reward, **of_sets})
     given = {
         **({} if model is None else {f"{trainer.key}.model_name": model}),
         **{f"{key}.path": _path(value, key) for key, value in tables.items() if value is not None},
-        **rewards.options,
+        **reward_options,
         **{_key(name): value for name, value in options.items() if name not in of_sets},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
     is_streamed = getattr(settings, trainer.data_key).streaming
     rows = _rows(data, trainer.data_key, is_streamed)
     test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
-    objects = ProgramObjects(rows, test_rows, rewards.functions, callbacks)
+    objects = ProgramObjects(rows, test_rows, functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
@@ -143,17 +143,17 @@ def evaluate(
     """
     path = None if data is None else _path(data, "data")
     rows = None if data is None else _rows(data, "data")
-    rewards = _Rewards({REWARD: reward})
+    reward_options, functions = _split({REWARD: reward})
     given = {
         "model": model,
         "out": None,
         **({} if other is None else {"other": other}),
         **({} if path is None else {"data.path": path}),
-        **rewards.options,
+        **reward_options,
         **options,
     }
     settings = config.load(EvalConfig, [], given=given)
-    return run_evaluation(settings, ProgramObjects(rows, rewards=rewards.functions))
+    return run_evaluation(settings, ProgramObjects(rows, rewards=functions))
 
 
 SHOWN = ("reward", "accuracy", "loss", "test_loss")
@@ -322,22 +322,18 @@ class _OneReward(NamedTuple):
     """None if the path names it"""
 
 
-class _Rewards:
-    """The rewards of a call.
+def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Callable[..., Any]]]]:
+    """Return the options of the rewards of a call, and their functions by group and name.
 
     Args:
         given: value of each group of options; None if the call gives none.
     """
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        rewards = {key: _rewards(value) for key, value in given.items() if value is not None}
-        self.options = {f"{key}.{name}": one.options for key, own in rewards.items() for name, one in own.items()}
-        """options of each reward, by its own group"""
-        self.functions = {
-            key: {name: one.function for name, one in own.items() if one.function is not None}
-            for key, own in rewards.items()
-        }
-        """functions by group and name, as `ProgramObjects` has them"""
+    rewards = {key: _rewards(value) for key, value in given.items() if value is not None}
+    options = {f"{key}.{name}": one.options for key, own in rewards.items() for name, one in own.items()}
+    return options, {
+        key: {name: one.function for name, one in own.items() if one.function is not None}
+        for key, own in rewards.items()
+    }
 
 
 def _rewards(reward: Any) -> dict[str, _OneReward]:

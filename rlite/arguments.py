@@ -39,15 +39,11 @@ def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
         argv: arguments of the command line.
         names: keys of the arguments that may be given without one.
     """
-    made, left, rest = [], list(names), iter(argv)
-    for argument in rest:
-        if argument in ("--config", "--import"):
-            made += [argument, *itertools.islice(rest, 1)]
-        elif not left or argument.startswith("-") or _KEY.match(argument):
-            made.append(argument)
-        else:
-            made.append(f"{left.pop(0)}={argument}".replace("${", r"\${"))
-    return made
+    left = list(names)
+    return [
+        f"{left.pop(0)}={argument}".replace("${", r"\${") if is_positional and left else argument
+        for argument, is_positional in _classified(argv)
+    ]
 
 
 def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
@@ -95,15 +91,19 @@ def split_positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Args:
         argv: arguments of the command line.
     """
-    positional, others, rest = [], [], iter(argv)
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for argument, is_positional in _classified(argv):
+        found[is_positional].append(argument)
+    return found[True], found[False]
+
+
+def _classified(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each argument, and whether it is one without a key."""
+    rest = iter(argv)
     for argument in rest:
+        yield argument, not (argument.startswith("-") or _KEY.match(argument))
         if argument in ("--config", "--import"):
-            others += [argument, *itertools.islice(rest, 1)]
-        elif argument.startswith("-") or _KEY.match(argument):
-            others.append(argument)
-        else:
-            positional.append(argument)
-    return positional, others
+            yield from ((file, False) for file in itertools.islice(rest, 1))
 
 
 def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
@@ -334,10 +334,3 @@ def shown(value: Any) -> str:
     """Return the value of an option for a message, cut if it is long."""
     text = "null" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def leaves(path: str, value: Any) -> list[str]:
-    """Return the keys of the values in nested mappings below a key."""
-    if not isinstance(value, Mapping) or not value:
-        return [path]
-    return [leaf for name in value for leaf in leaves(f"{path}.{name}" if path else str(name), value[name])]

@@ -25,7 +25,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
-from rlite.arguments import NULLS, enter, leaves, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
+from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
@@ -357,10 +357,8 @@ def _read_text(text: str, kinds: Sequence[Any]) -> Any:
         return _BOOLS[text.lower()]
     for kind in (int, float):
         if kind in kinds:
-            try:
+            with suppress(ValueError):
                 return kind(text)
-            except ValueError:
-                pass
     return text
 
 
@@ -406,7 +404,7 @@ class _Problems(Generic[C]):
         tree = OmegaConf.create({})
         for file in files:
             read = with_aliases(read_yaml(file), aliases)
-            self.sources.update(dict.fromkeys(leaves("", OmegaConf.to_container(read)), file))
+            self._note_source(OmegaConf.to_container(read), file)
             tree = merged(tree, read, file, files[0])
         for key, text in overrides:
             key = aliases.get(key, key)
@@ -433,7 +431,10 @@ class _Problems(Generic[C]):
 
     def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
         enter(tree, key, value, self._source(key))
-        self.sources.update(dict.fromkeys(leaves(key, value), source))
+        self._note_source({key: value}, source)
+
+    def _note_source(self, values: Any, source: str) -> None:
+        self.sources |= {key: source for key, _ in flat(values)}
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
@@ -466,7 +467,7 @@ class _Problems(Generic[C]):
         for found in error.errors(include_url=False):
             at = _locate(self.root, found["loc"])
             if found["type"] in ("extra_forbidden", "invalid_key"):
-                for key in leaves(_joined(found["loc"]), found["input"]):
+                for key, _ in flat({_joined(found["loc"]): found["input"]}):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)

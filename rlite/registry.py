@@ -35,8 +35,6 @@ class Table(dict[str, Algorithm]):
         self.kind, self._given, self._reserved = kind, given, reserved
         self.needs: dict[str, tuple[str, ...]] = {}
         """further keyword arguments that the library gives some of the algorithms, by name of the algorithm"""
-        self._called: set[str] = set()
-        """descriptions of the algorithms that have returned a result in this process"""
 
     def register(self, name: str, needs: tuple[str, ...] = ()) -> Callable[[Algorithm], Algorithm]:
         """Return a decorator that adds a function under a name, and returns it unchanged.
@@ -92,15 +90,6 @@ class Table(dict[str, Algorithm]):
         with blamed(what):
             return what, function(*given, **reserved, **options)
 
-    def is_first_call(self, algorithm: str | Algorithm) -> bool:
-        """Return whether this process asks for the first time. At the first call, the values of a result are checked.
-
-        Later calls skip the check, which waits for the device.
-        """
-        before = len(self._called)
-        self._called.add(f"{self.name_of(algorithm)} {located(algorithm if callable(algorithm) else self[algorithm])}")
-        return len(self._called) > before
-
     def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
         """Return the function of this name, or the given function, which can be called with the options.
 
@@ -116,12 +105,8 @@ class Table(dict[str, Algorithm]):
         return function
 
 
-_TABLES = {
-    "policy loss": ("POLICY_LOSSES", ["inputs"], []),
-    "advantage": ("ADVANTAGES", ["rewards", "group_ids"], []),
-    "preference loss": ("PREFERENCE_LOSSES", ["chosen", "rejected"], ["beta"]),
-}
-"""kind -> name of its table in `rlite.algorithms`, and the arguments of `Table`"""
+_TABLES = {"policy loss": "POLICY_LOSSES", "advantage": "ADVANTAGES", "preference loss": "PREFERENCE_LOSSES"}
+"""kind -> name of its table in `rlite.algorithms`"""
 
 
 def algorithms(kind: str) -> Table[Callable[..., Any]]:
@@ -134,19 +119,18 @@ def algorithms(kind: str) -> Table[Callable[..., Any]]:
         kind: kind of the algorithms, such as "policy loss".
     """
     home = sys.modules.get("rlite.algorithms")
-    return _declared(kind) if home is None else getattr(home, _TABLES[kind][0])
+    return _declared(kind) if home is None else getattr(home, _TABLES[kind])
 
 
 @functools.cache
 def _declared(kind: str) -> Table[Callable[..., Any]]:
-    table: Table[Callable[..., Any]] = Table(kind, *_TABLES[kind][1:])
+    table: Table[Callable[..., Any]] = Table(kind, (), ("beta",) if kind == "preference loss" else ())
     for path in (Path(__file__).parent / "algorithms").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        decorated = {id(call): function.args for function in functions for call in function.decorator_list}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"register_{kind.replace(' ', '_')}":
-                table[ast.literal_eval(node.args[0])] = _stub(decorated.get(id(node)))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):  # functions before their decorators
+            arguments = node.args if isinstance(node, ast.FunctionDef) else None
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else [node]:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == f"register_{kind.replace(' ', '_')}":
+                    table.setdefault(ast.literal_eval(call.args[0]), _stub(arguments))
     return table
 
 
@@ -210,7 +194,7 @@ def check_options(
         _signature(function).bind(*given, **dict.fromkeys(reserved), **options)
     except TypeError as error:
         arguments = ", ".join([*given, *(f"{name}=..." for name in [*reserved, *options])])
-        raise ConfigError(f"{what} cannot be called with ({arguments}): {error}") from error
+        raise ConfigError(f"{what} cannot be called with ({arguments}): {error}: {located(function)}") from error
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -135,13 +135,13 @@ def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[s
     result = loss_fn(outputs, data)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     loss, report = result if is_pair else (result, {})
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or not _is_number(loss):
         what = f"loss_fn {located(loss_fn)} returned {found(loss)}"
         raise ConfigError(f"{what}; expected a mean, one number in a tensor, or (mean, dict of means)")
     for name, value in report.items():
-        if not isinstance(value, Mean | PerToken) and not _is_number(value):
+        if not isinstance(name, str) or not (isinstance(value, Mean | PerToken) or _is_number(value)):
             what = f"loss_fn {located(loss_fn)} reports {found(value)} as {name!r}"
-            raise ConfigError(f"{what}; expected a number, or a Mean or PerToken of rlite.algorithms")
+            raise ConfigError(f"{what}; expected a number, or a Mean or PerToken of rlite.algorithms, under a text")
     return loss, report
 
 
@@ -163,7 +163,9 @@ def weigh(loss_weight_fn: Weight, data: Any) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
 
 
 class LossSums:

@@ -91,12 +91,8 @@ def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) ->
         aliases=source.aliases() if is_source else {},
         handles=_handles(source, {name: shard.tensor for name, shard in shards.items()}) if is_shared else None,
         process=process_identity(),
-        device=_device_kind(shards),
+        device=next((shard.tensor.device.type for shard in shards.values()), ""),
     )
-
-
-def _device_kind(shards: Mapping[str, ParameterShard]) -> str:
-    return next((shard.tensor.device.type for shard in shards.values()), "")
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------

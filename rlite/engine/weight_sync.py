@@ -199,20 +199,17 @@ def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> t
 
     A larger box travels alone.
     """
-    buckets = []
+    chosen: list[tuple[int, dict[str, Place]]] = []
     for index, layout in enumerate(layouts):
-        chosen: dict[str, Place] = {}
-        num_bytes = 0
+        num_bytes: float = math.inf  # no bucket has boxes of two sources
         for name, place in layout.places.items():
             size = aligned_bytes(place.shape, place.dtype)
-            if chosen and num_bytes + size > most_bytes:
-                buckets.append(Bucket(index, tuple(chosen), tuple(chosen.values())))
-                chosen, num_bytes = {}, 0
-            chosen[name] = place
+            if num_bytes + size > most_bytes:
+                chosen.append((index, {}))
+                num_bytes = 0
+            chosen[-1][1][name] = place
             num_bytes += size
-        if chosen:
-            buckets.append(Bucket(index, tuple(chosen), tuple(chosen.values())))
-    return tuple(buckets)
+    return tuple(Bucket(index, tuple(places), tuple(places.values())) for index, places in chosen)
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------
@@ -401,17 +398,8 @@ class Sync:
                 raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A plan and the layouts that it is for."""
-
-    sources: Sequence[Layout]
-    targets: Sequence[Layout]
-    pieces: list[list[Piece]]
-
-
-_plans: WeakKeyDictionary[Engine, list[_Plan]] = WeakKeyDictionary()
-"""the latest plans of each target, which serve its equal replicas and the next sync"""
+_plans: WeakKeyDictionary[Engine, list[tuple[Any, list[list[Piece]]]]] = WeakKeyDictionary()
+"""the layouts and the pieces of each target's latest plans, which serve its equal replicas and the next sync"""
 MOST_PLANS = 4
 
 
@@ -423,13 +411,13 @@ def known_plan(target: Engine, sources: Sequence[Layout], targets: Sequence[Layo
         sources: layouts of the workers that send.
         targets: layouts of the workers that receive.
     """
-    plans = _plans.setdefault(target, [])
-    for plan in plans:
-        if plan.targets == targets and plan.sources == sources:
-            return plan.pieces
-    plans.append(_Plan(sources, targets, make_plan(sources, targets, target.name)))
+    plans, layouts = _plans.setdefault(target, []), (list(targets), list(sources))
+    for known, pieces in plans:
+        if known == layouts:
+            return pieces
+    plans.append((layouts, make_plan(sources, targets, target.name)))
     del plans[:-MOST_PLANS]
-    return plans[-1].pieces
+    return plans[-1][1]
 
 
 _meetings: dict[tuple[WorkerGroup, WorkerGroup, int], tuple[tuple[Any, ...], Meeting]] = {}

@@ -106,11 +106,6 @@ class Callbacks:
             seen[name] += 1
             self._by_name[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
 
-    @property
-    def names(self) -> set[str]:
-        """Names of the callbacks."""
-        return set(self._by_name)
-
     def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> dict[str, float]:
         """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called.
 
@@ -141,8 +136,11 @@ class Callbacks:
                 states[name] = json.loads(json.dumps(callback.state_dict()))
         return states
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Mapping[str, Any]) -> bool:
         """Give every callback the state that was saved under its name; a new callback begins without one.
+
+        Returns:
+            Whether the callbacks have the names of the saved ones.
 
         Raises:
             CallbackError: a callback does not take its state.
@@ -152,6 +150,7 @@ class Callbacks:
                 self._by_name[name].load_state_dict(states[name])
         if self.failure is not None:
             raise self.failure
+        return states.keys() == self._by_name.keys()
 
     def _made(self, given: str | Callback) -> tuple[str, Callback]:
         name, callback = (given, None) if isinstance(given, str) else (type(given).__name__, given)

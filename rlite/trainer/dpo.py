@@ -8,24 +8,19 @@ their own: this trainer with other defaults, and without a reference.
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.supervised_options import DpoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("dpo", DpoConfig)
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tensordict import TensorDict
 
 from rlite.batch import with_keys
 from rlite.data.preferences import preference_rows
-from rlite.data.tokens import TokenRows
 from rlite.observability import stats_tracker
-from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import DpoLoss
 from rlite.trainer.model.reference import Reference
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
@@ -44,14 +39,8 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
     shown = SHOWN_OF_PAIRS
     headlines = HEADLINES_OF_PAIRS
 
-    def __init__(
-        self,
-        options: DpoConfig,
-        rows: TokenRows,
-        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        super().__init__(options, rows, test_rows, callbacks)
+    def __init__(self, options: DpoConfig, *args: Any, **further: Any) -> None:
+        super().__init__(options, *args, **further)
         is_free = options.actor.preference_loss.reference_free
         self.reference = None if is_free else Reference(options.ref_actor, options.actor, self.engine)
 

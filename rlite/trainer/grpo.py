@@ -8,14 +8,11 @@ each sequence, and the KL to the reference as a loss.
 
 from __future__ import annotations
 
-import sys
-
 from rlite.trainer.preset_options import GrpoConfig
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("grpo", "rlite.trainer.grpo", GrpoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("grpo", GrpoConfig)
 
 from rlite.trainer.ppo import PpoTrainer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlite.evaluation.metrics import selection_of
 from rlite.evaluation.sets import Evaluation
@@ -26,7 +27,8 @@ class InvalidEvaluations:
 
     def __init__(self, options: Mapping[str, GeneratedOptions], run: TrainingRun) -> None:
         self._options, self._run = options, run
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+        """sets, and what has been reported of them"""
 
     def without(
         self, metrics: Mapping[str, float], evaluations: Sequence[Evaluation], first_losses: Mapping[str, str]
@@ -48,29 +50,26 @@ class InvalidEvaluations:
             evaluation: evaluation of a set.
             first_losses: an example of each cause of lost groups.
         """
-        self._report_selection(evaluation)
         name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), evaluation.set.num_episodes
+        for cause, facts in selection_of(evaluation.samples).alarms():
+            self._alarm_once(name, cause, "evaluation", f": {cause}", facts)
         limit = self._options.get(name, GeneratedOptions()).max_error_share
         if num_errors <= limit * num_episodes:
             return True
-        if name not in self._told:
-            self._told.add(name)
-            causes: Counter[str] = Counter()
-            for reason, count in evaluation.lost.items():
-                causes[cause_of(reason)] += count
-            self._run.console.alarm(
-                f"ALARM at step {self._run.step}: the evaluation{f' of {name}' if name else ''} is invalid, "
-                f"{num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); such "
-                "evaluations choose no best checkpoint",
-                [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)],
-            )
+        causes: Counter[str] = Counter()
+        for reason, count in evaluation.lost.items():
+            causes[cause_of(reason)] += count
+        how = (
+            f" is invalid, {num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); "
+            "such evaluations choose no best checkpoint"
+        )
+        rows = [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)]
+        self._alarm_once(name, "invalid", "the evaluation", how, rows)
         return False
 
-    def _report_selection(self, evaluation: Evaluation) -> None:
-        """Report failures that choose among answers, each cause once for each set."""
-        name = evaluation.set.name
-        for cause, facts in selection_of(evaluation.samples).alarms():
-            if f"{name}/{cause}" not in self._told:
-                self._told.add(f"{name}/{cause}")
-                of_set = f" of {name}" if name else ""
-                self._run.console.alarm(f"ALARM at step {self._run.step}: evaluation{of_set}: {cause}", facts)
+    def _alarm_once(self, name: str, cause: str, what: str, how: str, rows: Any) -> None:
+        """Report a cause, once for each set."""
+        if (name, cause) not in self._told:
+            self._told.add((name, cause))
+            of_set = f" of {name}" if name else ""
+            self._run.console.alarm(f"ALARM at step {self._run.step}: {what}{of_set}{how}", rows)

@@ -7,16 +7,14 @@ A row of data holds a `completion` to a `prompt` or to `messages`, and a `label`
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.supervised_options import KtoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("kto", "rlite.trainer.kto", KtoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("kto", KtoConfig)
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -28,7 +26,6 @@ from rlite.data.labels import labelled_rows, longest_mismatch, mismatched
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
-from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import KtoLoss, OwnLogprobs
 from rlite.trainer.model.reference import Reference
 from rlite.trainer.supervised import SupervisedTrainer
@@ -48,14 +45,8 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     kind = "unpaired"
     shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "grad_norm", "lr", "seconds")
 
-    def __init__(
-        self,
-        options: KtoConfig,
-        rows: TokenRows,
-        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        super().__init__(options, rows, test_rows, callbacks)
+    def __init__(self, options: KtoConfig, *args: Any, **further: Any) -> None:
+        super().__init__(options, *args, **further)
         self.reference = Reference(options.ref_actor, options.actor, self.engine)
 
     def make_loss(self) -> KtoLoss:

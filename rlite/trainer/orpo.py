@@ -8,14 +8,11 @@ or to `messages`.
 
 from __future__ import annotations
 
-import sys
-
 from rlite.trainer.preset_options import OrpoConfig
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("orpo", "rlite.trainer.orpo", OrpoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("orpo", OrpoConfig)
 
 from rlite.trainer.dpo import DpoTrainer
 

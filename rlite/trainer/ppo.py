@@ -10,14 +10,11 @@ workflows, losses, advantages and callbacks that a file registers be chosen by n
 
 from __future__ import annotations
 
-import sys
-
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("ppo", PpoConfig)
 
 import math
 from collections.abc import Callable, Mapping, Sequence

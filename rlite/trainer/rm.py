@@ -7,14 +7,11 @@ A row of data holds `chosen` and `rejected` answers to a `prompt` or to `message
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.supervised_options import RmConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("rm", "rlite.trainer.rm", RmConfig, sys.argv[1:])
-    sys.exit()
+    run_module("rm", RmConfig)
 
 
 from typing import Any

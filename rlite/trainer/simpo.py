@@ -8,14 +8,11 @@ or to `messages`.
 
 from __future__ import annotations
 
-import sys
-
 from rlite.trainer.preset_options import SimpoConfig
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("simpo", "rlite.trainer.simpo", SimpoConfig, sys.argv[1:])
-    sys.exit()
+    run_module("simpo", SimpoConfig)
 
 from rlite.trainer.dpo import DpoTrainer
 

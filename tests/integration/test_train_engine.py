@@ -721,6 +721,10 @@ def loss_that_reports_a_text(logits: Tensor, data: dict[str, Any]) -> Any:
     return logits.mean(), {"own": "high"}
 
 
+def loss_that_reports_without_a_name(logits: Tensor, data: dict[str, Any]) -> Any:
+    return logits.mean(), {0: 1.0}
+
+
 def loss_that_reports_tokens(logits: Tensor, data: dict[str, Any]) -> Any:
     return logits.mean(), {"own": logits.sum(-1)}
 
@@ -730,6 +734,7 @@ def loss_that_reports_tokens(logits: Tensor, data: dict[str, Any]) -> Any:
     [
         (detached_loss, "returned a loss without a gradient, from which nothing is learnt"),
         (loss_that_reports_a_text, "reports 'high' as 'own'; expected a number"),
+        (loss_that_reports_without_a_name, "reports 1.0 as 0; expected a number, .* under a text"),
         (loss_that_reports_tokens, r"reports a tensor of shape \[\d+\] as 'own'; expected a number"),
     ],
 )

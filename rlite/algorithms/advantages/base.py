@@ -70,8 +70,8 @@ def outcome_advantages(
     if missing := [key for key, value in needed.items() if value is None]:
         raise ConfigError(f"advantage {name} needs {', '.join(missing)}")
     note = f", called at the start with {len(rewards)} example rewards," if is_example else ""
-    what, advantages = ADVANTAGES.call(estimator, options or {}, rewards, group_ids, note=note, **needed)
-    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not is_example)
+    what, advantages = ADVANTAGES.call(estimator, options or {}, rewards.clone(), group_ids, note=note, **needed)
+    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not is_example).detach()
 
 
 def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:

@@ -148,11 +148,11 @@ def policy_loss(
     what, token = POLICY_LOSSES.call(loss, options or {}, inputs)
     if not (isinstance(token, tuple) and len(token) == 2 and isinstance(token[1], Mapping)):
         raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
-    is_deep = torch.is_grad_enabled() and POLICY_LOSSES.is_first_call(loss) and bool(inputs.mask.any())
-    check_result(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask, is_deep)
+    check_result(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask)
     for name, value in token[1].items():
-        if not isinstance(value, Tensor) or value.shape not in (inputs.logprobs.shape, ()):
-            raise ConfigError(f"{what} returned {found(value)} as the metric {name!r}; expected the loss's shape")
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.shape not in (inputs.logprobs.shape, ()):
+            said = f"{what} returned {found(value)} as the metric {name!r}"
+            raise ConfigError(f"{said}; expected the loss's shape, and a text as name")
     return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
 
 

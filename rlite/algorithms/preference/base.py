@@ -116,8 +116,7 @@ def preference_loss(
     terms = []
     for part, weight in parts:
         what, values = PREFERENCE_LOSSES.call(part, options, chosen, rejected, beta=beta)
-        is_first = torch.is_grad_enabled() and PREFERENCE_LOSSES.is_first_call(part)
-        terms.append(weight * check_result(what, values, [chosen, rejected], is_deep=is_first))
+        terms.append(weight * check_result(what, values, [chosen, rejected]))
     return PairLoss(torch.stack(terms).sum(0), metrics)
 
 

@@ -258,7 +258,7 @@ def desensitised_sums(
         position = mask.cumsum(-1)
     else:  # the number of action tokens up to here, less that before the sequence
         running = mask.cumsum(0)
-        before = torch.cat([running.new_zeros(1), running])[torch.cat([cu_seqlens[:-1], cu_seqlens[-1:]]).long()]
+        before = torch.cat([running.new_zeros(1), running])[cu_seqlens.long()]
         position = running - before[index]
     bounds = torch.cat([shared_lengths, shared_lengths.new_zeros(1)])[index]
     return sequence_sums(torch.where(position <= bounds, logprobs, tail_weight * logprobs), mask, cu_seqlens)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NoReturn
 
 from rlite import config
 from rlite.errors import (
@@ -71,6 +72,17 @@ def start(
         getattr(importlib.import_module(module), function)(arguments)
 
     run(name, main, arguments)
+
+
+def run_module(name: str, options: type[config.Options]) -> NoReturn:
+    """Run the command of a trainer whose module was started by `python -m`, before the module imports torch.
+
+    Args:
+        name: name of the command and of its module in `rlite.trainer`.
+        options: class of the command's options.
+    """
+    start(name, f"rlite.trainer.{name}", options, sys.argv[1:])
+    sys.exit()
 
 
 def _tell(text: str) -> None:

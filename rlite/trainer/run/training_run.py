@@ -112,10 +112,8 @@ class TrainingRun:
         self.step = facts.get("step", 0)
         self._replaced_best = self._best.restore() if facts and not self._begins_empty else ""
         self._thresholds.latest = facts.get("evaluated", {})
-        states = facts.get("callbacks", {})
-        self._callbacks.load_state_dict(states)
-        same_ends = facts.get("stop_at", {}) == self._options.stop_at and states.keys() == self._callbacks.names
-        if same_ends:  # else the run goes on
+        has_same_callbacks = self._callbacks.load_state_dict(facts.get("callbacks", {}))
+        if has_same_callbacks and facts.get("stop_at", {}) == self._options.stop_at:  # else the run goes on
             self._stop_reason = facts.get("stopped", "")
         return facts
 

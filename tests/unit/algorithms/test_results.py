@@ -60,8 +60,19 @@ WRONG_LOSSES = {
     "scalar": (lambda x: TokenLoss(-x.logprobs.mean(), {}), r"returned a tensor of shape \[\]; expected .* \[3\]"),
     "number": (lambda x: TokenLoss(1.0, {}), r"returned 1.0; expected a tensor of shape \[3\]"),
     "detached": (lambda x: TokenLoss(-x.logprobs.detach(), {}), "returned a loss without a gradient"),
+    "gradient of its own": (
+        lambda x: TokenLoss(-x.logprobs.detach().requires_grad_(), {}),
+        "returned a loss without a gradient",
+    ),
+    "array": (lambda x: TokenLoss(x.logprobs.detach().numpy(), {}), r"returned array\(.*; expected a tensor"),
+    "tuple of one": (lambda x: (x.logprobs,), "returned .*; expected rlite.algorithms.TokenLoss"),
     "whole numbers": (lambda x: TokenLoss(x.mask.long(), {}), "returned a loss without a gradient"),
     "NaN": (lambda x: TokenLoss(x.logprobs / 0 * 0, {}), r"returned nan for finite inputs \(-1, -2, 1\)"),
+    "complex": (lambda x: TokenLoss(x.logprobs * 1j, {}), r"returned a complex tensor of shape \[3\]; expected"),
+    "metric's name": (
+        lambda x: TokenLoss(-x.logprobs, {1: x.mask}),
+        r"returned a tensor of shape \[3\] as the metric 1; expected .* a text as name",
+    ),
     "metric": (lambda x: TokenLoss(-x.logprobs, {"own": 1.0}), r"returned 1.0 as the metric 'own'; expected"),
     "metric's shape": (
         lambda x: TokenLoss(-x.logprobs, {"own": x.mask[1:]}),
@@ -82,6 +93,9 @@ WRONG_PREFERENCES = {
     "short": (lambda c, r, *, beta: (r - c)[1:], r"returned a tensor of shape \[2\]; expected .* \[3\]"),
     "number": (lambda c, r, *, beta: 1.0, r"returned 1.0; expected"),
     "detached": (lambda c, r, *, beta: (r - c).detach(), "returned a loss without a gradient"),
+    "gradient of its own": (lambda c, r, *, beta: (r - c).detach().requires_grad_(), "returned a loss without a grad"),
+    "array": (lambda c, r, *, beta: (r - c).detach().numpy(), r"returned array\(.*; expected a tensor"),
+    "whole numbers": (lambda c, r, *, beta: (r - c).long(), "returned a loss without a gradient"),
     "NaN": (lambda c, r, *, beta: (c - 9).log(), r"returned nan for finite inputs \(-1, -2\)"),
 }
 
@@ -106,6 +120,26 @@ def test_an_estimator_that_returns_something_else_is_named_with_its_place(kind: 
     function, said = WRONG_ADVANTAGES[kind]
     with pytest.raises(ConfigError, match=f"advantage 'own': <lambda> {HERE} {said}"):
         call_advantage(function)
+
+
+def test_an_estimator_may_change_its_rewards_in_place_and_carries_no_gradient() -> None:
+    rewards, factor = torch.tensor([1.0, 0.0]), torch.ones(2, requires_grad=True)
+    found = outcome_advantages(lambda r, g: r.sub_(0.5) * factor, rewards, torch.zeros(2, dtype=torch.long))
+    assert rewards.tolist() == [1, 0]
+    assert found.tolist() == [0.5, -0.5]
+    assert not found.requires_grad
+
+
+def test_a_loss_without_tokens_does_not_hide_a_loss_without_a_gradient() -> None:
+    POLICY_LOSSES["own"] = lambda x: TokenLoss(-x.logprobs.detach(), {})
+    policy_loss("own", LossInputs(logprobs(), torch.zeros(3), torch.ones(3), torch.zeros(3)))
+    with pytest.raises(ConfigError, match="returned a loss without a gradient"):
+        policy_loss("own", LossInputs(logprobs(), torch.zeros(3), torch.ones(3), torch.ones(3)))
+
+
+def test_a_loss_that_cannot_be_called_is_named_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=f"preference loss own cannot be called with .*<lambda> {HERE}"):
+        call_preference_loss(lambda chosen, rejected: rejected - chosen)
 
 
 def test_an_estimator_that_fails_on_the_examples_is_told_of_the_examples() -> None:
