@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -28,9 +29,14 @@ import psutil
 from rlite.sandbox import child, wire
 from rlite.sandbox.call import NUM_FORKS, Call
 from rlite.sandbox.confine import children, passed_environment
+from rlite.wording import warn_once
 
+logger = logging.getLogger(__name__)
 EXIT_CODES = range(1 - signal.NSIG, 256)
 """exit codes of processes; a negative code is a signal's number"""
+UNPROTECTED = (
+    "no {} here: code in sandbox processes can reach this program; see docs/rewards.md#what-the-kernel-refuses"
+)
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 
@@ -162,8 +168,10 @@ class Worker:
             case ["memory", int() as number, str() as text] if call and number == due:
                 call.result = child.printable(text)
                 return child.MEMORY
-            case ["ready", 0, None] if not self.is_ready:
+            case ["ready", 0, str() as lacking] if not self.is_ready:
                 self.is_ready = True
+                if lacking:
+                    warn_once(logger, UNPROTECTED.format(lacking))
                 return child.READY
             case _:
                 raise wire.WireError("unexpected message from the sandbox process")

@@ -125,7 +125,7 @@ class RecordReader:
             steps: steps to read; None for all.
             newest_first: True for the order from the last step to the first.
         """
-        return self._chosen(source, "rows", SEGMENTS, steps, newest_first=newest_first)
+        yield from self._chosen(source, "rows", SEGMENTS, steps, newest_first=newest_first)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlite import files
-from rlite.errors import writing
+from rlite.errors import DataError, writing
 from rlite.observability.record.files import DAMAGED, FOLDER, RecordFile, all_files, path_of, record_files, size_of
 from rlite.observability.record.gaps import resume_gaps
 from rlite.observability.record.schema import ROWS
+from rlite.wording import warn_once
 
 logger = logging.getLogger(__name__)
 HUNDRED = 100
@@ -27,10 +27,6 @@ PART_BYTES = 4 << 20
 """rows that are read together of a file of many steps, to show one: a footer lists the parts, and is read first"""
 TEXTS = ("segments", "data")
 """columns of rows that are null if the text of a rollout is not recorded"""
-
-
-class _UnreadableError(Exception):
-    """A source cannot be read."""
 
 
 def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda num_bytes: True) -> None:
@@ -151,8 +147,8 @@ def _rewrite(
             _copy(sources, partial, change)
             files.sync(partial)
             os.replace(partial, target)
-        except _UnreadableError as error:
-            _warn_once(str(error))
+        except DataError as error:
+            warn_once(logger, str(error))  # every later compaction finds the same damage
             return False
         finally:
             partial.unlink(missing_ok=True)
@@ -201,18 +197,12 @@ def _reading(source: Path) -> Iterator[None]:
         None.
 
     Raises:
-        _UnreadableError: the file cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _UnreadableError(f"{source} cannot be read and is left as it is: {error}") from error
-
-
-@cache
-def _warn_once(message: str) -> None:
-    """Log a warning the first time: every later compaction finds the same damage."""
-    logger.warning("%s", message)
+        raise DataError(f"{source} cannot be read and is left as it is: {error}") from error
 
 
 def _delete(paths: Iterable[Path]) -> None:

@@ -233,6 +233,15 @@ print(*found)
 """
 
 
+WITHOUT = """
+import os
+from rlite.sandbox import confine, landlock, syscalls
+landlock.version = confine.version = lambda: 0
+syscalls.os.uname = lambda: os.uname_result(("Linux", "", "", "", "riscv64"))
+print(confine.confine(os.getppid()))
+"""
+
+
 def told(program: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-c", program, *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -242,6 +251,10 @@ def told(program: str, *arguments: str) -> list[str]:
 @pytest.mark.skipif(os.uname().machine not in (X86, ARM), reason="there is no filter for this architecture")
 def test_without_rules_for_signals_the_filter_protects_the_driver_the_keeper_and_their_groups() -> None:
     assert told(FILTER_ALONE) == ["True", "refused", "refused", "refused", "-9"]
+
+
+def test_a_process_tells_which_protections_the_kernel_lacks() -> None:
+    assert told(WITHOUT) == ["Landlock", "and", "seccomp"]
 
 
 @needs_file_rules
