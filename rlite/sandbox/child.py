@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 
 from rlite.errors import own_traceback
 from rlite.sandbox import wire
-from rlite.sandbox.confine import children, confine, end_descendants, part, silence
+from rlite.sandbox.confine import children, confine, end_descendants, number_in, part, silence
 from rlite.sandbox.landlock import restrict
 from rlite.sandbox.made_code import MadeCodeWatch
 from rlite.sandbox.state import ProcessState
@@ -318,8 +318,4 @@ def _peak_memory() -> int:
 
     The peak of getrusage would begin with the peak of the parent process.
     """
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return number_in("/proc/self/status", "VmHWM") * 1024

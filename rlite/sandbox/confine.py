@@ -115,6 +115,14 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def number_in(path: str, name: str) -> int:
+    """Return the number behind a name in a file of the kernel; 0 if the system has no such file or name."""
+    with contextlib.suppress(OSError):  # a process may name itself by bytes that are no text
+        found = re.search(rf"^{name}:?\s+(\d+)", Path(path).read_text(errors="replace"), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
+
+
 def descendants(pid: int) -> list[int]:
     """Return the children of a process and their descendants."""
     found = [*children(pid)]

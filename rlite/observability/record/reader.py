@@ -75,6 +75,7 @@ class RecordReader:
 
     def _look(self) -> None:
         found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        self.problems = {name: text for name, text in self.problems.items() if text != files.LEADS_OUT}
         for file in record_files(self.folder):
             if not files.is_inside(file.path, self.folder):
                 self.problems[file.path.name] = files.LEADS_OUT
@@ -271,7 +272,7 @@ def read_file_part(
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
-        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).splitlines()[0]
+        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).partition("\n")[0]
         raise DataError(f"cannot be read: {reason}") from error
     return pa.concat_tables(tables), end if end < len(groups) else None
 
@@ -349,12 +350,9 @@ def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
-        return pa.array([_decoded(value) for value in _bytes_of(column)], column.type)
+        as_bytes = column.cast(_as_bytes(column.type)).to_pylist()
+        return pa.array(list(map(_decoded, as_bytes)), column.type)
     return column
-
-
-def _bytes_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
-    return column.cast(_as_bytes(column.type)).to_pylist()
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:

@@ -52,7 +52,7 @@ def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda 
         if len(own) > 1 and has_room(sum(size_of(file.path) for file in own)):
             target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)
             if _rewrite([file.path for file in own], target):
-                _delete(file.path for file in own)
+                delete(file.path for file in own)
 
 
 def drop_later(folder: Path, step: int) -> None:
@@ -65,16 +65,16 @@ def drop_later(folder: Path, step: int) -> None:
     Raises:
         StorageError: a file cannot be written or deleted.
     """
-    _delete((folder / FOLDER).glob(".*.partial"))
+    delete((folder / FOLDER).glob(".*.partial"))
     resume_gaps(folder, step)
     whole = {file.path for file in record_files(folder)}
     for file in all_files(folder):
         if file.path not in whole or file.first > step:
-            _delete([file.path])
+            delete([file.path])
         elif file.last > step:
             target = path_of(folder, file.source, file.kind, file.first, step)
             if _rewrite([file.path], target, lambda table: table.filter(pc.field("step") <= step)):
-                _delete([file.path])
+                delete([file.path])
             else:  # its name would hide the files of the steps that are made again
                 file.path.rename(file.path.with_suffix(DAMAGED))
 
@@ -92,23 +92,24 @@ def strip(file: RecordFile) -> bool:
         StorageError: a file cannot be written or deleted.
     """
     if file.kind == "tokens":
-        _delete([file.path])
-        return True
+        return delete([file.path])
     if not _has_texts(file.path):
         return False
     return _rewrite([file.path], file.path, _without_texts)
 
 
-def delete(path: Path) -> bool:
-    """Delete a file.
+def delete(paths: Iterable[Path]) -> bool:
+    """Delete files.
 
     Returns:
         True.
 
     Raises:
-        StorageError: the file cannot be deleted.
+        StorageError: a file cannot be deleted.
     """
-    _delete([path])
+    for path in paths:
+        with writing(path):
+            path.unlink(missing_ok=True)
     return True
 
 
@@ -203,9 +204,3 @@ def _reading(source: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{source} cannot be read and is left as it is: {error}") from error
-
-
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with writing(path):
-            path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,18 @@ def test_a_process_with_a_memory_limit_cannot_hide_memory_behind_open_files(pool
         return float(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
     assert run(pool, open_files, 1 << 30) <= 4096
+
+
+def test_a_process_that_names_itself_by_bytes_ends_no_other_call(pool: SandboxPool) -> None:
+    def rename() -> str:
+        ctypes.CDLL(None).prctl(15, b"\xff\xfe", 0, 0, 0)
+        with open(os.memfd_create("held"), "wb") as file:
+            file.write(bytes(1 << 20))
+            time.sleep(0.2)  # the driver looks at the memory meanwhile
+        return "done"
+
+    for _ in range(2):
+        assert run(pool, rename, 1 << 30) == "done"
 
 
 def test_variables_that_bind_threads_to_cores_do_not_pass() -> None:
