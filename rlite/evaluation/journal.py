@@ -47,7 +47,7 @@ class Journal:
             content = b"" if overwrite or not path.is_file() else path.read_bytes()
         header, lines = _read(content, path)
         if header is not None:
-            check_same(header, settings, path)
+            _check_same(header, settings, path)
         self.lines: list[dict[str, Any]] = lines
         """samples that have ended, in the order of their ends"""
         self.is_new = header is None
@@ -123,25 +123,6 @@ def is_journal(path: Path) -> bool:
         return file.read(len(_BEGINNING)) == _BEGINNING
 
 
-def check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
-    """Check that a journal was begun with these settings.
-
-    Args:
-        header: first line of the journal.
-        settings: settings of the evaluation that would continue it.
-        path: the journal.
-
-    Raises:
-        ConfigError: the journal has other settings. The message names them.
-    """
-    different = differences(_check_header(header, path), settings)
-    if different:
-        raise ConfigError(
-            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
-            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
-        )
-
-
 def differences(there: Settings, here: Settings) -> list[str]:
     """Return the settings that differ, with both values; of many, the first.
 
@@ -157,6 +138,19 @@ def differences(there: Settings, here: Settings) -> list[str]:
     ]
     num_more = len(different) - MAX_SHOWN
     return different if num_more <= 0 else [*different[:MAX_SHOWN], f"and {num_more} more"]
+
+
+def _check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
+    """Check that a journal was begun with these settings.
+
+    Raises:
+        ConfigError: the journal has other settings. The message names them.
+    """
+    if different := differences(_check_header(header, path), settings):
+        raise ConfigError(
+            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
+            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
+        )
 
 
 def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:

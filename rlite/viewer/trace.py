@@ -19,6 +19,8 @@ from rlite.wording import counted
 TRACE = "trace.json"
 MAX_EVENTS = 300_000
 """newest events that are shown; Perfetto opens the others"""
+MAX_BYTES = 256 << 20
+"""bytes of the newest events; a file may have far more, at little cost to its maker"""
 NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
 BLOCK = 1000
@@ -107,14 +109,16 @@ class TraceLog:
         return self._layout
 
     def _read(self) -> None:
-        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # only these lines of a long trace are parsed
-        num_lines = 0
+        newest: deque[bytes] = deque()  # only these lines of a long trace are parsed
+        num_lines = size = 0
         for line in self._file.new_lines(self._begin):
             if b'"M"' in line and NAMES.search(line):
                 self._add(_event(line))
             elif line.strip() not in BRACKETS:
                 newest.append(line)
-                num_lines += 1
+                num_lines, size = num_lines + 1, size + len(line)
+                while len(newest) > MAX_EVENTS or size > MAX_BYTES:
+                    size -= len(newest.popleft())
         self._num_events += num_lines - len(newest)
         for event in _events(newest):
             self._add(event)
