@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
 LEADS_OUT = "a link that leads out of its folder, which is not followed"
+MAX_LINE = 1 << 24
+"""bytes of a line of a file that grows; a longer line comes in parts"""
+HEAD = 512
+"""bytes at the beginning that tell one file that grows from another"""
 
 
 def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -73,6 +77,47 @@ def reading(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
         if not S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield stream
+
+
+class GrowingFile:
+    """Reader of the lines that other processes append to a file.
+
+    Args:
+        path: the file; it need not exist. A link out of its folder is not followed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rest = b""
+        """line that is being written, or that a crash has cut off"""
+        self.num_read = 0
+        """bytes that were read"""
+        self._inode, self._head = 0, b""
+
+    def new_lines(self, begin: Callable[[], None]) -> Iterator[bytes]:
+        """Yield the lines that are new. A file that was replaced is read again.
+
+        Args:
+            begin: called before the first line of another file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError: the file cannot be read.
+        """
+        with reading(self.path, self.path.parent) as file:
+            state, head = os.fstat(file.fileno()), file.read(HEAD)
+            if state.st_ino != self._inode or state.st_size < self.num_read or not head.startswith(self._head):
+                self.rest, self.num_read, self._inode = b"", 0, state.st_ino
+                begin()
+            self._head = head
+            file.seek(self.num_read)
+            for part in iter(lambda: file.readline(MAX_LINE), b""):
+                self.num_read += len(part)
+                line, self.rest = self.rest + part, b""
+                if line.endswith(b"\n") or len(line) > MAX_LINE:
+                    yield line
+                else:
+                    self.rest = line
 
 
 def sync(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -120,7 +120,8 @@ def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_
     wrong = worst([0.0, *(sample.score for sample in (*first, *second) if sample.score is not None)])
     before, after = mean_scores(first, wrong), mean_scores(second, wrong)
     if before.keys() != after.keys():
-        only = [f"only the {name} has {_names(own)}" for name, own in _unshared(before, after)]
+        unshared = {"first": before.keys() - after.keys(), "second": after.keys() - before.keys()}
+        only = [f"only the {name} has {_names(sorted(own))}" for name, own in unshared.items() if own]
         raise DataError(f"a paired comparison needs the same items in both evaluations, and {'; '.join(only)}")
     if not before:
         raise DataError("a comparison without samples; expected at least one of each model")
@@ -209,12 +210,6 @@ def _chunks(n: int) -> Iterator[int]:
     rows = max(1, CHUNK // n)
     for begun in range(0, RESAMPLES, rows):
         yield min(rows, RESAMPLES - begun)
-
-
-def _unshared(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
-    for name, own in (("first", before.keys() - after.keys()), ("second", after.keys() - before.keys())):
-        if own:
-            yield name, sorted(own)
 
 
 def _names(items: Sequence[str]) -> str:

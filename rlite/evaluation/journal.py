@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
@@ -45,15 +45,14 @@ class Journal:
         self.path, self._settings = path, settings
         with writing(path):
             content = b"" if overwrite or not path.is_file() else path.read_bytes()
-        whole = _whole_lines(content, path)
-        header, lines = _values(whole, path)
+        header, lines = _read(content, path)
         if header is not None:
-            check_same(header, settings, path)
+            _check_same(header, settings, path)
         self.lines: list[dict[str, Any]] = lines
         """samples that have ended, in the order of their ends"""
         self.is_new = header is None
         """there are no samples to continue"""
-        self._end = sum(map(len, whole))
+        self._end = content.rfind(b"\n") + 1
         self._opened = ExitStack()
         self._file: FileIO
 
@@ -111,10 +110,10 @@ def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
         ConfigError: there is no journal.
     """
     try:
-        whole = _whole_lines(path.read_bytes(), path)
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    header, lines = _values(whole, path)
+    header, lines = _read(content, path)
     return _check_header(header, path), lines
 
 
@@ -122,25 +121,6 @@ def is_journal(path: Path) -> bool:
     """Return whether a file holds the samples of an evaluation."""
     with path.open("rb") as file:
         return file.read(len(_BEGINNING)) == _BEGINNING
-
-
-def check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
-    """Check that a journal was begun with these settings.
-
-    Args:
-        header: first line of the journal.
-        settings: settings of the evaluation that would continue it.
-        path: the journal.
-
-    Raises:
-        ConfigError: the journal has other settings. The message names them.
-    """
-    different = differences(_check_header(header, path), settings)
-    if different:
-        raise ConfigError(
-            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
-            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
-        )
 
 
 def differences(there: Settings, here: Settings) -> list[str]:
@@ -160,6 +140,19 @@ def differences(there: Settings, here: Settings) -> list[str]:
     return different if num_more <= 0 else [*different[:MAX_SHOWN], f"and {num_more} more"]
 
 
+def _check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
+    """Check that a journal was begun with these settings.
+
+    Raises:
+        ConfigError: the journal has other settings. The message names them.
+    """
+    if different := differences(_check_header(header, path), settings):
+        raise ConfigError(
+            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
+            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
+        )
+
+
 def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
     """Return the settings of a journal.
 
@@ -176,24 +169,17 @@ def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
     return header["settings"]
 
 
-def _whole_lines(content: bytes, path: Path) -> list[bytes]:
-    """Return the lines of a journal without a line that a killed process has cut off.
+def _read(content: bytes, path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return the header of a journal, None without one, and its further lines.
+
+    A line that a killed process has cut off is left out.
 
     Raises:
-        ConfigError: the file is no journal.
+        ConfigError: the file is no journal, or a line is no object of JSON.
     """
     if not (content.startswith(_BEGINNING) or _BEGINNING.startswith(content)):
         raise ConfigError(f"{path}: expected the samples of an evaluation, found another file")
-    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def _values(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return the header of a journal, None without one, and its further lines.
-
-    Raises:
-        ConfigError: a line is no object of JSON.
-    """
-    values = [_value(line, number, path) for number, line in enumerate(lines, 1)]
+    values = [_value(line, number, path) for number, line in enumerate(content.split(b"\n")[:-1], 1)]
     return (values[0], values[1:]) if values else (None, [])
 
 

@@ -70,13 +70,8 @@ class _Statistic:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "total": float(self.total),
-            "count": int(self.count),
-            "lowest": None if self.lowest is None else float(self.lowest),
-            "lowest_negated": None if self.lowest_negated is None else float(self.lowest_negated),
-        }
+        plain = {name: value if name == "kind" or value is None else float(value) for name, value in vars(self).items()}
+        return plain | {"count": int(self.count)}
 
 
 @dataclass

@@ -3,7 +3,7 @@
 The driver is trusted. It sends pickled chunks of calls, each after a length of 8 bytes. The process answers in frames
 of `rlite.sandbox.wire`, [kind, number of the call, value]:
 
-    READY                       once
+    READY                       once; the value names the protections that the kernel lacks
     STARTED                     for each call: its function and arguments are loaded
     TAINTED                     the call is about to run code that was made at run time, in this process
     PIECE                       one value of a generator
@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 
 from rlite.errors import own_traceback
 from rlite.sandbox import wire
-from rlite.sandbox.confine import children, confine, end_descendants, part, silence
+from rlite.sandbox.confine import children, confine, end_descendants, number_in, part, silence
 from rlite.sandbox.landlock import restrict
 from rlite.sandbox.made_code import MadeCodeWatch
 from rlite.sandbox.state import ProcessState
@@ -78,9 +78,9 @@ def serve(driver: int, descriptor: int, is_silent: bool) -> None:
         is_silent: discard standard output and standard error.
     """
     os.set_inheritable(descriptor, False)
-    confine(driver)
+    lacking = confine(driver)
     with os.fdopen(descriptor, "r+b", buffering=0) as channel:
-        server = Server(channel)
+        server = Server(channel, lacking)
         if is_silent:
             silence()
         while (length := _read_exactly(channel, LENGTH.size)) is not None:
@@ -88,9 +88,14 @@ def serve(driver: int, descriptor: int, is_silent: bool) -> None:
 
 
 class Server:
-    """A server that runs calls one by one and restores the process state that they changed."""
+    """A server that runs calls one by one and restores the process state that they changed.
 
-    def __init__(self, channel: BinaryIO) -> None:
+    Args:
+        channel: the socket.
+        lacking: protections of the process that the kernel lacks.
+    """
+
+    def __init__(self, channel: BinaryIO, lacking: str) -> None:
         self._channel = channel
         self._pid = os.getpid()
         self._runner = asyncio.Runner()
@@ -100,7 +105,7 @@ class Server:
         self._watch = MadeCodeWatch(lambda: self.say(TAINTED, None))
         os.register_at_fork(after_in_child=self._lose_channel)
         self._state = ProcessState()
-        self.say(READY, None)
+        self.say(READY, lacking)
 
     def run(self, new: dict[bytes, bytes], memory_limit: int | None, calls: list[CallMessage]) -> None:
         """Run one chunk of calls.
@@ -313,8 +318,4 @@ def _peak_memory() -> int:
 
     The peak of getrusage would begin with the peak of the parent process.
     """
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return number_in("/proc/self/status", "VmHWM") * 1024

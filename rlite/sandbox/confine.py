@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from rlite.sandbox.landlock import restrict, writable_paths
-from rlite.sandbox.syscalls import refuse_calls
+from rlite.sandbox.landlock import restrict, version, writable_paths
+from rlite.sandbox.syscalls import LIBC, refuse_calls
 
 _PASSED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|"
@@ -26,7 +26,6 @@ _PASSED = re.compile(
     r"(?!OMP_(PROC_BIND|PLACES)|(GOMP_CPU|KMP)_AFFINITY)(OMP|MKL|KMP|GOMP|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN)_\w+|"
     r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TOKENIZERS_PARALLELISM|SYSTEMROOT"
 )
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _DROP_FROM_BOUNDING_SET = 24
 _KEPT_CAPABILITIES = {0, 1, 2, 3, 4, 5, 6, 7, 10, 18}
 """capabilities of root over files, users and ports: CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, KILL, SETGID,
@@ -47,37 +46,41 @@ def passed_environment(environment: Mapping[str, str], further: Collection[str] 
     return {name: value for name, value in environment.items() if name in further or _PASSED.fullmatch(name)}
 
 
-def confine(driver: int) -> None:
+def confine(driver: int) -> str:
     """Prepare this process for user code.
 
     The process ends before its parent if memory runs out, ends with its parent, and cannot touch other processes.
 
     Args:
         driver: process id of the program that asks for the calls.
+
+    Returns:
+        The protections that the kernel lacks, in words; empty if it has all.
     """
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
         Path("/proc/self/oom_score_adj").write_text("1000")
     if sys.platform != "linux":
-        return
+        return ""
     _give_up_capabilities()
     follow_parent(signal.SIGKILL)  # a hung function cannot see its driver go
     keeper = os.getppid()
     groups = (-os.getpgid(pid) for pid in (driver, keeper))
     is_scoped = restrict(writable_paths())
-    refuse_calls(os.getpid(), () if is_scoped else (-1, driver, keeper, *groups))
+    is_filtered = refuse_calls(os.getpid(), () if is_scoped else (-1, driver, keeper, *groups))
+    return " and ".join(name for name, has in (("Landlock", version()), ("seccomp", is_filtered)) if not has)
 
 
 def _give_up_capabilities() -> None:
     """Drop the capabilities by which root can reach other processes and the machine."""
     header, sets = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
-    if _LIBC.capget(header, sets) != 0:
+    if LIBC.capget(header, sets) != 0:
         return
     words = [*struct.unpack("<6I", sets.raw)]  # effective, permitted and inheritable ones, twice 32 bits
     for capability in set(range(64)) - _KEPT_CAPABILITIES:
-        _LIBC.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
+        LIBC.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
         for kind in range(3):
             words[capability // 32 * 3 + kind] &= ~(1 << capability % 32)
-    _LIBC.capset(header, struct.pack("<6I", *words))
+    LIBC.capset(header, struct.pack("<6I", *words))
 
 
 def part() -> None:
@@ -90,8 +93,8 @@ def part() -> None:
 def follow_parent(death_signal: int) -> None:
     """Receive a signal when the parent ends, and adopt orphaned descendants. This needs Linux."""
     set_death_signal, become_subreaper = 1, 36
-    _LIBC.prctl(set_death_signal, death_signal, 0, 0, 0)
-    _LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    LIBC.prctl(set_death_signal, death_signal, 0, 0, 0)
+    LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
 
 
 def silence() -> None:
@@ -110,6 +113,14 @@ def children(pid: int) -> set[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as listed:
                 found.update(map(int, listed.read().split()))
     return found
+
+
+def number_in(path: str, name: str) -> int:
+    """Return the number behind a name in a file of the kernel; 0 if the system has no such file or name."""
+    with contextlib.suppress(OSError):  # a process may name itself by bytes that are no text
+        found = re.search(rf"^{name}:?\s+(\d+)", Path(path).read_text(errors="replace"), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
 
 
 def descendants(pid: int) -> list[int]:

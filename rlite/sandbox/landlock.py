@@ -14,9 +14,9 @@ import struct
 import sys
 from collections.abc import Sequence
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from rlite.sandbox.syscalls import GIVE_UP_PRIVILEGES, LIBC
+
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
-_GIVE_UP_PRIVILEGES = 38
 _WRITE_FILE, _MAKE_BLOCK_DEVICES, _MOVE_BETWEEN_FOLDERS = 1 << 1, 1 << 11, 1 << 13
 _SCOPE_SIGNALS = 1 << 1
 _BENEATH_PATH = 1
@@ -27,7 +27,7 @@ _OWN_FILE = "/proc/self/clear_refs"
 
 def version() -> int:
     """Return the version of Landlock that the kernel has; 0 if it has none. Version 6 has rules for signals."""
-    return max(_LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1), 0) if sys.platform == "linux" else 0
+    return max(LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1), 0) if sys.platform == "linux" else 0
 
 
 def writable_paths() -> list[str]:
@@ -64,13 +64,13 @@ def restrict(writable: Sequence[str] = ()) -> bool:
     handled = _MOVE_BETWEEN_FOLDERS if abi >= 2 else _MAKE_BLOCK_DEVICES
     handled |= _WRITE_FILE if writable else 0
     rules = struct.pack("<QQQ", handled, 0, _SCOPE_SIGNALS) if abi >= 6 else struct.pack("<Q", handled)
-    descriptor = _LIBC.syscall(_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
+    descriptor = LIBC.syscall(_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
     if descriptor < 0:
         return False
     for path in writable or ("/",):
         _allow(descriptor, path, handled & ~_MAKE_BLOCK_DEVICES)
-    _LIBC.prctl(_GIVE_UP_PRIVILEGES, 1, 0, 0, 0)  # Landlock's condition
-    is_restricted = _LIBC.syscall(_RESTRICT, descriptor, 0) == 0
+    LIBC.prctl(GIVE_UP_PRIVILEGES, 1, 0, 0, 0)
+    is_restricted = LIBC.syscall(_RESTRICT, descriptor, 0) == 0
     os.close(descriptor)
     return is_restricted and abi >= 6
 
@@ -82,5 +82,5 @@ def _allow(rules: int, path: str, access: int) -> None:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             access &= _WRITE_FILE
         rule = struct.pack("<Qi", access, descriptor)
-        _LIBC.syscall(_ADD_RULE, rules, _BENEATH_PATH, rule, 0)
+        LIBC.syscall(_ADD_RULE, rules, _BENEATH_PATH, rule, 0)
         os.close(descriptor)

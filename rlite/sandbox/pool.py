@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import selectors
 import signal
 import socket
@@ -30,12 +29,12 @@ import time
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from rlite.errors import RliteError
 from rlite.sandbox import child, limits, wire
 from rlite.sandbox.call import Call, ending, take_chunk
+from rlite.sandbox.confine import number_in
 from rlite.sandbox.process import Worker
 
 MAX_FAILED_STARTS = 3
@@ -300,10 +299,7 @@ class SandboxPool:
 
 def _count_oom_kills() -> int:
     """Return how many processes Linux has killed on this machine because memory ran out."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
+    return number_in("/proc/vmstat", "oom_kill")
 
 
 _shared: dict[frozenset[str], SandboxPool] = {}

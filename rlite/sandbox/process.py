@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
-import re
 import secrets
 import signal
 import socket
@@ -20,17 +20,21 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlite.sandbox import child, wire
 from rlite.sandbox.call import NUM_FORKS, Call
-from rlite.sandbox.confine import children, passed_environment
+from rlite.sandbox.confine import children, number_in, passed_environment
+from rlite.wording import warn_once
 
+logger = logging.getLogger(__name__)
 EXIT_CODES = range(1 - signal.NSIG, 256)
 """exit codes of processes; a negative code is a signal's number"""
+UNPROTECTED = (
+    "no {} here: code in sandbox processes can reach this program; see docs/rewards.md#what-the-kernel-refuses"
+)
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 
@@ -162,8 +166,10 @@ class Worker:
             case ["memory", int() as number, str() as text] if call and number == due:
                 call.result = child.printable(text)
                 return child.MEMORY
-            case ["ready", 0, None] if not self.is_ready:
+            case ["ready", 0, str() as lacking] if not self.is_ready:
                 self.is_ready = True
+                if lacking:
+                    warn_once(logger, UNPROTECTED.format(lacking))
                 return child.READY
             case _:
                 raise wire.WireError("unexpected message from the sandbox process")
@@ -200,8 +206,9 @@ def _memory(pid: int) -> int:
         resident = psutil.Process(pid).memory_info().rss
     except psutil.Error:  # it has just ended
         return 0
-    held = _anonymous_files(pid)
-    return resident + (max(held - _resident_shared(pid), 0) if held else 0)  # a mapped file is resident
+    if not (held := _anonymous_files(pid)):
+        return resident
+    return resident + max(held - number_in(f"/proc/{pid}/status", "RssShmem") * 1024, 0)  # a mapped file is resident
 
 
 def _anonymous_files(pid: int) -> int:
@@ -214,10 +221,3 @@ def _anonymous_files(pid: int) -> int:
                     state = os.stat(entry.path)
                     sizes[state.st_ino] = state.st_blocks * 512
     return sum(sizes.values())
-
-
-def _resident_shared(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        found = re.search(r"RssShmem:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        return int(found[1]) * 1024 if found else 0
-    return 0

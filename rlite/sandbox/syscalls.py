@@ -13,8 +13,9 @@ import os
 import struct
 from collections.abc import Collection, Mapping
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_GIVE_UP_PRIVILEGES = 38
+LIBC = ctypes.CDLL(None, use_errno=True)
+GIVE_UP_PRIVILEGES = 38
+"""operation of prctl, the condition of seccomp and of Landlock: no program that is started gains privileges"""
 _SET_FILTER, _WITHOUT_SLOWER_SPECULATION = 1, 1 << 2
 _CLONE_PARENT = 0x8000
 _FOREIGN_TABLE = 0x40000000
@@ -58,10 +59,10 @@ def refuse_calls(own: int, protected: Collection[int] = ()) -> bool:
     code = b"".join(struct.pack("=HBBI", *step) for step in filter_program(machine, own, protected))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
-    _LIBC.prctl(_GIVE_UP_PRIVILEGES, 1, 0, 0, 0)  # the condition of seccomp
+    LIBC.prctl(GIVE_UP_PRIVILEGES, 1, 0, 0, 0)
     call = _SECCOMP[_ARCHITECTURES[machine][1]]
     flags = (_WITHOUT_SLOWER_SPECULATION, 0)  # the flag is unknown before Linux 4.17
-    return any(_LIBC.syscall(call, _SET_FILTER, flag, program) == 0 for flag in flags)
+    return any(LIBC.syscall(call, _SET_FILTER, flag, program) == 0 for flag in flags)
 
 
 def filter_program(machine: str, own: int, protected: Collection[int] = ()) -> list[Instruction]:

@@ -56,7 +56,8 @@ def read_part_aside(
             case ["damaged", str() as text]:
                 raise DataError(printable(text))
     except (SandboxError, pa.ArrowException) as error:
-        raise DataError(f"cannot be read: {str(error).splitlines()[0]}") from error
+        reason, _, _ = str(error).partition("\n")
+        raise DataError(f"cannot be read: {reason}") from error
     raise DataError("cannot be read: its reader answered something else")
 
 

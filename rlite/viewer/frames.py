@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlite.errors import ConfigError
+from rlite.observability.record.reader import SEGMENTS
 from rlite.viewer.run import ViewedRun, open_runs
 from rlite.viewer.tables import PARTS, reward_parts
 
@@ -48,9 +49,8 @@ class RunFrames:
             ConfigError: the record has no such source.
         """
         self._look(source)
-        frames = [table.to_pandas() for table in self._run.record.segments(source, steps)]
-        columns = ["step", "group", "sample", "segments"]
-        return (pd.concat(frames) if frames else pd.DataFrame(columns=columns)).dropna().reset_index(drop=True)
+        table = pa.concat_tables([SEGMENTS.empty_table(), *self._run.record.segments(source, steps)])
+        return table.to_pandas().dropna().reset_index(drop=True)
 
     def tokens(self, steps: Sequence[int] | None = None, source: str = "train") -> pd.DataFrame:
         """Return one row for each sequence whose tokens are recorded; its lists have one entry for each token.

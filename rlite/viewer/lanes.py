@@ -11,6 +11,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 Event = Mapping[str, Any]
 Span = tuple[float, float, str, int]
 """start and end in seconds, name, and depth: the number of spans around it"""
@@ -234,24 +236,19 @@ def _own_seconds(lane: Lane, window: Window) -> Iterator[tuple[str, float, float
 
 def _concurrency(name: str, spans: Sequence[tuple[float, float]], window: Window) -> dict[str, Any]:
     """Return how many spans are open in each bin of a window, on average."""
-    width = window.length / BINS
-    changes = [0.0] * (BINS + 2)  # second differences would be exact; the share in the first and last bin is enough
-    counts = [0.0] * BINS
-    for start, end in spans:
-        if end < window.start or start > window.end:
-            continue
-        first = min(BINS - 1, max(0, int((start - window.start) / width)))
-        final = min(BINS - 1, max(0, int((end - window.start) / width)))
-        for bin_ in {first, final}:
-            begin = window.start + bin_ * width
-            counts[bin_] += max(0.0, min(end, begin + width) - max(start, begin)) / width
-        changes[first + 1] += 1
-        changes[max(final, first + 1)] -= 1
-    inside = 0.0
-    for bin_ in range(BINS):
-        inside += changes[bin_]
-        counts[bin_] = round(counts[bin_] + inside, 3)
-    return {"name": name, "counts": counts, "most": _most_at_once(spans, window), "number": len(spans)}
+    edges = np.linspace(0.0, window.length, BINS + 1)
+    times = np.array(spans, float).reshape(-1, 2) - window.start
+    begun, ended = (_seconds_since(column, edges) for column in np.clip(times, 0.0, window.length).T)
+    counts = (np.diff(begun - ended) * BINS / window.length).round(3)
+    return {"name": name, "counts": counts.tolist(), "most": _most_at_once(spans, window), "number": len(spans)}
+
+
+def _seconds_since(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return for each edge the sum of the seconds that have passed since each earlier time."""
+    ordered = np.sort(times)
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    passed = np.searchsorted(ordered, edges)
+    return passed * edges - sums[passed]
 
 
 def _times(lanes: Iterable[Lane], window: Window) -> list[dict[str, Any]]:

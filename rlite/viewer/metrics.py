@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,8 +15,6 @@ from rlite import files
 FILE = "metrics.jsonl"
 MAX_STEP = 2**31 - 1
 """largest step of a record, whose steps are 32-bit integers"""
-MAX_READ = 64 << 20
-"""bytes that are read together; a line that is longer is torn"""
 MAX_POINTS = 2000
 """largest number of points of one series on a page"""
 PHASE = "seconds_"
@@ -33,13 +30,14 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = files.GrowingFile(path)
+        self._begin()
+
+    def _begin(self) -> None:
         self.series: dict[str, dict[int, float | None]] = {}
         self.num_torn = 0
         """lines that are no metrics"""
-        self.first_step = MAX_STEP
-        self.last_step = 0
-        self._offset = 0
-        self._inode = 0
+        self.first_step, self.last_step = MAX_STEP, 0
 
     def refresh(self) -> bool:
         """Read the lines that are new. A file that was replaced is read again.
@@ -48,20 +46,10 @@ class MetricsLog:
             True if there are new lines.
         """
         has_news = False
-        with suppress(OSError), files.reading(self.path, self.path.parent) as file:
-            state = os.fstat(file.fileno())
-            if state.st_ino != self._inode or state.st_size < self._offset:
-                self.series, self.num_torn, self.first_step, self.last_step = {}, 0, MAX_STEP, 0
-                self._inode, self._offset = state.st_ino, 0
-            file.seek(self._offset)
-            while new := file.read(MAX_READ):
-                whole = new[: new.rfind(b"\n") + 1] or (new if len(new) == MAX_READ else b"")
-                if not whole:  # the rest is being written
-                    break
-                self._offset = file.seek(self._offset + len(whole))
+        with suppress(OSError):
+            for line in self._file.new_lines(self._begin):
                 has_news = True
-                for line in whole.splitlines():
-                    self._add(line)
+                self._add(line)
         return has_news
 
     def points(self, name: str) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -38,22 +39,20 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = [_of_source(run, source) for source in run.record.sources]
     if not tables:
         return {"items": {}, "number": 0, "is_cut": False}
-    table = pa.concat_tables(tables)
+    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
+    found = pa.concat_tables(tables).group_by(["set", "item"]).aggregate(wanted)
     hits: dict[tuple[str, str], str] = {}
     is_cut = False
     if text := query.text("text"):
         hits, is_cut = _hits(run, text)
-        is_hit = pc.is_in(_places(table), pa.array([_place(*place) for place in hits], pa.string()))
-        table = table.filter(pc.or_(pc.match_substring(table["item"], text, ignore_case=True), is_hit))
-    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
-    found = table.group_by(["set", "item"]).aggregate(wanted)
+        is_hit = pa.array([place in hits for place in _places(found)], pa.bool_())
+        found = found.filter(pc.or_(pc.match_substring(found["item"], text, ignore_case=True), is_hit))
     found = found.append_column("length", pc.utf8_length(found["item"]))  # m2 comes before m10
     order = [("step_count_distinct", "descending"), ("step_count", "descending")]
     order += [("set", "ascending"), ("length", "ascending"), ("item", "ascending")]
     kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
     known = prompts(run)
-    places = zip(kept["set"].to_pylist(), kept["item"].to_pylist(), strict=True)
-    texts = [_shown(known.get(place), hits.get(place), text) for place in places]
+    texts = [_shown(known.get(place), hits.get(place), text) for place in _places(kept)]
     return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
 
 
@@ -141,12 +140,8 @@ def _shown(known: str | None, hit: str | None, text: str) -> str | None:
     return known if hit is None or (known and text.lower() in known.lower()) else hit
 
 
-def _places(table: pa.Table) -> pa.ChunkedArray:
-    return pc.binary_join_element_wise(table["set"], table["item"], "\0")
-
-
-def _place(set_: str, item: str) -> str:
-    return f"{set_}\0{item}"
+def _places(table: pa.Table) -> Iterator[tuple[str, str]]:
+    return zip(table["set"].to_pylist(), table["item"].to_pylist(), strict=True)
 
 
 def _of_source(run: ViewedRun, source: str) -> pa.Table:

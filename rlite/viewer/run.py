@@ -81,7 +81,8 @@ class ViewedRun:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
-        self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / RECORD)))
+        stamps = map(files.stamp, (self.metrics.path, self.folder / RECORD))
+        self.changed_at = max(changed for changed, _ in filter(None, (*stamps, (0, 0)))) / 1e9
         news: list[tuple[Change, bool]] = [("run", any(changed)), ("trace", self.trace.look())]
         return {kind for kind, is_new in news if is_new}
 
@@ -195,10 +196,3 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
         return {}, ""
     except ConfigError as error:
         return {}, str(error)
-
-
-def _changed_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlite import files
 from rlite.observability.trace import earlier_traces
@@ -20,12 +19,10 @@ from rlite.wording import counted
 TRACE = "trace.json"
 MAX_EVENTS = 300_000
 """newest events that are shown; Perfetto opens the others"""
+MAX_BYTES = 256 << 20
+"""bytes of the newest events; a file may have far more, at little cost to its maker"""
 NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
-HEAD = 512
-"""bytes at the beginning, with names and times, that tell one trace from another"""
-MAX_LINE = 1 << 20
-"""bytes of a line; a longer one is torn"""
 BLOCK = 1000
 """lines that are parsed together"""
 BRACKETS = (b"[", b"]", b"")
@@ -45,14 +42,13 @@ class TraceLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp: tuple[int, int] | None = None
+        self._file = files.GrowingFile(path)
         self._begin()
 
-    def _begin(self, inode: int = 0) -> None:
+    def _begin(self) -> None:
         self._names: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self._num_events = self._num_torn = self._offset = 0
-        self._inode, self._head = inode, b""
-        self._unfinished = b""
+        self._num_events = self._num_torn = 0
         self._failure = ""
         self._layout: Layout | None = None
 
@@ -68,29 +64,24 @@ class TraceLog:
         Returns:
             True if there are new events.
         """
-        before = self._offset
+        before = self._file.num_read
         try:
-            with files.reading(self.path, self.path.parent) as file:
-                state = os.fstat(file.fileno())
-                head = file.read(HEAD)
-                if state.st_ino != self._inode or state.st_size < self._offset or not head.startswith(self._head):
-                    self._begin(state.st_ino)
-                self._head = head
-                file.seek(self._offset)
-                self._read(file)
+            self._read()
         except FileNotFoundError:
             return False
         except OSError as error:
+            self._file = files.GrowingFile(self.path)
             self._begin()
             self._failure = f"{TRACE}: cannot be read: {error.strerror or error}"
-        if self._offset != before:
+        has_news = self._file.num_read != before
+        if has_news:
             self._layout = None
-        return self._offset != before
+        return has_news
 
     @property
     def problems(self) -> list[str]:
         """Reasons why a part of the trace is not shown."""
-        num_torn = self._num_torn + (1 if _event(self._unfinished) is None else 0)
+        num_torn = self._num_torn + (1 if _event(self._file.rest) is None else 0)
         torn = f"{TRACE}: {counted(num_torn, 'line')} cannot be read" if num_torn else ""
         return [text for text in (self._failure, torn) if text]
 
@@ -107,7 +98,7 @@ class TraceLog:
     def events(self) -> list[dict[str, Any]]:
         """Return the names of the lanes and the newest events."""
         self.refresh()
-        last = _event(self._unfinished)
+        last = _event(self._file.rest)
         return [*self._names, *self._events, *([last] if last else [])]
 
     def layout(self) -> Layout:
@@ -117,21 +108,17 @@ class TraceLog:
             self._layout = layout(self.events())
         return self._layout
 
-    def _read(self, file: BinaryIO) -> None:
-        newest: deque[bytes] = deque(maxlen=MAX_EVENTS)  # only these lines of a long trace are parsed
-        num_lines = 0
-        for line in iter(lambda: file.readline(MAX_LINE), b""):
-            self._offset += len(line)
-            line, self._unfinished = self._unfinished + line, b""
-            if len(line) > MAX_LINE:
-                self._num_torn += 1
-            elif not line.endswith(b"\n"):  # it is being written, or a crash cut it off
-                self._unfinished = line
-            elif b'"M"' in line and NAMES.search(line):
+    def _read(self) -> None:
+        newest: deque[bytes] = deque()  # only these lines of a long trace are parsed
+        num_lines = size = 0
+        for line in self._file.new_lines(self._begin):
+            if b'"M"' in line and NAMES.search(line):
                 self._add(_event(line))
             elif line.strip() not in BRACKETS:
                 newest.append(line)
-                num_lines += 1
+                num_lines, size = num_lines + 1, size + len(line)
+                while len(newest) > MAX_EVENTS or size > MAX_BYTES:
+                    size -= len(newest.popleft())
         self._num_events += num_lines - len(newest)
         for event in _events(newest):
             self._add(event)

@@ -87,10 +87,7 @@ def used_bytes(folder: Path) -> int:
 
 def size_of(path: Path) -> int:
     """Return the bytes of a file; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return (files.stamp(path) or (0, 0))[1]
 
 
 def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path:

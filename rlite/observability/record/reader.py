@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rlite.observability.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, V
 LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
+SEGMENTS = pa.schema([ROWS.field(name) for name in ("step", "group", "sample", "segments")])
 Place = tuple[int, int]
 """group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
@@ -58,10 +58,9 @@ class RecordReader:
         self.problems: dict[str, str] = {}
         """file name -> why the file, or a part of it, is not shown"""
         self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
-        self._scalars: dict[Path, pa.Table] = {}
-        self._refused: set[Path] = set()
+        self._kept: dict[Path, pa.Table | None] = {}
+        """rows of files without their texts; None for rows that cannot be kept, and for files of tokens"""
         self._tables: dict[str, pa.Table] = {}
-        self._checked: set[Path] = set()
         self._has_news = False
 
     def refresh(self) -> bool:
@@ -76,6 +75,7 @@ class RecordReader:
 
     def _look(self) -> None:
         found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        self.problems = {name: text for name, text in self.problems.items() if text != files.LEADS_OUT}
         for file in record_files(self.folder):
             if not files.is_inside(file.path, self.folder):
                 self.problems[file.path.name] = files.LEADS_OUT
@@ -83,9 +83,7 @@ class RecordReader:
                 found[file.path] = (file, stamp)
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
-            self._scalars.pop(path, None)
-            self._checked.discard(path)
-            self._refused.discard(path)
+            self._kept.pop(path, None)
             self.problems.pop(path.name, None)
         self._files = found
         if changed:
@@ -95,9 +93,9 @@ class RecordReader:
     def check_tokens(self) -> None:
         """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
         for path, (file, _) in self._files.items():
-            if file.kind == "tokens" and path not in self._checked:
-                self._checked.add(path)
-                list(self._read(file, TOKENS, None, pc.scalar(False)))
+            if file.kind == "tokens" and path not in self._kept:
+                self._kept[path] = None
+                list(self._read(file, TOKENS, pc.scalar(False)))
 
     @property
     def sources(self) -> list[str]:
@@ -107,10 +105,14 @@ class RecordReader:
     def table(self, source: str) -> pa.Table:
         """Return all rows of a source without texts and events, in the order of step, group and sample."""
         if source not in self._tables:
-            files, parts = self._files, list(self._parts(source))
+            files, own = self._files, self._holders(source, "rows")
+            for file in own:
+                if file.path not in self._kept:
+                    self._keep(file)
             if self._files is not files:  # some were merged meanwhile
                 return self.table(source)
-            joined = pa.concat_tables(parts) if parts else SCALARS.empty_table()
+            parts = [part for file in own if (part := self._kept[file.path]) is not None]
+            joined = pa.concat_tables([SCALARS.empty_table(), *parts])
             self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
         return self._tables[source]
 
@@ -124,10 +126,7 @@ class RecordReader:
             steps: steps to read; None for all.
             newest_first: True for the order from the last step to the first.
         """
-        chosen = None if steps is None else pc.field("step").isin(list(steps))
-        own = self._holders(source, "rows", steps)
-        for file in reversed(own) if newest_first else own:
-            yield from self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen, newest_first)
+        yield from self._chosen(source, "rows", SEGMENTS, steps, newest_first=newest_first)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.
@@ -137,7 +136,7 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout to return; None for all.
         """
-        return self._of_step(source, "rows", ROWS, step, place)
+        return _rows(self._chosen(source, "rows", ROWS, [step], place))
 
     def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return the recorded sequences of a step, in the order of their numbers.
@@ -147,25 +146,29 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout whose sequences to return; None for all.
         """
-        return sorted(self._of_step(source, "tokens", TOKENS, step, place), key=lambda sequence: sequence["sequence"])
+        found = self._chosen(source, "tokens", TOKENS, [step], place)
+        return sorted(_rows(found), key=lambda sequence: sequence["sequence"])
 
     def token_table(self, source: str, steps: Sequence[int] | None = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
-        chosen = None if steps is None else pc.field("step").isin(list(steps))
-        found = [self._read(file, TOKENS, None, chosen) for file in self._holders(source, "tokens", steps)]
-        return pa.concat_tables([TOKENS.empty_table(), *chain.from_iterable(found)])
+        return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, "tokens", TOKENS, steps)])
 
-    def _of_step(
-        self, source: str, kind: Kind, schema: pa.Schema, step: int, place: Place | None
-    ) -> list[dict[str, Any]]:
-        chosen = pc.field("step") == step
+    def _chosen(
+        self,
+        source: str,
+        kind: Kind,
+        schema: pa.Schema,
+        steps: Sequence[int] | None,
+        place: Place | None = None,
+        newest_first: bool = False,
+    ) -> Iterator[pa.Table]:
+        """Yield tables of the rows of some steps, or of one rollout in them."""
+        chosen = None if steps is None else pc.field("step").isin(list(steps))
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
-        for file in self._holders(source, kind, [step]):
-            parts = self._read(file, schema, None, chosen)
-            if rows := [row for table in parts for row in table.to_pylist()]:
-                return rows
-        return []
+        own = self._holders(source, kind, steps)
+        for file in reversed(own) if newest_first else own:
+            yield from self._read(file, schema, chosen, newest_first)
 
     def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
         """Return the files that may have some steps."""
@@ -174,42 +177,24 @@ class RecordReader:
             own = [file for file in own if any(file.first <= step <= file.last for step in steps)]
         return sorted(own, key=lambda file: file.first)
 
-    def _parts(self, source: str) -> Iterable[pa.Table]:
-        for file in self._holders(source, "rows"):
-            part = self._scalars.get(file.path)
-            if part is None and file.path not in self._refused:
-                part = self._keep(file)
-            if part is not None:
-                yield part
-
-    def _keep(self, file: RecordFile) -> pa.Table | None:
-        """Read and keep the rows of a file without their texts.
-
-        Returns:
-            The rows; None if there are none that can be kept.
-        """
+    def _keep(self, file: RecordFile) -> None:
+        """Read and keep the rows of a file without their texts, if there is room for them."""
         found: list[pa.Table] = []
-        for table in self._read(file, SCALARS, SCALARS.names):
+        others = sum(own.nbytes for own in self._kept.values() if own is not None)
+        for table in self._read(file, SCALARS):
             found.append(table)
-            if sum(own.nbytes for own in (*self._scalars.values(), *found)) > MAX_KEPT:
-                self.problems[file.path.name] = (
-                    f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
-                )
+            if others + sum(own.nbytes for own in found) > MAX_KEPT:
+                problem = f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
+                self.problems[file.path.name] = problem
                 found.clear()
                 break
-        if not found:
-            self._refused.add(file.path)
-            return None
-        part = pa.concat_tables(found)
         if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
-            self._scalars[file.path] = part
-        return part
+            self._kept[file.path] = pa.concat_tables(found) if found else None
 
     def _read(
         self,
         file: RecordFile,
         schema: pa.Schema,
-        columns: list[str] | None,
         chosen: pc.Expression | None = None,
         last_first: bool = False,
     ) -> Iterator[pa.Table]:
@@ -219,7 +204,7 @@ class RecordReader:
         """
         num_read = 0
         with suppress(FileNotFoundError):
-            for table in self._read_file(file, schema, columns, chosen, last_first):
+            for table in self._read_file(file, schema, chosen, last_first):
                 num_read += 0 if last_first else len(table)  # in that order, the parts of both files differ
                 yield table
             return
@@ -228,29 +213,23 @@ class RecordReader:
         chosen = own if chosen is None else chosen & own
         for wide in self._holders(file.source, file.kind, [file.first]):
             with suppress(FileNotFoundError):
-                for table in self._read_file(wide, schema, columns, chosen, last_first):
+                for table in self._read_file(wide, schema, chosen, last_first):
                     yield table.slice(num_read)
                     num_read = max(num_read - len(table), 0)
                 return
 
     def _read_file(
-        self,
-        file: RecordFile,
-        schema: pa.Schema,
-        columns: list[str] | None,
-        chosen: pc.Expression | None,
-        last_first: bool,
+        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool
     ) -> Iterator[pa.Table]:
         """Yield the tables of `_read`.
 
         Raises:
             FileNotFoundError: the file was merged, or deleted.
         """
-        made = pa.schema([schema.field(name) for name in columns or schema.names])
         try:
             place: int | None = 0
             while place is not None:
-                table, place = self._read_part(file.path, made, chosen, last_first, place)
+                table, place = self._read_part(file.path, schema, chosen, last_first, place)
                 if len(table):
                     yield table
         except DataError as error:
@@ -293,7 +272,7 @@ def read_file_part(
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
-        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).splitlines()[0]
+        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).partition("\n")[0]
         raise DataError(f"cannot be read: {reason}") from error
     return pa.concat_tables(tables), end if end < len(groups) else None
 
@@ -317,6 +296,10 @@ def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Sch
             if empty := [name for name in schema.names if name in NOT_NULL and table[name].null_count]:
                 raise DataError(f"cannot be read: rows without a value of {', '.join(empty)}")
             yield table
+
+
+def _rows(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
+    return [row for table in tables for row in table.to_pylist()]
 
 
 def is_recorded(folder: Path) -> bool:
@@ -367,12 +350,9 @@ def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
-        return pa.array([_decoded(value) for value in _bytes_of(column)], column.type)
+        as_bytes = column.cast(_as_bytes(column.type)).to_pylist()
+        return pa.array(list(map(_decoded, as_bytes)), column.type)
     return column
-
-
-def _bytes_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
-    return column.cast(_as_bytes(column.type)).to_pylist()
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlite import files
-from rlite.errors import writing
+from rlite.errors import DataError, writing
 from rlite.observability.record.files import DAMAGED, FOLDER, RecordFile, all_files, path_of, record_files, size_of
 from rlite.observability.record.gaps import resume_gaps
 from rlite.observability.record.schema import ROWS
+from rlite.wording import warn_once
 
 logger = logging.getLogger(__name__)
 HUNDRED = 100
@@ -27,10 +27,6 @@ PART_BYTES = 4 << 20
 """rows that are read together of a file of many steps, to show one: a footer lists the parts, and is read first"""
 TEXTS = ("segments", "data")
 """columns of rows that are null if the text of a rollout is not recorded"""
-
-
-class _UnreadableError(Exception):
-    """A source cannot be read."""
 
 
 def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda num_bytes: True) -> None:
@@ -56,7 +52,7 @@ def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda 
         if len(own) > 1 and has_room(sum(size_of(file.path) for file in own)):
             target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)
             if _rewrite([file.path for file in own], target):
-                _delete(file.path for file in own)
+                delete(file.path for file in own)
 
 
 def drop_later(folder: Path, step: int) -> None:
@@ -69,16 +65,16 @@ def drop_later(folder: Path, step: int) -> None:
     Raises:
         StorageError: a file cannot be written or deleted.
     """
-    _delete((folder / FOLDER).glob(".*.partial"))
+    delete((folder / FOLDER).glob(".*.partial"))
     resume_gaps(folder, step)
     whole = {file.path for file in record_files(folder)}
     for file in all_files(folder):
         if file.path not in whole or file.first > step:
-            _delete([file.path])
+            delete([file.path])
         elif file.last > step:
             target = path_of(folder, file.source, file.kind, file.first, step)
             if _rewrite([file.path], target, lambda table: table.filter(pc.field("step") <= step)):
-                _delete([file.path])
+                delete([file.path])
             else:  # its name would hide the files of the steps that are made again
                 file.path.rename(file.path.with_suffix(DAMAGED))
 
@@ -96,23 +92,24 @@ def strip(file: RecordFile) -> bool:
         StorageError: a file cannot be written or deleted.
     """
     if file.kind == "tokens":
-        _delete([file.path])
-        return True
+        return delete([file.path])
     if not _has_texts(file.path):
         return False
     return _rewrite([file.path], file.path, _without_texts)
 
 
-def delete(path: Path) -> bool:
-    """Delete a file.
+def delete(paths: Iterable[Path]) -> bool:
+    """Delete files.
 
     Returns:
         True.
 
     Raises:
-        StorageError: the file cannot be deleted.
+        StorageError: a file cannot be deleted.
     """
-    _delete([path])
+    for path in paths:
+        with writing(path):
+            path.unlink(missing_ok=True)
     return True
 
 
@@ -151,8 +148,8 @@ def _rewrite(
             _copy(sources, partial, change)
             files.sync(partial)
             os.replace(partial, target)
-        except _UnreadableError as error:
-            _warn_once(str(error))
+        except DataError as error:
+            warn_once(logger, str(error))  # every later compaction finds the same damage
             return False
         finally:
             partial.unlink(missing_ok=True)
@@ -201,21 +198,9 @@ def _reading(source: Path) -> Iterator[None]:
         None.
 
     Raises:
-        _UnreadableError: the file cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _UnreadableError(f"{source} cannot be read and is left as it is: {error}") from error
-
-
-@cache
-def _warn_once(message: str) -> None:
-    """Log a warning the first time: every later compaction finds the same damage."""
-    logger.warning("%s", message)
-
-
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with writing(path):
-            path.unlink(missing_ok=True)
+        raise DataError(f"{source} cannot be read and is left as it is: {error}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rlite.errors import StorageError, writing
+from rlite.errors import StorageError
 from rlite.observability.record import rewrite
 from rlite.observability.record.files import (
     FOLDER,
@@ -156,8 +156,7 @@ class RecordWriter:
             if len(table):
                 self._size += size_of(write_table(self._folder, source, step, kind, table))
             else:
-                with writing(path):
-                    path.unlink(missing_ok=True)
+                rewrite.delete([path])
         if self._size > self._limit:
             self._trim()
 
@@ -177,6 +176,6 @@ class RecordWriter:
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""
         oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        yield from ((path, partial(rewrite.delete, path)) for path in damaged_files(self._folder))
+        yield from ((path, partial(rewrite.delete, [path])) for path in damaged_files(self._folder))
         yield from ((file.path, partial(rewrite.strip, file)) for file in oldest)
-        yield from ((file.path, partial(rewrite.delete, file.path)) for file in oldest)
+        yield from ((file.path, partial(rewrite.delete, [file.path])) for file in oldest)

@@ -59,16 +59,9 @@ class _Row(_Shape):
         return self
 
     @property
-    def place(self) -> Hashable:
-        return self.group, self.sample
-
-    @property
-    def further_places(self) -> set[Hashable]:
-        return set()
-
-
-def _place(task: str, sample: int) -> str:
-    return f"{task}, sample {sample}" if sample else task
+    def places(self) -> list[Hashable]:
+        """Group and sample."""
+        return [(self.group, self.sample)]
 
 
 class _Task(_Shape):
@@ -84,12 +77,10 @@ class _Task(_Shape):
     rows: list[_Row]
 
     @property
-    def place(self) -> Hashable:
-        return _place(self.task, self.sample)
-
-    @property
-    def further_places(self) -> set[Hashable]:
-        return set() if self.sample else {_place(self.task, sample) for sample in range(1, self.samples)}
+    def places(self) -> list[Hashable]:
+        """The task and the sample; the first sample also gives the places of the further ones."""
+        further = () if self.sample else range(1, self.samples)
+        return [f"{self.task}, sample {sample}" if sample else self.task for sample in (self.sample, *further)]
 
 
 class _Questions(_Shape):
@@ -184,14 +175,14 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
     shape, missing = _Task if expected.tasks.tasks else _Row, expected.places
     for number, line in enumerate(lines, 2):
         try:
-            found = shape.model_validate(line)
+            place, *further = shape.model_validate(line).places
         except ValidationError as error:
             raise ConfigError(f"{path}, line {number}: {first_problem(error)}; choose another folder") from error
-        if found.place not in missing:
+        if place not in missing:
             raise ConfigError(
-                f"{path}, line {number}: {found.place} occurs twice, or is not of this evaluation; remove the line, or "
+                f"{path}, line {number}: {place} occurs twice, or is not of this evaluation; remove the line, or "
                 "choose another folder"
             )
-        missing.remove(found.place)
-        missing |= found.further_places
+        missing.remove(place)
+        missing.update(further)
     return missing

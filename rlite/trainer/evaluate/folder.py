@@ -126,21 +126,14 @@ def held(folder: Path) -> Iterator[None]:
         finally:
             (folder / LOCK).unlink(missing_ok=True)
             _remove_if_empty(new)
-            _unlock(file.fileno())
+            with suppress(OSError):  # a file system without locks; else at once, also if a forked child has a copy
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _remove_if_empty(folders: Iterable[Path]) -> None:
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
-
-
-def _unlock(descriptor: int) -> None:
-    """End a lock at once, also if a forked child still holds a copy of the descriptor."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except OSError:  # a file system without locks
-        return
 
 
 def check_alone(folder: Path, names: Collection[str]) -> None:

@@ -94,18 +94,15 @@ class Generation:
         self._held.append(row_of(episode, self._questions.ids[item], self._texts, has_tokens))
         self._has_succeeded |= episode.has_succeeded
         if self._has_succeeded:
-            self._write_held()
+            while self._held:
+                self.candidate.journal.append(self._held[0])
+                self._held.pop(0)
         elif len({held["group"] for held in self._held}) == MAX_FAILURES:
             raise self._nothing_but_failures()
 
     def _nothing_but_failures(self) -> RolloutError:
         num_episodes, reason = len(self._held), self._held[-1]["reason"]
         return RolloutError(f"the first {num_episodes} episodes failed, the last with {reason}; none of them counts")
-
-    def _write_held(self) -> None:
-        while self._held:
-            self.candidate.journal.append(self._held[0])
-            self._held.pop(0)
 
     def _progress(self, begun: float) -> str:
         before, now = len(self._all) - len(self.missing), len(self.candidate.journal.lines)

@@ -28,8 +28,8 @@ def names_of(model: str, other: str | None) -> list[str]:
         return [_name(model)]
     names = [_name(model), _name(other)]
     longer = zip(_longer_names(model), _longer_names(other), strict=False)
-    found = next(filter(_differ, [names, *longer]), None)
-    return list(found or [names[0], f"{names[1]}-2"])
+    different = (list(pair) for pair in (names, *longer) if len(set(pair)) == 2)
+    return next(different, [names[0], f"{names[1]}-2"])
 
 
 def name_of_questions(source: str) -> str:
@@ -40,10 +40,6 @@ def name_of_questions(source: str) -> str:
     """
     stem = Path(source).stem if Path(source).suffix in ENDINGS else Path(source).name
     return _as_file_name(stem)[:MAX_NAME]
-
-
-def _differ(names: Sequence[str]) -> bool:
-    return len(set(names)) == len(names)
 
 
 def _name(given: str) -> str:

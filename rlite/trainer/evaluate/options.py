@@ -219,7 +219,6 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"
-        on = (
-            f" on {self.questions or 'rows of the program'}" if self.sources_of_scores else ""
-        )  # earlier evaluations have their own
+        has_own = not self.sources_of_scores  # earlier evaluations
+        on = "" if has_own else f" on {self.questions or 'rows of the program'}"
         return f"{models}{on}{f', into {self.folder}' if self.folder else ''}"

@@ -18,6 +18,8 @@ from rlite.wording import counted
 
 COUNTS = ("num_", "errors/", "failed_attempts/", "redrawn/")
 """beginnings of the names of metrics that count"""
+BESIDE = ("standard_error", "_stderr", "_low", "_high")
+"""endings of metrics that stand beside another one in the table"""
 _PASS_AT_K = re.compile(r"((?:.*/)?)pass@(\d+)")
 
 
@@ -78,11 +80,7 @@ def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
         if match := _PASS_AT_K.fullmatch(name):
             ks.setdefault(match[1], []).append(int(match[2]))
     hidden = {f"{task}pass@{k}" for task, own in ks.items() for k in own if k & (k - 1) and k != max(own)}
-    return [
-        name
-        for name in names
-        if name not in hidden and not name.endswith(("standard_error", "_stderr", "_low", "_high"))
-    ]
+    return [name for name in names if name not in hidden and not name.endswith(BESIDE)]
 
 
 def shown(name: str, metrics: Mapping[str, float]) -> str:

@@ -132,7 +132,8 @@ class TaskAnswers:
             gen_kwargs=options.sampling_of_tasks,
             bootstrap_iters=0 if sample else BOOTSTRAP_ITERS,
         )
-        generated = {task: own for task, own in found["samples"].items() if _generates(found["configs"][task])}
+        kinds = {task: config.get("output_type") for task, config in found["configs"].items()}
+        generated = {task: own for task, own in found["samples"].items() if kinds[task] == "generate_until"}
         return {
             "task": name,
             "sample": sample,
@@ -171,10 +172,6 @@ def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]], sample: int = 
                     "segments": list(_segments(question)),
                     "ended": time.time(),
                 }
-
-
-def _generates(config: Mapping[str, Any]) -> bool:
-    return config["output_type"] == "generate_until"
 
 
 def _segments(question: Mapping[str, Any]) -> Iterator[dict[str, str]]:

@@ -110,8 +110,8 @@ def test_a_float32_score_reaches_the_threshold_that_it_is_equal_to(graded: Grade
 def test_an_evaluation_of_which_nothing_is_left_says_so_and_stops_nothing(graded: Graders) -> None:
     metrics = graded(*[[None]] * 20).metrics
     errors = {"standard_error": 1 / 42, "pass@1_standard_error": 1 / 42, "num_errors": 20, "errors/ValueError": 20}
-    errors |= {"num_failed_attempts": 20, "failed_attempts/ValueError": 20}
-    assert metrics == pytest.approx({"accuracy": 0.0, "pass@1": 0.0, **errors})
+    attempts = {"num_failed_attempts": 20, "failed_attempts/ValueError": 20}
+    assert metrics == pytest.approx({"accuracy": 0.0, "pass@1": 0.0, **errors, **attempts})
     assert graded([1.0]).metrics["accuracy"] == 1.0, "and the next one is made"
 
 

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,18 @@ def test_a_process_with_a_memory_limit_cannot_hide_memory_behind_open_files(pool
     assert run(pool, open_files, 1 << 30) <= 4096
 
 
+def test_a_process_that_names_itself_by_bytes_ends_no_other_call(pool: SandboxPool) -> None:
+    def rename() -> str:
+        ctypes.CDLL(None).prctl(15, b"\xff\xfe", 0, 0, 0)
+        with open(os.memfd_create("held"), "wb") as file:
+            file.write(bytes(1 << 20))
+            time.sleep(0.2)  # the driver looks at the memory meanwhile
+        return "done"
+
+    for _ in range(2):
+        assert run(pool, rename, 1 << 30) == "done"
+
+
 def test_variables_that_bind_threads_to_cores_do_not_pass() -> None:
     bound = ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"]
     free = ["OMP_NUM_THREADS", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "GOMP_SPINCOUNT"]
@@ -233,6 +246,15 @@ print(*found)
 """
 
 
+WITHOUT = """
+import os
+from rlite.sandbox import confine, landlock, syscalls
+landlock.version = confine.version = lambda: 0
+syscalls.os.uname = lambda: os.uname_result(("Linux", "", "", "", "riscv64"))
+print(confine.confine(os.getppid()))
+"""
+
+
 def told(program: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-c", program, *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -242,6 +264,10 @@ def told(program: str, *arguments: str) -> list[str]:
 @pytest.mark.skipif(os.uname().machine not in (X86, ARM), reason="there is no filter for this architecture")
 def test_without_rules_for_signals_the_filter_protects_the_driver_the_keeper_and_their_groups() -> None:
     assert told(FILTER_ALONE) == ["True", "refused", "refused", "refused", "-9"]
+
+
+def test_a_process_tells_which_protections_the_kernel_lacks() -> None:
+    assert told(WITHOUT) == ["Landlock", "and", "seccomp"]
 
 
 @needs_file_rules

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
+import pytest
+
 from rlite.sandbox.call import Call, Code
+from rlite.sandbox.child import READY
 from rlite.sandbox.limits import LOAD_TIMEOUT, seconds_to_next_check, time_failure
 from rlite.sandbox.process import Worker
 
@@ -39,3 +42,12 @@ def test_an_idle_process_has_no_limit() -> None:
     idle = worker(is_ready=True)
     assert time_failure(idle, 1e9) is None
     assert seconds_to_next_check([idle], 1e9) is None
+
+
+def test_protections_that_the_kernel_lacks_are_told_once_and_not_for_each_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for lacking in ("", "Landlock", "Landlock"):
+        starting = worker()
+        assert starting.take(["ready", 0, lacking]) == READY
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["no Landlock here"]

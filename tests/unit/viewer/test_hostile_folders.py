@@ -13,6 +13,7 @@ import cloudpickle
 import pyarrow as pa
 import pytest
 
+from rlite.files import MAX_LINE
 from rlite.observability.record.reader import read_file_part
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.sandbox.call import Code
@@ -165,4 +166,4 @@ def test_files_without_lines_are_read_a_part_at_a_time(run: Path) -> None:
     viewed.trace.refresh()
     assert viewed.metrics.last_step == 9
     assert [problem.split(":")[0] for problem in viewed.problems] == ["results.json", "metrics.jsonl", "trace.json"]
-    assert len(viewed.trace._unfinished) <= 1 << 20
+    assert len(viewed.trace._file.rest) <= MAX_LINE

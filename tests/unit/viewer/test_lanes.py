@@ -134,11 +134,14 @@ def test_a_window_has_the_long_spans_that_began_before_it() -> None:
     assert [name for _, _, name, _ in lane["spans"]] == ["step", "read", "read"]
 
 
-def test_newest_events_of_a_long_trace_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.viewer.trace.MAX_EVENTS", 10)
+@pytest.mark.parametrize("limit", ["MAX_EVENTS", "MAX_BYTES"])
+def test_newest_events_of_a_long_trace_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     name = {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "driver"}}
     events = [name, *(span(f"step {at}", at, at + 1) for at in range(25))]
-    (tmp_path / TRACE).write_text("[\n" + "".join(f"{json.dumps(event)},\n" for event in events))
+    lines = [f"{json.dumps(event)},\n" for event in events]
+    most = {"MAX_EVENTS": 10, "MAX_BYTES": sum(map(len, lines[-10:]))}
+    monkeypatch.setattr(f"rlite.viewer.trace.{limit}", most[limit])
+    (tmp_path / TRACE).write_text("[\n" + "".join(lines))
     log = TraceLog(tmp_path / TRACE)
     shown = timeline(log.layout())
     assert [lane["process"] for lane in shown["lanes"]] == ["driver"]

@@ -70,11 +70,11 @@ def test_half_a_run_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_be_followed_says_so_and_raises_nothing(tmp_path: Path) -> None:
-    (tmp_path / "record").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
     [run] = open_runs([str(tmp_path)])
     run.metrics.series = None  # type: ignore[assignment]  # stands for an error that nobody foresees
-    run.metrics.path.write_text('{"step": 1, "loss": 1}\n')
-    run.metrics._inode = run.metrics.path.stat().st_ino
+    with run.metrics.path.open("a") as file:
+        file.write('{"step": 2, "loss": 1}\n')
     assert not run.refresh()
     assert run.problems == ["cannot be followed: AttributeError: 'NoneType' object has no attribute 'setdefault'"]
 

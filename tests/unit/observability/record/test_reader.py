@@ -170,7 +170,7 @@ def test_nothing_is_kept_of_a_file_that_was_merged_while_it_was_read(tmp_path: P
     for path in (first, second, path_of(tmp_path, "train-00000003.rows.parquet")):
         path.unlink()
     assert reader.table("train").num_rows == 3
-    assert [path.name for path in reader._scalars] == [merged.name]
+    assert [path.name for path in reader._kept] == [merged.name]
     merged.unlink()
     first.write_bytes(content)
     reader.refresh()
