@@ -335,7 +335,7 @@ def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pyte
         (["{folder}/nowhere", "{data}"], "no such folder; check the path"),
         (["nowhere", "{data}"], "no such folder, and the Hugging Face hub gives no model of this name; check"),
         (["{folder}", "{data}"], "expected a config.json in it, found none"),
-        (["{folder}/bare", "{data}"], "no tokenizer that can be read"),
+        (["{folder}/bare", "{data}"], "no tokenizer: copy tokenizer.json"),
         (["{folder}/before", "{data}", "k=2"], "k=2: pass@2 needs 2 samples of each prompt, and samples=1"),
         (["{folder}/before", "{data}", "samples=2", "temperature=0"], "all answers to a prompt would be the same"),
         (["{folder}/before", "--env", "x.py", "--reward", "{folder}/my.py:correct"], "expected one of them"),
