@@ -244,12 +244,21 @@ def test_a_worker_that_dies_in_generation_or_in_weight_sync_is_named(
     train.release()
 
 
+class Elsewhere(Fragile):
+    """Its weights are those of another model. Workers find out, because the source is the module's own."""
+
+    source: str
+
+    def materialization_source(self) -> str:
+        return self.source
+
+
 def test_a_worker_that_cannot_be_made_leaves_nothing_behind(train: RliteTrainEngine, models: dict[str, Path]) -> None:
     train.release()
-    module = on_meta(Fragile, models["llama"])
-    module.config._name_or_path = str(models["qwen2"])
+    module = on_meta(Elsewhere, models["llama"])
+    module.source = str(models["qwen2"])
     broken = RliteTrainEngine(module)
-    with pytest.raises(RliteError, match=r"lm_head\.weight"):
+    with pytest.raises(RliteError, match=r"train-\d|would be left out|lm_head\.weight"):
         broken.build(tensor_parallel_size=2)
     assert not broken.is_built
     sound(train).release()
