@@ -1,0 +1,279 @@
+"""Proof that this tree is as fast as another revision: alternating pairs of equal work, and an interval of their ratio.
+
+    python -m benchmarks.no_loss REVISION [--pairs 40] [--only sft sync]
+
+Both trees stay ready in processes of their own, and do one unit of work in turns. A unit is the same work in both:
+completions have a fixed length. Its cost is the CPU time of its process and of the processes below it, which other work
+on the machine disturbs less than wall time; a sync's cost is the seconds that it reports. The interval is Student's, of
+the mean logarithm of the ratio this tree / revision. The exit status is 1 if an upper end is 1.03 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import psutil
+import transformers
+from accelerate import init_empty_weights
+
+import rlite
+from benchmarks import grpo, rollout_scale, sft, weight_sync
+from benchmarks.model import build_model
+from benchmarks.versions import ANSWER, CALL, ROOT
+from rlite import RliteInferenceEngine
+from rlite.rollout import CollectorOptions, RewardFunction, RolloutCollector, ScriptedEngine, SingleTurnWorkflow
+from rlite.trainer.model.options import ModelOptions
+from rlite.trainer.options import TrainerOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.supervised_options import AnsweringOptions, DataOptions
+from rlite.types import GenerationHyperparameters
+
+LIMIT = 1.03
+WARM_UP = 3
+NUM_TOKENS = 32
+NUM_EPISODES = 1_000
+NUM_ROWS = 16
+Unit = Callable[[], float | None]
+"""does one unit of work; returns its cost if it measures the cost itself"""
+
+
+def equal(completions: str, answer: str, **row: Any) -> float:
+    return float(completions.strip() == answer)
+
+
+def executed(completions: str, answer: str, **row: Any) -> float:
+    names: dict[str, Any] = {}
+    exec(f"def solve():\n    return {completions}", names)
+    return float(str(names["solve"]()) == answer)
+
+
+@contextmanager
+def generation(model: Path, scratch: Path) -> Iterator[Unit]:
+    rlite.init(num_devices=1, num_threads=1)
+    engine = RliteInferenceEngine(model)
+    engine.build(max_model_len=256, max_num_seqs=64)
+    prompts = json.loads((model / "prompts.json").read_text())[:64]
+    sampling = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+    def unit() -> None:
+        engine.generate(prompts, sampling)
+
+    yield unit
+    rlite.shutdown()
+
+
+@contextmanager
+def grpo_step(model: Path, scratch: Path) -> Iterator[Unit]:
+    rlite.init(num_devices=1, num_threads=1)
+    prompts = json.loads((model / "prompts.json").read_text())
+    options = PpoConfig(
+        actor=ActorOptions(model_name=str(model), lr=1e-6),
+        train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
+        rollout=RolloutOptions(max_model_len=256),
+        trainer=TrainerOptions(
+            save_dir=str(scratch), total_steps=10**5, save_freq=10**6, test_freq=10**6, record="none"
+        ),
+    )
+    gconfig = GenerationHyperparameters(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    workflow = SingleTurnWorkflow(RewardFunction(grpo.share_of_even_tokens), gconfig, tokenizer)
+    trainer = PpoTrainer(options, workflow, [{"input_ids": prompt} for prompt in prompts])
+    trainer.start()
+
+    def unit() -> None:
+        trainer.update(trainer.with_advantages(trainer.rollouts.next_batch()))
+        trainer.sync()
+        trainer.run.step += 1
+
+    yield unit
+    rlite.shutdown()
+
+
+@contextmanager
+def sft_step(model: Path, scratch: Path) -> Iterator[Unit]:
+    rlite.init(num_devices=1, num_threads=1)
+    options = SftConfig(
+        actor=ModelOptions(model_name=str(model), lr=1e-6, gradient_checkpointing=False, max_length_per_device=2048),
+        data=DataOptions(path="", batch_size=NUM_ROWS),
+        trainer=AnsweringOptions(save_dir=str(scratch), save_freq=10**6, test_freq=10**6),
+    )
+    trainer = SftTrainer(options, sft.token_rows(sft.build_rows(NUM_ROWS)))  # one batch, again and again
+    trainer.start()
+    batches = cycle([next(iter(trainer.loader))])
+
+    def unit() -> None:
+        trainer.update(trainer.prepare(next(batches)))
+
+    yield unit
+    rlite.shutdown()
+
+
+@contextmanager
+def episodes(model: Path, scratch: Path) -> Iterator[Unit]:
+    engine = ScriptedEngine([list(range(rollout_scale.NUM_TOKENS))])
+    collector = RolloutCollector(
+        engine, CollectorOptions(max_concurrent_rollouts=NUM_EPISODES, consumer_batch_size=NUM_EPISODES)
+    )
+    items, workflow = [{"number": number} for number in range(NUM_EPISODES)], rollout_scale.OneAnswer()
+
+    def unit() -> None:
+        collector.rollout_batch(items, workflow)
+
+    yield unit
+    collector.close()
+
+
+def reward(fn: Callable[..., float], count: int) -> Callable[[Path, Path], contextmanager]:
+    @contextmanager
+    def section(model: Path, scratch: Path) -> Iterator[Unit]:
+        function = RewardFunction(fn)
+
+        async def all_of_them() -> None:
+            values = await asyncio.gather(*(function(**CALL, answer="4") for _ in range(count)))
+            assert set(values) == {1.0}
+
+        def unit() -> None:
+            asyncio.run(all_of_them())
+
+        yield unit
+
+    return section
+
+
+@contextmanager
+def sync(model: Path, scratch: Path) -> Iterator[Unit]:
+    checkpoint = model.with_name("synced")
+    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    target = RliteInferenceEngine(str(checkpoint))
+    target.build(tensor_parallel_size=2, data_parallel_size=1, max_model_len=16, max_num_seqs=1)
+    with init_empty_weights():
+        source = rlite.RliteTrainEngine(weight_sync.Policy.from_pretrained(str(checkpoint)))
+    source.build(tensor_parallel_size=2, data_parallel_size=1, colocate_with=target)
+    yield lambda: statistics.median(source.p2p_weight_sync(target).seconds for _ in range(5))
+    rlite.shutdown()
+
+
+SECTIONS = {
+    "generation": generation,
+    "grpo": grpo_step,
+    "sft": sft_step,
+    "episodes": episodes,
+    "rewards": reward(equal, 2_000),
+    "exec_rewards": reward(executed, 100),
+    "sync": sync,
+}
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, of the processes below it, and of those that have ended."""
+    me = psutil.Process()
+    total = sum(me.cpu_times()[:4])
+    for child in me.children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def serve(section: str, model: Path) -> None:
+    """Do a unit of work for every line that arrives, and answer with its cost."""
+    with tempfile.TemporaryDirectory() as scratch, SECTIONS[section](model, Path(scratch)) as unit:
+        for _ in range(WARM_UP):
+            unit()
+        print(ANSWER, "ready", flush=True)
+        for _ in sys.stdin:
+            gc.collect()
+            before = cpu_seconds()
+            cost = unit()
+            print(ANSWER, cpu_seconds() - before if cost is None else cost, flush=True)
+
+
+@contextmanager
+def serving(tree: Path, section: str, model: Path) -> Iterator[Callable[[], float]]:
+    """Yield a function that does a unit of work in a process of this tree and returns its cost."""
+    command = [sys.executable, str(Path(__file__)), "--serve", section, str(model)]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, cwd=tree, text=True, **pipes) as process:
+
+        def answer() -> str:
+            for line in process.stdout:
+                if line.startswith(ANSWER):
+                    return line.removeprefix(ANSWER)
+            raise RuntimeError(f"{tree}: {section} ended with {process.wait()}; run `{' '.join(command)}` there")
+
+        def unit() -> float:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return float(answer())
+
+        answer()
+        yield unit
+        process.stdin.close()
+
+
+def students_t(degrees: int) -> float:
+    """Two-sided 95 % quantile of Student's t, by the first two terms of its expansion (within 0.001 from 20 on)."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+def compare(section: str, other: Path, model: Path, pairs: int) -> bool:
+    """Measure one section in both trees in turns, print its line, and return whether nothing is lost."""
+    found: dict[Path, list[float]] = {ROOT: [], other: []}
+    with ExitStack() as stack:
+        units = {tree: stack.enter_context(serving(tree, section, model)) for tree in found}
+        for number in range(pairs):
+            for tree in (ROOT, other) if number % 2 else (other, ROOT):  # else one always finds a warmer machine
+                found[tree].append(units[tree]())
+    logs = [math.log(mine / theirs) for mine, theirs in zip(found[ROOT], found[other], strict=True)]
+    margin = students_t(pairs - 1) * statistics.stdev(logs) / math.sqrt(pairs)
+    low, middle, high = (math.exp(statistics.mean(logs) + sign * margin) for sign in (-1, 0, 1))
+    mine, theirs = statistics.median(found[ROOT]), statistics.median(found[other])
+    print(f"{section:<14}{mine:>12.4f}{theirs:>14.4f}{middle:>8.3f}   [{low:.3f}, {high:.3f}]", flush=True)
+    return high < LIMIT
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", nargs="?", default="HEAD~1")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve[0], Path(args.serve[1]))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        other, model = Path(scratch) / "tree", Path(scratch) / "model"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", other, args.revision], cwd=ROOT, check=True)
+        try:
+            build_model(model)
+            weight_sync.build_checkpoint(model.with_name("synced"), 64)
+            print(f"{'seconds':<14}{'this tree':>12}{args.revision[:12]:>14}{'ratio':>8}   95 % interval", flush=True)
+            lost = [section for section in args.only if not compare(section, other, model, args.pairs)]
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", other], cwd=ROOT, check=True)
+    if lost:
+        sys.exit(f"the upper end is {LIMIT} or more: {', '.join(lost)}")
+
+
+if __name__ == "__main__":
+    main()
