@@ -143,7 +143,11 @@ def add_end_ids(folder: Path, tokens: Collection[int]) -> None:
     if not tokens:
         return
     own, path = end_ids(folder), folder / GENERATION
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():  # transformers then reads the model's config, with its other tokens
+        made = GenerationConfig.from_model_config(load_config(folder))
+        made._from_model_config = False
+        made.to_json_file(path)
+    kept: dict[str, Any] = json.loads(path.read_text())
     path.write_text(json.dumps({**kept, "eos_token_id": [*dict.fromkeys((*own, *tokens))]}, indent=2) + "\n")
 
 
