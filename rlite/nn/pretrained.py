@@ -109,7 +109,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
     Raises:
         CheckpointError: the tokenizer is unusable.
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or it has no tokenizer.
     """
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "tokenizer"):
@@ -117,6 +117,8 @@ def load_tokenizer(path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
         tokenizer("a")  # some files fail at the first text
         check_template_limits(tokenizer)
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # what transformers makes of config.json alone
+        raise ConfigError(f"model {path}: no tokenizer: copy tokenizer.json and tokenizer_config.json into its folder")
     return tokenizer
 
 
@@ -124,17 +126,18 @@ def end_ids(path: str | Path, config: Any = None) -> tuple[int, ...]:
     """Return a model's own end tokens, from generation_config.json if it exists, else from the config.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder or hub name of the checkpoint.
         config: the config of the checkpoint, if it is known already.
 
     Raises:
         CheckpointError: the file is unusable.
     """
-    if (Path(path) / GENERATION).exists():
-        with opening(path, GENERATION):
-            found = GenerationConfig.from_pretrained(path).eos_token_id
+    folder = local_checkpoint(path, weights=False)
+    if (folder / GENERATION).exists():
+        with opening(folder, GENERATION):
+            found = GenerationConfig.from_pretrained(folder).eos_token_id
     else:
-        found = (config or load_config(path)).get_text_config().eos_token_id
+        found = (config or load_config(folder)).get_text_config().eos_token_id
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 

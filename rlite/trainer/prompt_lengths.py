@@ -9,7 +9,7 @@ from typing import Any
 from rlite.data.rows import place_of
 from rlite.data.tokens import beyond_vocabulary
 from rlite.errors import DataError
-from rlite.nn.pretrained import end_ids, load_config, local_checkpoint
+from rlite.nn.pretrained import end_ids, load_config
 from rlite.rollout import RolloutWorkflow
 
 Rows = Sequence[Mapping[str, Any]]
@@ -94,4 +94,4 @@ def has_end_token(name: str) -> bool:
     Args:
         name: folder or hub name of the checkpoint.
     """
-    return bool(end_ids(local_checkpoint(name, weights=False), load_config(name)))
+    return bool(end_ids(name))

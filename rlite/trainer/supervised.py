@@ -27,13 +27,13 @@ from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
 from rlite.group_names import UNNAMED
-from rlite.nn.pretrained import end_ids, local_checkpoint
+from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
 from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.held_out.schedule import EvaluationSchedule
-from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
+from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
@@ -127,8 +127,8 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @property
     def _new_end_ids(self) -> list[int]:
-        """End tokens that a policy learns besides its own."""
-        return sorted(self.rows.ends.new) if self.key == "actor" and self.rows.ends is not None else []
+        """End tokens that the model learns besides its own."""
+        return [] if self.rows.ends is None else sorted(self.rows.ends.new)
 
     @abstractmethod
     def make_loss(self) -> BatchLoss:
@@ -414,8 +414,7 @@ def read_tokens(
         given: rows of a program, in place of those of the paths.
     """
     tokenizer, data = load_tokenizer(model_name), options.data
-    stop_ids = end_ids(local_checkpoint(model_name, weights=False))
-    ends, test_ends = (LearntEnds(tokenizer, stop_ids, data.end_token) for _ in range(2))
+    ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {
         **data.chat_template_options,

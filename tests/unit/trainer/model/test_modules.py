@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from rlite import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.trainer.model.modules import load_tokenizer, policy_module, schedule
+from rlite.nn.pretrained import load_tokenizer
+from rlite.trainer.model.modules import policy_module, schedule
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.prompt_lengths import has_end_token
 from tests.tiny import build_model_dir
