@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -50,9 +50,6 @@ class Rows(Sequence[Mapping[str, Any]]):
     def __getitem__(self, number: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """Return a row, or several."""
         return self.rows[number]
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self.rows)
 
     def items(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows."""

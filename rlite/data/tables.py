@@ -170,10 +170,6 @@ def _read_json(path: Path, where: str) -> list[Any]:
     return parse_json(text, lambda position: f"{where}, line {text.count(chr(10), 0, position) + 1}")
 
 
-def _read_json_lines(path: Path, where: str) -> list[Any]:
-    return list(_json_lines(_text(path, where), where))
-
-
 def _json_lines(text: str, where: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
         if line.strip():
@@ -280,7 +276,7 @@ def _are_messages(value: Any) -> bool:
 
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".json": _read_json,
-    ".jsonl": _read_json_lines,
+    ".jsonl": lambda path, where: list(_json_lines(_text(path, where), where)),
     ".csv": _read_csv,
     ".parquet": partial(read_columnar, "parquet"),
     ".arrow": partial(read_columnar, "arrow"),

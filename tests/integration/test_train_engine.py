@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2F
 
 from rlite import NeedParallel, RliteTrainEngine, stats_tracker
 from rlite.cluster.group import apply_on_processes
-from rlite.data.packs import pack
+from rlite.data.packs import lazy_pack as pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.trainer.losses import OwnLogprobs
