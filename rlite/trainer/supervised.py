@@ -35,6 +35,7 @@ from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key
 from rlite.trainer.held_out.schedule import EvaluationSchedule
 from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
+from rlite.trainer.model.reference import Reference
 from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
@@ -94,6 +95,8 @@ class SupervisedTrainer(ABC, Generic[C]):
     """metrics of every step for the console"""
     headlines: ClassVar[Sequence[str]] = ("test_loss",)
     """metrics of evaluations for the console"""
+    reference: Reference | None = None
+    """the model that the loss compares with"""
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         return metrics
 
     def start(self) -> None:
-        """Build the engine, resume if asked, and report the plan."""
+        """Build the engine, resume if asked, report the plan, and place the reference beside the engine."""
         self.engine.build(**self.build_options)
         facts = self.run.restore(self.engine)
         if facts:
@@ -218,6 +221,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.run.open()
         self.run.show_plan(f"rlite {self.name}", self.plan)
         self.engine.train()
+        if self.reference is not None:
+            self.reference.build(self.build_options)
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
