@@ -211,7 +211,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         return metrics
 
     def start(self) -> None:
-        """Build the engine, resume if asked, report the plan, and place the reference beside the engine."""
+        """Build the engine, resume if asked, and report the plan."""
         self.engine.build(**self.build_options)
         facts = self.run.restore(self.engine)
         if facts:
@@ -431,20 +431,16 @@ def read_tokens(
     def tokens(source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         return tokens_of(read_source(given.source(source), kind), source, ends, limit)
 
-    def streamed_tokens(source: Source) -> TokenRows:
-        stream = StreamedTable(
-            source, lambda rows: tokens_of(converted(rows, source, kind), source, ends), data.shuffle_buffer
-        )
-        return replace(stream.first, stream=stream)
-
     sources = data.sources("data")
     if data.streaming:
-        rows = streamed_tokens(given.source(sources[""]))
+        own = given.source(sources[""])
+        stream = StreamedTable(own, lambda rows: tokens_of(converted(rows, own, kind), own, ends), data.shuffle_buffer)
+        rows = replace(stream.first, stream=stream)
     else:
         parts = {name: tokens(source, ends) for name, source in sources.items()}
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
     ends.is_settled = True
-    sets = {name: own for name, own in options.test_data.items() if not own.is_generated}
+    sets = {name: each for name, each in options.test_data.items() if not each.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
     return replace(rows, ends=ends), {
         name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()

@@ -143,7 +143,7 @@ class MessageForms:
 
     @cached_property
     def _needs_content(self) -> bool:
-        """Whether the template fails on a call without a content, which transformers leaves out if it is null."""
+        """True if the template fails on a call without a content, which transformers leaves out if it is null."""
         question, answer = self._calling(_TEXT if self._arguments == {"text"} else _OBJECT)
         return self._rendered([question, {**answer, "content": None}]) is None
 
