@@ -101,11 +101,12 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
     return config
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, reads_text: bool = True) -> Any:
     """Return the tokenizer of a checkpoint.
 
     Args:
         path: folder or hub name of the checkpoint.
+        reads_text: refuse a tokenizer without a vocabulary, which transformers makes of config.json alone.
 
     Raises:
         CheckpointError: the tokenizer is unusable.
@@ -117,7 +118,7 @@ def load_tokenizer(path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
         tokenizer("a")  # some files fail at the first text
         check_template_limits(tokenizer)
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # what transformers makes of config.json alone
+    if reads_text and len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise ConfigError(f"model {path}: no tokenizer: copy tokenizer.json and tokenizer_config.json into its folder")
     return tokenizer
 
