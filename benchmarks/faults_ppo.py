@@ -20,11 +20,11 @@ from tensordict import TensorDict
 import rlite
 from rlite import config
 from rlite.data.tables import read_rows
+from rlite.nn.pretrained import load_tokenizer
 from rlite.recovery import reporting
 from rlite.recovery.faultpoints import FaultBoard
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.lengths import context_limit
 from rlite.trainer.rl.options import PpoConfig

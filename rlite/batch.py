@@ -1,7 +1,7 @@
 """The table of batch keys: what each key of a batch holds, who writes it, and who reads it.
 
 A batch is a TensorDict whose first dimension is N rows, one per sequence. Keys per token are [N, L], right-padded to
-the longest row. Losses read packs: `rlite.data.packs.pack` lays n rows end to end, so that [N, L] becomes [T], all
+the longest row. Losses read packs: `rlite.data.packs.lazy_pack` lays n rows end to end, so that [N, L] becomes [T], all
 tokens of the pack, and [N] becomes [n]. A ragged key [N, M] holds several values per token, end to end, and another key
 counts them; in a pack it is [K], without padding. Workflows and programs may add keys of their own, which are padded,
 split over ranks and packed like the keys of this table.

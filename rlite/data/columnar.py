@@ -187,16 +187,15 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
     return None
 
 
-def _send_parquet(path: str, where: str) -> Iterator[bytes]:
-    """Yield a Parquet file in Arrow's stream format."""
-    file = pq.ParquetFile(path)
-    yield from _sent(file.schema_arrow, file.iter_batches(ROWS))
+def _send_parquet(path: str, where: str, numbers: Sequence[int] | None = None) -> Iterator[bytes]:
+    """Yield a Parquet file in Arrow's stream format, or rows of it by their numbers, which ascend.
 
-
-def _send_parquet_rows(path: str, where: str, numbers: Sequence[int]) -> Iterator[bytes]:
-    """Yield rows of a Parquet file by their numbers, which ascend. Numbers past the end of the file are left out."""
+    Numbers past the end of the file are left out.
+    """
     file = pq.ParquetFile(path)
-    yield from _sent(file.schema_arrow, _rows_of(file, np.asarray(numbers)))
+    yield from _sent(
+        file.schema_arrow, file.iter_batches(ROWS) if numbers is None else _rows_of(file, np.array(numbers))
+    )
 
 
 def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBatch]:
@@ -284,7 +283,7 @@ def _path_in(where: str) -> str:
 
 _SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {
     "parquet": _send_parquet,
-    "parquet rows": _send_parquet_rows,
+    "parquet rows": _send_parquet,
     "arrow": _send_arrow,
     "dataset": _send_dataset,
 }

@@ -7,36 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlite.errors import CheckpointError, ConfigError
-
-
-class Order(Protocol):
-    """An endless sequence of the numbers of items, epoch by epoch."""
-
-    @property
-    def position(self) -> int:
-        """Numbers returned so far."""
-
-    @property
-    def epoch(self) -> int:
-        """Complete epochs so far."""
-
-    @property
-    def left_in_epoch(self) -> int:
-        """Numbers left in the current epoch, at least one."""
-
-    def take(self, count: int) -> list[int]:
-        """Return the next `count` numbers; they may span epochs."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the number and hash of the items it holds for."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another order's position, with its seed."""
 
 
 class ShuffledOrder:
@@ -168,7 +143,7 @@ class Mixture:
         return ", ".join(f"{name} {count / self.num_items:.1%}" for name, count in self.counts.items())
 
 
-class MixedOrder:
+class MixedOrder(ShuffledOrder):
     """Endless sequence of the items of a mixture. Each epoch has the mixture's counts of each source, in random order.
 
     Every source yields its items as a ShuffledOrder does, and continues across epochs: an item repeats only after all
@@ -184,38 +159,23 @@ class MixedOrder:
     """
 
     def __init__(self, mixture: Mixture, seed: int, digest: Callable[[], str] | None = None) -> None:
-        self._mixture = mixture
-        self._labels = np.repeat(np.arange(len(mixture.sizes)), list(mixture.counts.values()))
-        self._places = ShuffledOrder(mixture.num_items, seed, digest)
+        labels = np.repeat(np.arange(len(mixture.sizes)), list(mixture.counts.values()))
+        super().__init__(mixture.num_items, seed, digest)
+        self._mixture, self._labels = mixture, labels
         self._orders = {
             name: ShuffledOrder(size, zlib.crc32(f"{seed} {name}".encode())) for name, size in mixture.sizes.items()
         }
 
-    @property
-    def position(self) -> int:
-        """Numbers returned so far."""
-        return self._places.position
-
-    @property
-    def epoch(self) -> int:
-        """Complete epochs so far."""
-        return self._places.epoch
-
-    @property
-    def left_in_epoch(self) -> int:
-        """Numbers left in the current epoch, at least one."""
-        return self._places.left_in_epoch
-
     def take(self, count: int) -> list[int]:
         """Return the next `count` numbers; they may span epochs."""
         names = list(self._orders)
-        sources = [names[self._labels[place]] for place in self._places.take(count)]
+        sources = [names[label] for label in self._labels[super().take(count)]]
         return [self._mixture.starts[name] + self._orders[name].take(1)[0] for name in sources]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch and in each source."""
         sources = {name: order.state_dict() for name, order in self._orders.items()}
-        return {**self._places.state_dict(), "sources": sources}
+        return {**super().state_dict(), "sources": sources}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another order's position, with its seed. New weights apply from there on.
@@ -234,10 +194,12 @@ class MixedOrder:
                 order.load_state_dict(state["sources"][name])
             except CheckpointError as error:
                 raise CheckpointError(f"mixture.{name}: {error}") from error
-        self._places.load_state_dict(state)
+        super().load_state_dict(state)
 
 
-def shuffled(num_items: int, mixture: Mixture | None, seed: int, digest: Callable[[], str] | None = None) -> Order:
+def shuffled(
+    num_items: int, mixture: Mixture | None, seed: int, digest: Callable[[], str] | None = None
+) -> ShuffledOrder:
     """Return the order of the items of a table.
 
     Args:

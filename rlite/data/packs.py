@@ -131,36 +131,3 @@ def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.de
     packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
     packed["max_seqlen"] = int(lengths.max())
     return packed
-
-
-def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Concatenate rows of a right-padded batch at once; see `lazy_pack`.
-
-    Args:
-        batch: keys [N, L, ...] per token, or [N] or [N, 1] per row.
-        rows: the rows to take, in this order.
-        device: where the result goes.
-
-    Returns:
-        The pack with every key read.
-    """
-    return dict(lazy_pack(batch, rows, device))
-
-
-def unpack(values: Tensor, cu_seqlens: Tensor, width: int, fill: float = 0.0) -> Tensor:
-    """Undo `pack` for one key.
-
-    Args:
-        values: [T, ...].
-        cu_seqlens: [n + 1].
-        width: length of the padded rows.
-        fill: padding.
-
-    Returns:
-        [n, width, ...], right-padded.
-    """
-    lengths = cu_seqlens.diff()
-    mask = torch.arange(width, device=values.device) < lengths[:, None]
-    padded = values.new_full((len(lengths), width, *values.shape[1:]), fill)
-    padded[mask] = values
-    return padded

@@ -50,17 +50,12 @@ def preference_rows(
     has_margin = any(row.get("margin") is not None for row in rows)
     columns = {"margin": (float, int)} if has_margin else {}
     encode = prompted_answer_encoder(rows, tokenizer, SIDES, columns, where, template_options)
-    if has_margin:
-        _check_margins(rows, where)
+    for number, row in enumerate(rows if has_margin else ()):
+        if not math.isfinite(row["margin"]):
+            raise DataError(f"{where}, row index {number}: 'margin' is {row['margin']}; expected a finite number")
     pairs = tokenise(len(rows), encode, max_length, where, rows_per_item=len(SIDES))
     per_row = {"pair_ids": np.repeat(np.arange(len(pairs)), 2), "is_chosen": np.tile([True, False], len(pairs))}
     if has_margin:
         margins = [rows[number]["margin"] for number in pairs.source]
         per_row["margin"] = np.repeat(np.asarray(margins, dtype=np.float32), 2)
     return replace(pairs, per_row=per_row)
-
-
-def _check_margins(rows: Sequence[Mapping[str, Any]], where: str) -> None:
-    for number, row in enumerate(rows):
-        if not math.isfinite(row["margin"]):
-            raise DataError(f"{where}, row index {number}: 'margin' is {row['margin']}; expected a finite number")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 from rlite.data.chat.template import has_chat_template, unread_keys
 from rlite.data.columnar import without_added_nulls
@@ -41,18 +41,9 @@ class Rows(Sequence[Mapping[str, Any]]):
         """Return the number of rows."""
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Mapping[str, Any]: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Mapping[str, Any]]: ...
-
-    def __getitem__(self, number: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+    def __getitem__(self, number: Any) -> Any:
         """Return a row, or several."""
         return self.rows[number]
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self.rows)
 
     def items(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows."""

@@ -28,7 +28,8 @@ NESTED_COLUMNS = ("history", "reward_model", "input_ids")
 
 NULL = "null; drop the row, or fill the column"
 NOTHING_RENAMED: Mapping[str, str | None] = {}
-_SENDERS = ("role", "from")
+_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+"""keys that a message has"""
 _PYTHON_MESSAGES = re.compile(r"\s*\[?\s*\{\s*'(role|from|content|value)'\s*:")
 
 _SUBSET = re.compile(r"(?P<path>.+):(?P<subset>[\w.+-]+)")
@@ -170,10 +171,6 @@ def _read_json(path: Path, where: str) -> list[Any]:
     return parse_json(text, lambda position: f"{where}, line {text.count(chr(10), 0, position) + 1}")
 
 
-def _read_json_lines(path: Path, where: str) -> list[Any]:
-    return list(_json_lines(_text(path, where), where))
-
-
 def _json_lines(text: str, where: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
         if line.strip():
@@ -275,12 +272,14 @@ def _cell(column: str, text: str, where: str) -> Any:
 def _are_messages(value: Any) -> bool:
     """Return whether a value of JSON is a message, or a list of messages."""
     messages = value if isinstance(value, list) else [value]
-    return bool(messages) and all(isinstance(each, dict) and not each.keys().isdisjoint(_SENDERS) for each in messages)
+    return bool(messages) and all(
+        isinstance(each, dict) and any(each.keys() >= keys for keys in _MESSAGES) for each in messages
+    )
 
 
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".json": _read_json,
-    ".jsonl": _read_json_lines,
+    ".jsonl": lambda path, where: list(_json_lines(_text(path, where), where)),
     ".csv": _read_csv,
     ".parquet": partial(read_columnar, "parquet"),
     ".arrow": partial(read_columnar, "arrow"),

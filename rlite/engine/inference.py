@@ -294,7 +294,7 @@ class RliteInferenceEngine(ElasticReplicas):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.path)
+            self._tokenizer = load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
         return self._tokenizer
 
     def _tokens(self, prompt: Any, index: int) -> list[int]:

@@ -7,6 +7,7 @@ import numbers
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,10 +157,11 @@ def weigh(loss_weight_fn: Weight, data: Any) -> float:
         ConfigError: the weight is no finite number of at least 0.
     """
     weight = loss_weight_fn(data)
-    if not _is_number(weight) or not 0 <= (number := float(weight)) < math.inf:
-        what = f"loss_weight_fn {located(loss_weight_fn)} returned {found(weight)}"
-        raise ConfigError(f"{what}; expected the weight of a pack's mean, a finite number of at least 0")
-    return number
+    with suppress(OverflowError):  # of a whole number beyond every float
+        if _is_number(weight) and 0 <= (number := float(weight)) < math.inf:
+            return number
+    what = f"loss_weight_fn {located(loss_weight_fn)} returned {found(weight)}"
+    raise ConfigError(f"{what}; expected the weight of a pack's mean, a finite number of at least 0")
 
 
 def _is_number(value: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from rlite.errors import CheckpointError
@@ -99,8 +100,9 @@ def _left_over(reader: Any, names: Iterable[str], model: nn.Module, leaves_out: 
         return _quantised(f"it holds {scale}")
     if not left:
         return None
+    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # the class that FSDP extends
     return (
-        f"it holds {counted(len(left), 'tensor')} that {type(model).__name__} does not have, such as {left[0]}; they "
+        f"it holds {counted(len(left), 'tensor')} that {own.__name__} does not have, such as {left[0]}; they "
         "would be left out. Use a model whose class has them, or a checkpoint without them"
     )
 

@@ -101,15 +101,16 @@ def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
     return config
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, reads_text: bool = True) -> Any:
     """Return the tokenizer of a checkpoint.
 
     Args:
         path: folder or hub name of the checkpoint.
+        reads_text: refuse a tokenizer without a vocabulary, which transformers makes of config.json alone.
 
     Raises:
         CheckpointError: the tokenizer is unusable.
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or it has no tokenizer.
     """
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "tokenizer"):
@@ -117,6 +118,8 @@ def load_tokenizer(path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
         tokenizer("a")  # some files fail at the first text
         check_template_limits(tokenizer)
+    if reads_text and len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        raise ConfigError(f"model {path}: no tokenizer: copy tokenizer.json and tokenizer_config.json into its folder")
     return tokenizer
 
 
@@ -124,17 +127,18 @@ def end_ids(path: str | Path, config: Any = None) -> tuple[int, ...]:
     """Return a model's own end tokens, from generation_config.json if it exists, else from the config.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder or hub name of the checkpoint.
         config: the config of the checkpoint, if it is known already.
 
     Raises:
         CheckpointError: the file is unusable.
     """
-    if (Path(path) / GENERATION).exists():
-        with opening(path, GENERATION):
-            found = GenerationConfig.from_pretrained(path).eos_token_id
+    folder = local_checkpoint(path, weights=False)
+    if (folder / GENERATION).exists():
+        with opening(folder, GENERATION):
+            found = GenerationConfig.from_pretrained(folder).eos_token_id
     else:
-        found = (config or load_config(path)).get_text_config().eos_token_id
+        found = (config or load_config(folder)).get_text_config().eos_token_id
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 
@@ -143,7 +147,11 @@ def add_end_ids(folder: Path, tokens: Collection[int]) -> None:
     if not tokens:
         return
     own, path = end_ids(folder), folder / GENERATION
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():  # transformers then reads the model's config, with its other tokens
+        made = GenerationConfig.from_model_config(load_config(folder))
+        made._from_model_config = False
+        made.to_json_file(path)
+    kept: dict[str, Any] = json.loads(path.read_text())
     path.write_text(json.dumps({**kept, "eos_token_id": [*dict.fromkeys((*own, *tokens))]}, indent=2) + "\n")
 
 

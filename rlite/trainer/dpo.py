@@ -56,12 +56,6 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
         reference = "no reference" if self.reference is None else self.reference.describe()
         return ", ".join([f"{loss.name}, beta {actor.beta:g}", *means, *imitation, reference])
 
-    def start(self) -> None:
-        """Begin as every trainer does, then place the reference beside the actor, if it is a model of its own."""
-        super().start()
-        if self.reference is not None:
-            self.reference.build(self.build_options)
-
     def prepare(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `ref_logprobs` [N, L], the reference's log-probability of each token, if there is one."""
         if self.reference is None:

@@ -43,6 +43,7 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     config_class = KtoConfig
     tokenise = labelled_rows
     kind = "unpaired"
+    reference: Reference
     shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "grad_norm", "lr", "seconds")
 
     def __init__(self, options: KtoConfig, *args: Any, **further: Any) -> None:
@@ -75,11 +76,6 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
                 f"KTO's reference point reads prompts with answers of other rows of {table}, up to {longest} tokens, "
                 f"and {name} is {capacity}; raise that, or lower data.max_length, to which they are cut"
             )
-
-    def start(self) -> None:
-        """Begin as every trainer does, then place the reference beside the actor, if it is a model of its own."""
-        super().start()
-        self.reference.build(self.build_options)
 
     def prepare(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `ref_logprobs` [N, L] and `reference_point` [N].

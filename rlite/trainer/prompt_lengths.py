@@ -9,7 +9,7 @@ from typing import Any
 from rlite.data.rows import place_of
 from rlite.data.tokens import beyond_vocabulary
 from rlite.errors import DataError
-from rlite.nn.pretrained import end_ids, load_config, local_checkpoint
+from rlite.nn.pretrained import load_config
 from rlite.rollout import RolloutWorkflow
 
 Rows = Sequence[Mapping[str, Any]]
@@ -86,12 +86,3 @@ def model_limit(name: str) -> int | None:
         name: folder or hub name of the checkpoint.
     """
     return getattr(load_config(name).get_text_config(), "max_position_embeddings", None)
-
-
-def has_end_token(name: str) -> bool:
-    """Return whether a checkpoint names a token at which its answers end.
-
-    Args:
-        name: folder or hub name of the checkpoint.
-    """
-    return bool(end_ids(local_checkpoint(name, weights=False), load_config(name)))

@@ -9,15 +9,12 @@ A row of data holds `prompt` and `response`, or `messages`, of which every turn 
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:])
-    sys.exit()
+    run_module("sft", SftConfig)
 
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +24,7 @@ from typing import Any
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import Evaluation, EvaluationSet
+from rlite.nn.pretrained import load_tokenizer
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.answered_sets import Generation, read_generated, stopping
 from rlite.trainer.held_out.evaluation_plan import answers_plan, topic_of
@@ -35,7 +33,6 @@ from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer

@@ -27,14 +27,15 @@ from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
 from rlite.group_names import UNNAMED
-from rlite.nn.pretrained import end_ids, local_checkpoint
+from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
 from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.held_out.schedule import EvaluationSchedule
-from rlite.trainer.model.modules import load_tokenizer, policy_module, trained_engine
+from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
+from rlite.trainer.model.reference import Reference
 from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.launch import serve_if_worker, session_of
@@ -47,10 +48,7 @@ from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
-SHOWN_OF_PAIRS = (
-    *("loss", "accuracy", "margin"),
-    *("seconds", "tokens_per_second", "lr", "grad_norm"),
-)
+SHOWN_OF_PAIRS = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", "lr", "grad_norm")
 """metrics of every step for the console of trainers on preference pairs"""
 HEADLINES_OF_PAIRS = ("test_loss", "test_accuracy")
 """metrics of evaluations for the console of trainers on preference pairs"""
@@ -97,6 +95,8 @@ class SupervisedTrainer(ABC, Generic[C]):
     """metrics of every step for the console"""
     headlines: ClassVar[Sequence[str]] = ("test_loss",)
     """metrics of evaluations for the console"""
+    reference: Reference | None = None
+    """the model that the loss compares with"""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @property
     def _new_end_ids(self) -> list[int]:
-        """End tokens that a policy learns besides its own."""
-        return sorted(self.rows.ends.new) if self.key == "actor" and self.rows.ends is not None else []
+        """End tokens that the model learns besides its own."""
+        return [] if self.rows.ends is None else sorted(self.rows.ends.new)
 
     @abstractmethod
     def make_loss(self) -> BatchLoss:
@@ -221,6 +221,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.run.open()
         self.run.show_plan(f"rlite {self.name}", self.plan)
         self.engine.train()
+        if self.reference is not None:
+            self.reference.build(self.build_options)
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
@@ -414,8 +416,7 @@ def read_tokens(
         given: rows of a program, in place of those of the paths.
     """
     tokenizer, data = load_tokenizer(model_name), options.data
-    stop_ids = end_ids(local_checkpoint(model_name, weights=False))
-    ends, test_ends = (LearntEnds(tokenizer, stop_ids, data.end_token) for _ in range(2))
+    ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {
         **data.chat_template_options,
@@ -430,20 +431,16 @@ def read_tokens(
     def tokens(source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         return tokens_of(read_source(given.source(source), kind), source, ends, limit)
 
-    def streamed_tokens(source: Source) -> TokenRows:
-        stream = StreamedTable(
-            source, lambda rows: tokens_of(converted(rows, source, kind), source, ends), data.shuffle_buffer
-        )
-        return replace(stream.first, stream=stream)
-
     sources = data.sources("data")
     if data.streaming:
-        rows = streamed_tokens(given.source(sources[""]))
+        own = given.source(sources[""])
+        stream = StreamedTable(own, lambda rows: tokens_of(converted(rows, own, kind), own, ends), data.shuffle_buffer)
+        rows = replace(stream.first, stream=stream)
     else:
         parts = {name: tokens(source, ends) for name, source in sources.items()}
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
     ends.is_settled = True
-    sets = {name: own for name, own in options.test_data.items() if not own.is_generated}
+    sets = {name: each for name, each in options.test_data.items() if not each.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
     return replace(rows, ends=ends), {
         name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()

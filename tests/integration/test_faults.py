@@ -258,7 +258,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_behind(train: RliteTrainEng
     module = on_meta(Elsewhere, models["llama"])
     module.source = str(models["qwen2"])
     broken = RliteTrainEngine(module)
-    with pytest.raises(RliteError, match=r"holds 6 tensors that FSDPElsewhere does not have"):
+    with pytest.raises(RliteError, match=r"holds 6 tensors that Elsewhere does not have"):
         broken.build(tensor_parallel_size=2)
     assert not broken.is_built
     sound(train).release()

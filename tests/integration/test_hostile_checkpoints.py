@@ -20,7 +20,8 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.checkpoint.atomic import FACTS, MANIFEST, hash_files, seal
 from rlite.checkpoint.safe import METADATA
 from rlite.errors import CheckpointError
-from rlite.trainer.model.modules import load_tokenizer, policy_module
+from rlite.nn.pretrained import load_tokenizer
+from rlite.trainer.model.modules import policy_module
 from tests.integration.modules import Qwen2Policy, make_batch, num_counted, on_meta, token_loss
 from tests.tiny import build_model_dir
 

@@ -75,7 +75,7 @@ def train(kind: str, model: Path, folder: Path, **options: Any) -> Path:
     return folder / "run" / "latest"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TRAINERS if kind != "rm"])
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_a_saved_model_stops_where_its_answers_end(
     kind: str, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
-from rlite.data.packs import pack
+from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.lora import ALL_LINEAR

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2F
 
 from rlite import NeedParallel, RliteTrainEngine, stats_tracker
 from rlite.cluster.group import apply_on_processes
-from rlite.data.packs import pack
+from rlite.data.packs import lazy_pack as pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.trainer.losses import OwnLogprobs
@@ -707,7 +707,13 @@ def no_weight(data: dict[str, Any]) -> None:
     return None
 
 
-@pytest.mark.parametrize("weight", [weight_of_each_token, weight_that_is_nan, negative_weight, no_weight])
+def weight_beyond_floats(data: dict[str, Any]) -> int:
+    return 10**400
+
+
+@pytest.mark.parametrize(
+    "weight", [weight_of_each_token, weight_that_is_nan, negative_weight, no_weight, weight_beyond_floats]
+)
 def test_a_weight_that_is_no_number_is_named_with_its_place(build: Build, weight: Any) -> None:
     with pytest.raises(ConfigError, match=rf"loss_weight_fn {weight.__name__} \(.*:\d+\) returned .*; expected the w"):
         build(size=1).train_batch(make_batch([9, 9]), token_loss, weight)

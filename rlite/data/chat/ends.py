@@ -77,7 +77,6 @@ class LearntEnds:
             ConfigError: no token ends the turn.
         """
         (start, end), last = turn, turn[1]
-        self.num_turns, self.num_rewritten = self.num_turns + 1, self.num_rewritten + is_rewritten
         while last > start and not self._tokenizer.decode(ids[last - 1 : last]).strip():
             last -= 1
         written, following = ids[last - 1], ids[end] if end < len(ids) else None
@@ -114,7 +113,8 @@ class LearntEnds:
         if self.num_rewritten:
             found["rewritten history"] = (
                 f"{self.num_rewritten / self.num_turns:.0%} of {self.num_turns} learnt turns are never generated so: "
-                "the chat template rewrites earlier answers; data.last_turn_only=true learns the last turn alone"
+                "the chat template rewrites earlier answers, or begins them otherwise when it asks for them; "
+                "data.last_turn_only=true learns the last turn alone"
             )
         return found
 

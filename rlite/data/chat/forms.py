@@ -56,6 +56,8 @@ class MessageForms:
             content = self._content(message["role"], content, where)
         if isinstance(content, str) and not self._takes(message["role"], is_text=True):
             content = _parts(content)
+        if content is None and calls and self._needs_content:
+            content = ""
         if content is not message.get("content"):
             message = {**message, "content": content}
         if isinstance(calls, (list, tuple)) and calls:
@@ -138,6 +140,12 @@ class MessageForms:
             return call
         function = {**function, "arguments": arguments}
         return {**call, "function": function} if "function" in call else function
+
+    @cached_property
+    def _needs_content(self) -> bool:
+        """True if the template fails on a call without a content, which transformers leaves out if it is null."""
+        question, answer = self._calling(_TEXT if self._arguments == {"text"} else _OBJECT)
+        return self._rendered([question, {**answer, "content": None}]) is None
 
     @cached_property
     def _arguments(self) -> set[str]:

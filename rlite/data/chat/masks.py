@@ -38,6 +38,8 @@ class Turn(NamedTuple):
     end: int
     is_rewritten: bool
     """true if the template writes another text when the conversation ends with this turn"""
+    is_prompted: bool
+    """true if the turn follows the template's text that asks for an answer"""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class EncodedChat:
     turns: tuple[tuple[int, int], ...]
     rewritten: frozenset[int] = frozenset()
     """indexes of turns that the template writes otherwise when the conversation ends with them"""
+    unprompted: frozenset[int] = frozenset()
+    """indexes of turns that follow another text than the one that asks for an answer"""
     is_answered: bool = True
     """true if the conversation ends with the assistant"""
 
@@ -170,6 +174,7 @@ class ChatEncoder:
                 np.asarray(ids, dtype=np.int32),
                 _tokens_of([turn[:2] for turn in turns], offsets),
                 frozenset(index for index, turn in enumerate(turns) if turn.is_rewritten),
+                frozenset(index for index, turn in enumerate(turns) if not turn.is_prompted),
                 chat[-1]["role"] == "assistant",
             )
             for chat, (_, turns), ids, offsets in zip(
@@ -191,6 +196,8 @@ class ChatEncoder:
         if self._ends is None:
             return chat
         ids, found = chat.input_ids.tolist(), list(chat.turns)
+        self._ends.num_turns += len(turns)
+        self._ends.num_rewritten += len({*turns} & (chat.rewritten | chat.unprompted))
         for turn in turns:
             is_final = chat.is_answered and turn == len(found) - 1
             ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where)
@@ -228,7 +235,7 @@ class ChatEncoder:
         ids, turns = np.asarray(encoded["input_ids"], dtype=np.int32), tuple(zip(edges[::2], edges[1::2], strict=True))
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         rewritten = frozenset(index for index, number in enumerate(answers) if places.missing(number))
-        return EncodedChat(ids, turns, rewritten, answers[-1:] == [len(messages) - 1])
+        return EncodedChat(ids, turns, rewritten, is_answered=answers[-1:] == [len(messages) - 1])
 
     # -- templates without -----------------------------------------------------------------------------------------
 
@@ -285,24 +292,27 @@ class ChatEncoder:
         if found is None:
             reason = "its beginning or its end is not at one place, or depends on the rest of the conversation"
             raise DataError(_cannot_tell(where, number, reason))
-        start, last, after, following = found
+        start, is_prompted, last, after, following = found
         rest, closing, is_rewritten = places.text[last:after], self._closing, False
         alone = None if is_last else self._template.alone(messages[number], tools=tools)
         shown = None if alone is None else self._written([QUESTION, messages[number]], 1, alone, tools)
         if alone is not None and shown is not None:
-            closing = alone.text[shown[1] :].removesuffix(self._tail)
-            generated = alone.text[shown[0] : shown[1]] + closing.rstrip()
+            closing = alone.text[shown[2] :].removesuffix(self._tail)
+            generated = alone.text[shown[0] : shown[2]] + closing.rstrip()
             is_rewritten = not places.text.startswith(generated, start)
         closing = (rest if is_last else closing).removesuffix(self._tail)
         end = last + self._closing_size(rest, closing)
         if after < last or (end == last and following < len(messages) and self._token.search(closing)):
             raise DataError(_cannot_tell(where, following, "it is rendered inside the assistant's turn"))
-        return Turn(start, end, is_rewritten)
+        return Turn(start, end, is_rewritten, is_prompted)
 
-    def _written(self, messages: Messages, number: int, places: Places, tools: Any) -> tuple[int, int, int, int] | None:
+    def _written(
+        self, messages: Messages, number: int, places: Places, tools: Any
+    ) -> tuple[int, bool, int, int, int] | None:
         """Return where the assistant's message begins, where its last part ends, and where the next part begins.
 
-        The last value is the index of the next part's message. None if the places of the parts do not show this.
+        The second value is true if the message follows the text that asks for an answer, the last one is the index of
+        the next part's message. None if the places of the parts do not show this.
         """
         own = [part for part in places.parts.get(number, ()) if part.places]
         if not own or any(part.end is None or (part.times > 1 and part.name == "'content'") for part in own):
@@ -317,15 +327,14 @@ class ChatEncoder:
         while at < 0 and self._token.search(header := header[:-1]):  # the answer itself may begin like the rest of it
             at = first - len(header) if text.endswith(header, before, first) else -1
         if at >= 0:
-            prompt = self._generation_prompt
-            prompted = len(prompt) if text.startswith(prompt, at) else num_shared(prompt, text[at:first])
-            return at + prompted, max(ends), after, following
+            is_prompted = text.startswith(prompt := self._generation_prompt, at)
+            return at + len(prompt if is_prompted else header), is_prompted, max(ends), after, following
         try:  # the template asks for this answer in another way, such as after a tool's result
             asked = self._template.render(messages[:number], tools=tools, add_generation_prompt=True)
         except TemplateRefusal:
             return None
         is_there = text.startswith(asked) and before <= len(asked) <= first
-        return (len(asked), max(ends), after, following) if is_there else None
+        return (len(asked), True, max(ends), after, following) if is_there else None
 
     def _closing_size(self, rest: str, closing: str) -> int:
         """Return how much of the text after an answer ends the turn.

@@ -8,7 +8,6 @@ from typing import Any
 
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
-from rlite.data.chat.parts import WEIGHTS
 from rlite.data.tables import Row, check_columns, check_text
 from rlite.errors import DataError, did_you_mean
 
@@ -63,23 +62,24 @@ def _message(message: Any, where: str) -> Any:
         raise DataError(f"{where}: 'from' is {sender!r:.200}; {did_you_mean(str(sender), ROLES)}")
     if not isinstance(content, str):
         raise DataError(f"{where}: 'value' is {content!r:.200}; expected a text")
+    others = {key: value for key, value in message.items() if key not in ("from", "value") and value is not None}
     if sender != "function_call":
-        return {"role": ROLES[sender], "content": content, **_weights(message)}
-    calls = _json(content, f"{where}: 'value'")
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        return {**others, "role": ROLES[sender], "content": content}
+    found = _json(content, f"{where}: 'value'")
+    calls = [_call(call) for call in (found if isinstance(found, list) else [found])]
+    if None in calls:
         raise DataError(f"{where}: 'value' is {content!r:.200}; expected calls, {{'name': ..., 'arguments': {{...}}}}")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function} for function in functions],
-        **_weights(message),
-    }
+    return {**others, "role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _weights(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: message[key] for key in WEIGHTS if key in message}
+def _call(call: Any) -> Any:
+    """Return a call of ShareGPT's, or of OpenAI's, in OpenAI's form; None if the value is no call."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+        return None
+    arguments = function.get("arguments", function.get("parameters", {}))
+    own_id = {"id": call["id"]} if "id" in call else {}
+    return {**own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _json(text: str, where: str) -> Any:

@@ -90,15 +90,11 @@ def prompted_pair(row: Row, where: str) -> Row:
 
 def has_implicit_prompt(row: Row) -> bool:
     """Return whether both sides are conversations: they begin with a message that is not the assistant's."""
-    roles = [_first_role(row[side]) for side in ("chosen", "rejected")]
+    sides = [row[side] for side in ("chosen", "rejected")]
+    if not all(isinstance(side, (list, tuple)) and side and isinstance(side[0], Mapping) for side in sides):
+        return False
+    roles = [side[0].get("role") or side[0].get("from") for side in sides]
     return all(isinstance(role, str) and ROLES.get(role) != "assistant" for role in roles)
-
-
-def _first_role(value: Any) -> Any:
-    """Return the role of the first message of a list; None if the value is not a list of messages."""
-    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Mapping):
-        return None
-    return value[0].get("role") or value[0].get("from")
 
 
 def implicit_pair(row: Row, where: str) -> Row:

@@ -106,7 +106,8 @@ def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
         return f"{where}, row index 0: {_lacks(nearest.columns, row)}; the row has {_names(row)}"
     near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
     lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
-    nearest = max(lacking, key=lambda entry: _share([bool(near[name]) for name in entry.columns]))
+    found = {entry: [name for name in entry.columns if near[name]] for entry in lacking}
+    nearest = max(lacking, key=lambda entry: (len(found[entry]), len(found[entry]) - len(entry.columns)))
     missing = [name for name in nearest.columns if name not in present]
     known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
     options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
@@ -114,11 +115,6 @@ def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
         f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {known}. "
         f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
     )
-
-
-def _share(found: Sequence[bool]) -> tuple[int, int]:
-    """Return how many columns are found, and, as a negative number, how many are not."""
-    return sum(found), sum(found) - len(found)
 
 
 def _lacks(columns: Sequence[str], row: Row) -> str:

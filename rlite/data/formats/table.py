@@ -50,32 +50,29 @@ class Format:
         return f"{self.name} ({', '.join(self.columns)})"
 
 
-CONVERSATIONS = Format(name="conversations", columns=("messages",), optional=("tools",), convert=conversation)
-SHAREGPT = Format(
-    name="ShareGPT conversations", columns=("conversations",), optional=("system", "tools"), convert=sharegpt
-)
+_ANSWERS = ("response", "completion")
 ALPACA_OPTIONAL = ("input", "system", "history")
 
 FORMATS: dict[RowKind, tuple[Format, ...]] = {
     "demonstrations": (
-        CONVERSATIONS,
-        SHAREGPT,
+        Format(name="conversations", columns=("messages",), optional=("tools",), convert=conversation),
         Format(
-            name="chat prompts and responses",
-            columns=("prompt", "response"),
-            optional=("tools",),
-            suits=has_chat("prompt", "response"),
-            convert=completed("response"),
+            name="ShareGPT conversations", columns=("conversations",), optional=("system", "tools"), convert=sharegpt
         ),
-        Format(
-            name="chat prompts and completions",
-            columns=("prompt", "completion"),
-            optional=("tools",),
-            suits=has_chat("prompt", "completion"),
-            convert=completed("completion"),
+        *(
+            Format(
+                name=f"chat prompts and {answer}s",
+                columns=("prompt", answer),
+                optional=("tools",),
+                suits=has_chat("prompt", answer),
+                convert=completed(answer),
+            )
+            for answer in _ANSWERS
         ),
-        Format(name="raw prompts and responses", columns=("prompt", "response"), convert=completed("response")),
-        Format(name="raw prompts and completions", columns=("prompt", "completion"), convert=completed("completion")),
+        *(
+            Format(name=f"raw prompts and {answer}s", columns=("prompt", answer), convert=completed(answer))
+            for answer in _ANSWERS
+        ),
         Format(name="Alpaca instructions", columns=("instruction", "output"), optional=ALPACA_OPTIONAL, convert=alpaca),
         Format(name="plain texts", columns=("text",), convert=plain_text),
     ),
@@ -155,7 +152,10 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
             name="ShareGPT conversations",
             columns=("conversations",),
             optional=("system",),
-            convert=lambda row, where: {**_without(row, "conversations"), **sharegpt(row, where)},
+            convert=lambda row, where: {
+                **{name: value for name, value in row.items() if name != "conversations"},
+                **sharegpt(row, where),
+            },
         ),
         Format(
             name="Alpaca instructions",
@@ -166,10 +166,6 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
     ),
 }
 """formats of each kind of rows; a row has the first one that fits"""
-
-
-def _without(row: Row, column: str) -> Row:
-    return {name: value for name, value in row.items() if name != column}
 
 
 def format_of(row: Row, kind: RowKind) -> Format | None:

@@ -6,7 +6,7 @@ import hashlib
 from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from rlite.data.columnar import read_columnar
 from rlite.data.source import Source
@@ -19,33 +19,6 @@ LONGEST_LINE = 1 << 28
 _EDGE = 1 << 20
 """bytes of each end of a file that its digest covers"""
 _BLOCK = 1 << 20
-
-
-class RowFile(Protocol):
-    """A file of rows. The place of a row is a number that finds it without reading the rows before it."""
-
-    name: str
-    """name of the file in messages"""
-
-    def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
-        """Return `count` rows with their places, or as many as are left, and the place after them.
-
-        Raises:
-            DataError: the file is damaged.
-        """
-
-    def read(self, places: Sequence[int]) -> list[Row]:
-        """Return the rows at these places, which ascend.
-
-        Raises:
-            DataError: the file is damaged.
-        """
-
-    def name_of(self, place: int) -> str:
-        """Return the name of a row in messages."""
-
-    def digest(self, end: int | None) -> str:
-        """Return a hash of both ends of the file's part before the place `end`; None is the whole file."""
 
 
 class JsonLinesFile:
@@ -175,6 +148,8 @@ class ParquetFile:
         return rows
 
 
+RowFile = JsonLinesFile | ParquetFile | ProgramRows
+"""A file of rows. The place of a row is a number that finds it without reading the rows before it."""
 _KINDS: dict[str, type[JsonLinesFile] | type[ParquetFile]] = {
     ".jsonl": JsonLinesFile,
     ".json": JsonLinesFile,

@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> None:
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.tp_size))
     check_writes(folder)
     engine = RliteInferenceEngine(folder, executor=options.executor)
-    tokens = [prompt_tokens(prompt, engine.tokenizer, options) for prompt in prompts]
+    items = [prompt_item(prompt, engine.tokenizer, options.chat, options.system_prompt) for prompt in prompts]
+    tokens = [workflow.prompt_ids(item, engine.tokenizer, options.chat_template_options) for item in items]
     vocab_size = vocab_size_of(folder)
     for ids in tokens:
         check_ids(ids, vocab_size)
@@ -101,21 +102,6 @@ def read_prompts(options: GenerateConfig) -> list[str]:
     if not prompts:
         raise ConfigError(f"prompt_file={options.prompt_file}: no prompt in it; expected one in each line")
     return prompts
-
-
-def prompt_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[int]:
-    """Return the tokens of a prompt: of a chat, if the model has a template or the options ask for one.
-
-    Args:
-        prompt: the text.
-        tokenizer: the model's tokenizer.
-        options: options of the command.
-
-    Raises:
-        ConfigError: a chat is asked for, and the model has no template.
-    """
-    item = prompt_item(prompt, tokenizer, options.chat, options.system_prompt)
-    return workflow.prompt_ids(item, tokenizer, options.chat_template_options)
 
 
 def prompt_item(

@@ -66,7 +66,10 @@ def plan(options: PlanConfig) -> MemoryPlan:
     """
     if dist.is_initialized():
         raise RliteError("a plan is made in a process of its own: this one is in a process group already")
-    module = policy_module(options.model_name, _optimizer(options))
+    optimizer = OptimizerOptions(
+        name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
+    )
+    module = policy_module(options.model_name, optimizer)
     dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     generation = None
@@ -99,12 +102,6 @@ def plan(options: PlanConfig) -> MemoryPlan:
         gathered=gathered,
         kept=len(units) * options.max_length_per_device * hidden * compute.itemsize,
         rollout=generation,
-    )
-
-
-def _optimizer(options: PlanConfig) -> OptimizerOptions:
-    return OptimizerOptions(
-        name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
     )
 
 

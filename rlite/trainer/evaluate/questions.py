@@ -13,13 +13,13 @@ from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
 from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.prompt_lengths import longest_prompt, model_limit
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters

@@ -15,13 +15,13 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
+from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.trainer.held_out.options import held_out_sources, key_of
 from rlite.trainer.held_out.prompt_options import GeneratedOptions
 from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
-from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.prompt_lengths import longest_prompt, vocab_size_of
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.sampling_options import SamplingOptions

@@ -26,29 +26,13 @@ def reported_metrics(
         metrics: metrics of every set, the most important first.
         of_steps: metrics of every step.
     """
-    compared = metrics_of(sets, metrics)
+    compared, evaluated = metrics_of(sets, metrics), metrics_of(sets, metrics)
     for name, each in sets.items():
         compared += [metric_of(name, f"{kind}@{each.k}") for kind in ("pass", "majority") if each.k > 1]
-    return ReportedMetrics(
-        of_steps=of_steps,
-        headlines=metrics_of(sets, metrics[:1]),
-        compared=compared,
-        evaluated=logged_metrics(sets, metrics),
-    )
-
-
-def logged_metrics(sets: Mapping[str, EvaluationSet], metrics: Sequence[str]) -> list[str]:
-    """Return the names under which metrics of evaluations are logged, from which the best model may be chosen.
-
-    Args:
-        sets: the sets.
-        metrics: metrics of every set.
-    """
-    found = metrics_of(sets, metrics)
-    for name, each in sets.items():
-        found += [metric_of(name, f"pass@{k}") for k in range(1, each.k + 1)]
-        found += [metric_of(name, metric) for metric in (f"majority@{each.k}", "truncated")]
-    return found
+        evaluated += [metric_of(name, f"pass@{k}") for k in range(1, each.k + 1)]
+        evaluated += [metric_of(name, metric) for metric in (f"majority@{each.k}", "truncated")]
+    headlines = metrics_of(sets, metrics[:1])
+    return ReportedMetrics(of_steps=of_steps, headlines=headlines, compared=compared, evaluated=evaluated)
 
 
 def check_samples(chosen: EvaluationSet) -> None:

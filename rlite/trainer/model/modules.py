@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import PreTrainedTokenizerBase
 
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
-from rlite.nn import pretrained
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
@@ -123,18 +120,6 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
     """
     optimizer = model.optimizer_options(total_steps)
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint.
-
-    Raises:
-        ConfigError: the checkpoint has no tokenizer.
-    """
-    tokenizer = pretrained.load_tokenizer(path)
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # what transformers makes of config.json alone
-        raise ConfigError(f"model {path}: no tokenizer: copy tokenizer.json and tokenizer_config.json into its folder")
-    return tokenizer
 
 
 def _carrier(carrier: Any, disable_dropout: bool) -> Any:

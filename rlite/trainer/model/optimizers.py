@@ -71,7 +71,10 @@ def make_optimizer(module: nn.Module, groups: Sequence[ParameterGroup]) -> torch
         module: the module, sharded or not.
         groups: results of `parameter_groups`.
     """
-    muon, adamw = ([_as_torch(module, group) for group in groups if group.is_muon is kind] for kind in (True, False))
+    muon, adamw = list[dict[str, object]](), list[dict[str, object]]()
+    for group in groups:
+        own = [module.get_parameter(name) for name in group.names]
+        (muon if group.is_muon else adamw).append({"params": own, "lr": group.lr, "weight_decay": group.weight_decay})
     optimizers: list[torch.optim.Optimizer] = []
     if muon:
         optimizers.append(ShardedMuon(muon, adjust_lr_fn="match_rms_adamw"))
@@ -79,11 +82,6 @@ def make_optimizer(module: nn.Module, groups: Sequence[ParameterGroup]) -> torch
         # fused: each parameter's memory is passed over once instead of ten times
         optimizers.append(torch.optim.AdamW(adamw, fused=True))
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(*optimizers)
-
-
-def _as_torch(module: nn.Module, group: ParameterGroup) -> dict[str, object]:
-    parameters = [module.get_parameter(name) for name in group.names]
-    return {"params": parameters, "lr": group.lr, "weight_decay": group.weight_decay}
 
 
 def _match(module: nn.Module, options: OptimizerOptions) -> list[tuple[ParameterGroupOptions, list[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
@@ -16,6 +16,11 @@ from rlite.parallel.dims import ParallelDims
 from rlite.types import Aggregation, KLEstimator, Schedule
 
 OptimizerName = Literal["adamw", "muon"]
+BUILD_OPTIONS = (
+    *("tp_size", "sp_size", "balance_by", "packing_method", "max_grad_norm"),
+    *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer"),
+)
+"""options of a model that the engine's build takes under the same names"""
 
 
 class ParameterGroupOptions(Options):
@@ -122,17 +127,10 @@ class ModelOptions(LayoutOptions):
 
     def optimizer_options(self, total_steps: int) -> OptimizerOptions:
         """Return the optimizer's options for a run of `total_steps` optimizer steps."""
-        return OptimizerOptions(
-            name=self.optimizer,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            scheduler=self.scheduler,
-            warmup_steps=round(self.warmup_ratio * total_steps),
-            total_steps=total_steps,
-            lr_end=self.lr_end,
-            power=self.power,
-            parameter_groups=self.parameter_groups,
-        )
+        names = {each.name for each in fields(OptimizerOptions)}
+        own = {name: value for name, value in self if name in names}
+        warmup_steps = round(self.warmup_ratio * total_steps)
+        return OptimizerOptions(name=self.optimizer, warmup_steps=warmup_steps, total_steps=total_steps, **own)
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
         """Return the keywords of `RliteTrainEngine.build` for a world of `world_size` devices.
@@ -142,17 +140,10 @@ class ModelOptions(LayoutOptions):
         """
         dims = ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size)
         return {
+            **{name: value for name, value in self if name in BUILD_OPTIONS},
             "tensor_parallel_size": world_size // dims.copies,
             "data_parallel_size": dims.copies,
-            "tp_size": self.tp_size,
-            "sp_size": self.sp_size,
             "max_tokens_per_microbatch": self.max_length_per_device,
-            "balance_by": self.balance_by,
-            "packing_method": self.packing_method,
-            "max_grad_norm": self.max_grad_norm,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "use_liger_kernel": self.use_liger_kernel,
-            "offload_optimizer": self.offload_optimizer,
             "seed": seed,
         }
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import rlite
 from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
+from rlite.nn.pretrained import end_ids
 from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.held_out.evaluation_plan import answers_plan, sampling_plan, topic_of
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
-from rlite.trainer.prompt_lengths import has_end_token
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.lengths import Context
 from rlite.trainer.rl.options import PpoConfig
@@ -81,7 +81,7 @@ def batch_plan(
         plan["without effect"] = unread
     if not all(one.in_process for one in options.reward.values()):
         plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
-    if not sampling.stop and not has_end_token(actor.model_name):
+    if not sampling.stop and not end_ids(actor.model_name):
         plan["no end"] = (
             "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
         )

@@ -11,13 +11,13 @@ from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.chat.template import check_template_options
 from rlite.data.rows import stream_of
 from rlite.errors import ConfigError
+from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out.options import key_of
 from rlite.trainer.held_out.prompt_sets import own_rewards
-from rlite.trainer.model.modules import load_tokenizer
 from rlite.trainer.rl.lengths import context_limit
 from rlite.trainer.rl.options import PpoConfig, SamplingOptions
 from rlite.trainer.run.program_objects import ProgramObjects

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.packs import check_batch, lazy_pack, pack, sequence_lengths, unpack
+from rlite.data.packs import check_batch, lazy_pack, sequence_lengths
 from rlite.engine.microbatches import split_batch
 from rlite.errors import DataError
 
@@ -26,22 +26,19 @@ def make_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 1), st.randoms())
-def test_unpack_undoes_pack_for_any_rows_in_any_order(lengths: list[int], random) -> None:
+def test_a_pack_holds_any_rows_in_any_order_end_to_end(lengths: list[int], random) -> None:
     batch = make_batch(lengths)
     check_batch(batch)
     rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
-    data = pack(batch, rows, CPU)
+    data = dict(lazy_pack(batch, rows, CPU))
     assert data["cu_seqlens"].tolist() == [sum(lengths[r] for r in rows[:i]) for i in range(len(rows) + 1)]
     assert data["max_seqlen"] == max(lengths[r] for r in rows)
     assert data["position_ids"].tolist() == [step for r in rows for step in range(lengths[r])]
     assert data["rewards"].tolist() == rows
     assert data["columns"].tolist() == [[r] for r in rows]
-    width = batch["input_ids"].shape[1]
     for key in ("input_ids", "vectors"):
-        again = unpack(data[key], data["cu_seqlens"], width, fill=-7)
-        for row, values in zip(rows, again, strict=True):
-            assert torch.equal(values[: lengths[row]], batch[key][row, : lengths[row]])
-            assert bool((values[lengths[row] :] == -7).all())
+        for row, values in zip(rows, data[key].split([lengths[row] for row in rows]), strict=True):
+            assert torch.equal(values, batch[key][row, : lengths[row]])
 
 
 def test_sequence_lengths_count_the_mask() -> None:
@@ -72,7 +69,9 @@ def test_a_key_of_a_lazy_pack_is_packed_when_it_is_first_read() -> None:
     assert data["rewards"].tolist() == [7, 7]
     batch["rewards"][:] = 8
     assert data["rewards"].tolist() == [7, 7]
-    assert list(data) == list(pack(batch, [1, 0], CPU)) == [*batch, "cu_seqlens", "position_ids", "max_seqlen"]
+    assert (
+        list(data) == list(dict(lazy_pack(batch, [1, 0], CPU))) == [*batch, "cu_seqlens", "position_ids", "max_seqlen"]
+    )
     assert data.get("margin") is None
     assert "rewards" in data
     assert {**data, "scale": 2}["rewards"].tolist() == [7, 7]
@@ -97,13 +96,13 @@ def test_several_values_per_token_are_packed_end_to_end_and_go_through_any_split
     }
     check_batch(batch)
     rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
-    data = pack(batch, rows, CPU)
+    data = dict(lazy_pack(batch, rows, CPU))
     assert data["kept_ids"].tolist() == [value for row in rows for value in flat[row]]
     assert data["kept_counts"].tolist() == [len(token) for row in rows for token in values[row]]
     shares = split_batch("test", batch, 2, max(lengths) + 3, lambda _: None)
     for share in shares:
         for microbatch in filter(None, share.microbatches):
-            data = pack(share.batch, microbatch, CPU)
+            data = dict(lazy_pack(share.batch, microbatch, CPU))
             own = [share.rows[row] for row in microbatch]
             assert data["kept_ids"].tolist() == [value for row in own for value in flat[row]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -129,6 +130,34 @@ def test_weights_of_sharegpt_messages_are_kept() -> None:
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "0", "weight": 0}]
     rows, _ = normalise([{"conversations": [*turns, turns[0], {"from": "gpt", "value": "1"}]}], "demonstrations", "x")
     assert learnt(sft_rows(rows, TOKENIZER, 200)) == "1<|im_end|>"
+
+
+CALL = {"name": "clock", "arguments": {"zone": "UTC"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "call"),
+    [
+        (CALL, {"function": CALL}),
+        ({"name": "clock", "parameters": {"zone": "UTC"}}, {"function": CALL}),
+        ({"id": "c1", "type": "function", "function": CALL}, {"id": "c1", "function": CALL}),
+        ([CALL | {"id": "c1"}], {"id": "c1", "function": CALL}),
+    ],
+)
+def test_calls_in_sharegpt_values_keep_their_arguments(value: Any, call: dict[str, Any]) -> None:
+    turns = [{"from": "human", "value": "?"}, {"from": "function_call", "value": json.dumps(value)}]
+    rows, _ = normalise([{"conversations": turns}], "demonstrations", "x")
+    assert rows[0]["messages"][1]["tool_calls"] == [{"type": "function", **call}]
+
+
+def test_other_keys_of_sharegpt_messages_are_kept() -> None:
+    answer = {"tool_calls": [{"type": "function", "function": CALL}], "reasoning_content": "hm", "markdown": None}
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "", **answer}]
+    turns.append({"from": "tool", "value": "12:00", "tool_call_id": "c1"})
+    rows, _ = normalise([{"conversations": turns}], "demonstrations", "x")
+    assert [message.keys() - {"role", "content"} for message in rows[0]["messages"]] == [
+        *(set(), {"tool_calls", "reasoning_content"}, {"tool_call_id"})
+    ]
 
 
 def test_only_the_last_turn_is_learnt_on_demand() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms import gather_logprobs, next_token
-from rlite.data.packs import pack
+from rlite.data.packs import lazy_pack as pack
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.nn import HuggingFaceFsdp2TrainModule

@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.data.packs import pack
+from rlite.data.packs import lazy_pack as pack
 from rlite.engine.embedded.architecture_check import refusal as embedded_refusal
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlite.nn.pretrained import GENERATION as FILE
-from rlite.nn.pretrained import add_end_ids, end_ids
+from rlite.nn.pretrained import add_end_ids, end_ids, load_config
 from tests.tiny import build_model_dir
 
 
@@ -33,5 +33,10 @@ def test_new_end_tokens_follow_the_models_own(
     add_end_ids(path, [])
     assert (path / FILE).exists() == (generation is not None)
     add_end_ids(path, [3])
-    assert json.loads((path / FILE).read_text()) == {**(generation or {}), "eos_token_id": added}
+    written = json.loads((path / FILE).read_text())
+    if generation is None:  # as transformers generates with the config alone
+        assert written["pad_token_id"] == load_config(path).pad_token_id
+        assert "_from_model_config" not in written or not written["_from_model_config"]
+    else:
+        assert written == {**generation, "eos_token_id": added}
     assert end_ids(path) == tuple(added)

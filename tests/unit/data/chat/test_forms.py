@@ -165,6 +165,21 @@ def test_a_call_without_arguments_has_an_empty_object(name: str, missing: dict[s
     assert ("<call>f </call>" if "items" in CALLS[name] else "<call>f {}</call>") in text
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_without_a_content_is_rendered_by_a_template_that_joins_it(name: str) -> None:
+    template = CALLS[name].replace("{{ message['content'] or '' }}", "{{ '' + message['content'] }}")
+    assert template != CALLS[name]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bern"}}}
+    rendered = [
+        ChatTemplate(tokenizer(template)).render(
+            [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call], **content}]
+        )
+        for content in ({"content": ""}, {"content": None}, {})
+    ]
+    assert len({*rendered}) == 1
+    assert "Bern" in rendered[0]
+
+
 @pytest.mark.parametrize("arguments", ["{", "[1]", "plain"])
 def test_arguments_that_are_no_json_object_are_named(arguments: str) -> None:
     answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.masks import ChatEncoder
+from rlite.data.sft import sft_rows
 from rlite.errors import ConfigError, DataError
 from rlite.quickstart.tiny import CHATML, byte_tokenizer
 
@@ -117,6 +119,26 @@ def test_tokens_of_the_generation_prompt_are_not_learnt() -> None:
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     assert said(THOUGHTS, messages) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
     assert said(THOUGHTS, messages, enable_thinking=False) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_a_call_that_begins_like_the_rest_of_the_prompt_is_learnt_whole() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for call in m.tool_calls or [] %}<tool_call>"
+        "{{ call.function.name }}</tool_call>{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    call = assistant("") | {"tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    messages = [user("a"), call, {"role": "tool", "content": "b"}, assistant("<tools>")]
+    assert said(template, messages) == ["<tool_call>f</tool_call><|im_end|>", "<tools><|im_end|>"]
+
+
+def test_turns_that_follow_another_text_than_the_prompt_are_counted() -> None:
+    made = tokenizer(THOUGHTS)
+    chat = [user("a"), assistant("b"), user("c"), assistant("d")]
+    for options, share in (({}, "50%"), ({"enable_thinking": False}, "50%")):
+        ends = LearntEnds(made, {made.eos_token_id})
+        sft_rows([{"messages": chat}], made, 200, ends=ends, **options)
+        assert ends.describe(())["rewritten history"].startswith(f"{share} of 2 learnt turns are never generated so")
 
 
 def test_a_text_that_looks_like_a_turn_is_no_turn() -> None:

@@ -467,6 +467,7 @@ TEXTS: dict[RowKind, list[dict[str, Any]]] = {
         {"prompt": "q", "chosen": ANSWER, "rejected": OTHER},
         {"conversations": [HUMAN], "chosen": GPT, "rejected": "b"},
         {"prompt": "{q}", "chosen": '{"a": 1}', "rejected": "[]"},
+        {"prompt": "parse", "chosen": '{"from": "Bern", "to": "Rome"}', "rejected": '[{"role": "king"}]'},
     ],
     "unpaired": [
         {"prompt": [USER], "completion": [ANSWER], "label": True},

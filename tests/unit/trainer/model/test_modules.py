@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from rlite import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.trainer.model.modules import load_tokenizer, policy_module, schedule
+from rlite.nn.pretrained import end_ids, load_tokenizer
+from rlite.trainer.model.modules import policy_module, schedule
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.prompt_lengths import has_end_token
 from tests.tiny import build_model_dir
 
 
@@ -57,10 +57,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_names_no_end_token_is_recognised(tmp_path: Path) -> None:
     folder = build_model_dir(tmp_path / "model")
-    assert has_end_token(str(folder))
+    assert end_ids(str(folder))
     for name in ("generation_config.json", "config.json"):
         kept = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({key: value for key, value in kept.items() if key != "eos_token_id"}))
-    assert not has_end_token(str(folder))
+    assert not end_ids(str(folder))
     (folder / "generation_config.json").unlink()
-    assert not has_end_token(str(folder))
+    assert not end_ids(str(folder))
