@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ class Journal:
         self._opened = ExitStack()
         self._file: FileIO
 
-    def begin(self) -> None:
+    def begin(self, time: datetime | None = None) -> None:
         """Remove what is not continued, and write the settings of a new journal.
+
+        Args:
+            time: time that chat templates write in the prompts of the samples.
 
         Raises:
             StorageError: the file cannot be written.
@@ -70,7 +74,8 @@ class Journal:
             self._file.truncate(self._end)
             self._file.seek(self._end)
         if self.is_new:
-            self._write({"version": VERSION, "settings": self._settings})
+            began = {} if time is None else {"time": time.isoformat()}
+            self._write({"version": VERSION, "settings": self._settings, **began})
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a sample that has ended, after `begin`.
@@ -115,6 +120,13 @@ def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     header, lines = _read(content, path)
     return _check_header(header, path), lines
+
+
+def time_of(path: Path) -> datetime | None:
+    """Return the time that chat templates wrote in the prompts of a journal; None if the journal does not say it."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), path.open("rb") as file:
+        return datetime.fromisoformat(json.loads(file.readline())["time"])
+    return None
 
 
 def is_journal(path: Path) -> bool:
