@@ -47,8 +47,11 @@ class Journal:
         with writing(path):
             content = b"" if overwrite or not path.is_file() else path.read_bytes()
         header, lines = _read(content, path)
-        if header is not None:
-            _check_same(header, settings, path)
+        if header is not None and (different := differences(_check_header(header, path), settings)):
+            raise ConfigError(
+                f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former "
+                "settings, choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
+            )
         self.lines: list[dict[str, Any]] = lines
         """samples that have ended, in the order of their ends"""
         self.is_new = header is None
@@ -150,19 +153,6 @@ def differences(there: Settings, here: Settings) -> list[str]:
     ]
     num_more = len(different) - MAX_SHOWN
     return different if num_more <= 0 else [*different[:MAX_SHOWN], f"and {num_more} more"]
-
-
-def _check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
-    """Check that a journal was begun with these settings.
-
-    Raises:
-        ConfigError: the journal has other settings. The message names them.
-    """
-    if different := differences(_check_header(header, path), settings):
-        raise ConfigError(
-            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
-            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
-        )
 
 
 def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:

@@ -103,29 +103,18 @@ def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, until
         for name, model in asked.items()
     ]
     check_comparable(models)
-    until_end.enter_context(_fixed_time(models))
+    now = CLOCK.now()
+    time = min(filter(None, (model.time for model in models)), default=now)
+    if time.date() != now.date():
+        told = f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there"
+        print(told, file=sys.stderr, flush=True)
+    until_end.enter_context(CLOCK.fixed(time))
     candidates = [each for each in models if isinstance(each, Candidate)]
     answers = [answers_of(each) for each in candidates]
     remove_others(folder, names)
     begin(candidates, folder)
     _generate(answers, options)
     return models
-
-
-@contextmanager
-def _fixed_time(models: Sequence[Answered]) -> Iterator[None]:
-    """Let chat templates write the time of the first samples, else the present.
-
-    Yields:
-        None.
-    """
-    now = CLOCK.now()
-    time = min(filter(None, (model.time for model in models)), default=now)
-    if time.date() != now.date():
-        told = f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there"
-        print(told, file=sys.stderr, flush=True)
-    with CLOCK.fixed(time):
-        yield
 
 
 def check_source(options: EvalConfig, models: Sequence[str]) -> None:
