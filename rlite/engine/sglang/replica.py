@@ -18,14 +18,7 @@ from typing import Any, Protocol
 
 from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.sglang.options import SglangOptions
-from rlite.engine.sglang.requests import (
-    TokenStream,
-    generate_body,
-    is_last,
-    objection,
-    scored_prompt,
-    scoring_body,
-)
+from rlite.engine.sglang.requests import TokenStream, generate_body, is_last, objection, scored_prompt, scoring_body
 from rlite.engine.sglang.server import CALL_S, CallRefused, Endpoint, message_of
 from rlite.engine.workers import Executor, T
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError

@@ -198,10 +198,7 @@ def make_tables(
                 made["status"], made["reason"] = trained.status(key["group"], key["sample"])
             rows.append(made)
             tokens += own
-    return {
-        "rows": pa.Table.from_pylist(rows, schema=ROWS),
-        "tokens": pa.Table.from_pylist(tokens, schema=TOKENS),
-    }
+    return {"rows": pa.Table.from_pylist(rows, schema=ROWS), "tokens": pa.Table.from_pylist(tokens, schema=TOKENS)}
 
 
 def _read(

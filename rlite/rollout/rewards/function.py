@@ -117,13 +117,7 @@ class RewardFunction:
             }
 
     async def __call__(
-        self,
-        /,
-        prompt: str,
-        completions: str,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        **data: Any,
+        self, /, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """Return the reward of one completion.
 
