@@ -181,18 +181,9 @@ def rejection_mask(
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
     # the samples are the sampler's, so the divergence that they estimate is the divergence from the sampler
-    return behaviour_weights(
-        sampler_logprobs,
-        logprobs,
-        mask,
-        upper=upper,
-        lower=lower,
-        metric=estimator,
-        scope=scope,
-        action="mask",
-        over=over,
-        cu_seqlens=cu_seqlens,
-    ).kept
+    bounds: dict[str, Any] = {"upper": upper, "lower": lower, "metric": estimator, "scope": scope, "over": over}
+    found = behaviour_weights(sampler_logprobs, logprobs, mask, action="mask", cu_seqlens=cu_seqlens, **bounds)
+    return found.kept
 
 
 def check_rejection(options: Mapping[str, Any]) -> None:

@@ -67,11 +67,7 @@ class RliteInferenceEngine(ElasticReplicas):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        executor: str = "torch",
-        max_replacements: int = 3,
-        routing: Policy = least_outstanding,
+        self, path: str | Path, executor: str = "torch", max_replacements: int = 3, routing: Policy = least_outstanding
     ) -> None:
         super().__init__(path, executor, max_replacements)
         self._routing = routing

@@ -51,7 +51,7 @@ def changed_methods(old: type, new: type) -> list[str]:
             f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}. "
             f"The weights belong to {before}: release() the engine, and build an engine of a new module"
         )
-    before_methods, after_methods = _own_methods(old), _own_methods(new)
+    before_methods, after_methods = own_methods(old), own_methods(new)
     changed = [
         name
         for name in sorted(before_methods.keys() | after_methods.keys())
@@ -121,7 +121,8 @@ def _is_importable(cls: type) -> bool:
     return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
 
 
-def _own_methods(cls: type) -> dict[str, Callable[..., Any]]:
+def own_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods that the user's own classes define, by name."""
     own = [base for base in reversed(cls.__mro__) if not _is_of_library(base)]
     return {name: value for base in own for name, value in vars(base).items() if callable(value)}
 

@@ -30,12 +30,25 @@ def score_prompts(
     """
     if not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise ConfigError(f"num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
+    check_lengths(prompts, max_tokens)
+    num = len(replicas)
+    shares = {replica: prompts[index::num] for index, replica in enumerate(replicas)}
+    results = together(replicas, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
+    return [results[index % num][index // num] for index in range(len(prompts))]
+
+
+def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
+    """Check that no prompt is too long.
+
+    Args:
+        prompts: token ids.
+        max_tokens: most tokens of a prompt.
+
+    Raises:
+        DataError: a prompt is too long.
+    """
     for index, ids in enumerate(prompts):
         if len(ids) > max_tokens:
             raise DataError(
                 f"prompt {index} has {len(ids)} tokens, max_model_len={max_tokens + 1} leaves room for {max_tokens}"
             )
-    num = len(replicas)
-    shares = {replica: prompts[index::num] for index, replica in enumerate(replicas)}
-    results = together(replicas, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
-    return [results[index % num][index // num] for index in range(len(prompts))]

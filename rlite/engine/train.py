@@ -13,7 +13,7 @@ from rlite.data.microbatch_plan import sequence_flops
 from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.microbatches import BatchShare, join_values, split_batch
-from rlite.engine.redefinition import changed_methods, redefined, sent_by_value, take_class
+from rlite.engine.redefinition import changed_methods, own_methods, redefined, sent_by_value, take_class
 from rlite.engine.train_executor import TrainExecutor
 from rlite.engine.train_lifecycle import TrainLifecycle
 from rlite.errors import ConfigError
@@ -363,10 +363,8 @@ def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
     torch call them.
     """
-    own = [cls for cls in module.__mro__ if cls.__module__.partition(".")[0] not in ("torch", "transformers", "rlite")]
-    defined = {name: value for cls in reversed(own) for name, value in vars(cls).items() if callable(value)}
     return {
         name: value
-        for name, value in defined.items()
+        for name, value in own_methods(module).items()
         if not name.startswith("_") and not hasattr(BaseTrainModule, name)
     }

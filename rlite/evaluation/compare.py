@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,7 @@ def mean_scores(samples: Sequence[Sample], wrong: float) -> dict[str, float]:
     scores: dict[str, list[float]] = {}
     for sample in samples:
         scores.setdefault(sample.item, []).extend(counted_scores([sample], wrong))
-    return {item: math.fsum(own) / len(own) for item, own in scores.items()}
+    return {item: fmean(own) for item, own in scores.items()}
 
 
 def difference_interval(
@@ -193,7 +193,9 @@ def sign_flip_p_value(differences: Differences, seed: int = 0) -> float:
     if len(changed) <= ENUMERATED:
         return float((np.abs(_all_flips(changed)) >= far).mean())
     random, n = np.random.default_rng(seed), len(changed)
-    sums = [random.choice((-1.0, 1.0), size=(rows, n)) @ changed for rows in _chunks(n)]
+    rows = max(1, CHUNK // n)
+    sizes = [(min(rows, RESAMPLES - begun), n) for begun in range(0, RESAMPLES, rows)]
+    sums = [random.choice((-1.0, 1.0), size=size) @ changed for size in sizes]
     return float((np.abs(np.concatenate(sums)) >= far).sum() + 1) / (RESAMPLES + 1)
 
 
@@ -203,13 +205,6 @@ def _all_flips(changed: Differences) -> Differences:
     for difference in changed:
         sums = np.concatenate([sums - difference, sums + difference])
     return sums
-
-
-def _chunks(n: int) -> Iterator[int]:
-    """Yield numbers of draws that add up to RESAMPLES, each of at most CHUNK numbers."""
-    rows = max(1, CHUNK // n)
-    for begun in range(0, RESAMPLES, rows):
-        yield min(rows, RESAMPLES - begun)
 
 
 def _names(items: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,11 @@ class Journal:
         with writing(path):
             content = b"" if overwrite or not path.is_file() else path.read_bytes()
         header, lines = _read(content, path)
-        if header is not None:
-            _check_same(header, settings, path)
+        if header is not None and (different := differences(_check_header(header, path), settings)):
+            raise ConfigError(
+                f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former "
+                "settings, choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
+            )
         self.lines: list[dict[str, Any]] = lines
         """samples that have ended, in the order of their ends"""
         self.is_new = header is None
@@ -56,8 +60,11 @@ class Journal:
         self._opened = ExitStack()
         self._file: FileIO
 
-    def begin(self) -> None:
+    def begin(self, time: datetime | None = None) -> None:
         """Remove what is not continued, and write the settings of a new journal.
+
+        Args:
+            time: time that chat templates write in the prompts of the samples.
 
         Raises:
             StorageError: the file cannot be written.
@@ -70,7 +77,8 @@ class Journal:
             self._file.truncate(self._end)
             self._file.seek(self._end)
         if self.is_new:
-            self._write({"version": VERSION, "settings": self._settings})
+            began = {} if time is None else {"time": time.isoformat()}
+            self._write({"version": VERSION, "settings": self._settings, **began})
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a sample that has ended, after `begin`.
@@ -117,6 +125,13 @@ def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
     return _check_header(header, path), lines
 
 
+def time_of(path: Path) -> datetime | None:
+    """Return the time that chat templates wrote in the prompts of a journal; None if the journal does not say it."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), path.open("rb") as file:
+        return datetime.fromisoformat(json.loads(file.readline())["time"])
+    return None
+
+
 def is_journal(path: Path) -> bool:
     """Return whether a file holds the samples of an evaluation."""
     with path.open("rb") as file:
@@ -138,19 +153,6 @@ def differences(there: Settings, here: Settings) -> list[str]:
     ]
     num_more = len(different) - MAX_SHOWN
     return different if num_more <= 0 else [*different[:MAX_SHOWN], f"and {num_more} more"]
-
-
-def _check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
-    """Check that a journal was begun with these settings.
-
-    Raises:
-        ConfigError: the journal has other settings. The message names them.
-    """
-    if different := differences(_check_header(header, path), settings):
-        raise ConfigError(
-            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
-            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
-        )
 
 
 def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:

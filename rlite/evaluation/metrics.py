@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 from rlite.errors import DataError
 from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
@@ -49,7 +49,7 @@ def summary(
     wrong = min([0.0, *finished])
     metrics = with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
-        metrics["accuracy_finished"] = _mean(finished)
+        metrics["accuracy_finished"] = fmean(finished)
         cut = [[float(sample.truncated) for sample in own if sample.score is not None] for own in items.values()]
         metrics |= with_error("truncated", [own for own in cut if own])
     num_solved = [(len(own), sum(is_solved(sample, solved_at) for sample in own)) for own in items.values()]
@@ -120,7 +120,7 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
         if sample.answer is not None and sample.score is not None:
             votes.setdefault(sample.answer, []).append(is_solved(sample, solved_at))
     most = max(map(len, votes.values()), default=0)
-    return _mean([_mean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
+    return fmean([fmean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
 
 
 def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
@@ -134,7 +134,7 @@ def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
         clusters: scores of each cluster; at least two clusters.
     """
     groups = list(clusters)
-    n, mean = sum(map(len, groups)), _mean([score for group in groups for score in group])
+    n, mean = sum(map(len, groups)), fmean([score for group in groups for score in group])
     squares = math.fsum(math.fsum(score - mean for score in group) ** 2 for group in groups)
     return math.sqrt(squares * len(groups) / (len(groups) - 1)) / n
 
@@ -187,7 +187,7 @@ def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: floa
     If all values are 0, or all are 1, the error is half of the score interval of one standard error.
     """
     values = [value for own in clusters for value in own]
-    mean = _mean(values)
+    mean = fmean(values)
     if len(clusters) == 1:
         return {name: mean}
     error, n = clustered_standard_error(clusters), float(len(clusters))
@@ -201,7 +201,3 @@ def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: floa
         low, high = score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
         metrics |= {f"{name}_low": max(low, 0.0), f"{name}_high": min(high, 1.0)}
     return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +75,34 @@ def test_a_checkpoint_without_a_time_resumes_with_the_time_of_its_config(model: 
         with pytest.raises(CheckpointError, match="another content") if wrong else nullcontext():
             train(model, tmp_path / "run", 2)
     assert (tmp_path / "run" / "state" / "step-4").is_dir()
+
+
+def test_an_evaluation_goes_on_with_the_time_of_its_first_samples(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def correct(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> float:
+        prompts.append(prompt)
+        return 1.0
+
+    prompts: list[str] = []
+    rows = [{"prompt": each["messages"][:1]} for each in ROWS[:3]]
+
+    def asked(folder: str, model: str = model, other: str | None = None) -> set[str]:
+        """Evaluate, and return the times in all prompts."""
+        prompts.clear()
+        options = {"reward.correct.in_process": True, "max_new_tokens": 2, "out": tmp_path / folder}
+        rlite.evaluate(model, other, data=rows, reward=correct, **options)
+        return {prompt.partition("<|")[0] for prompt in prompts}
+
+    journal = tmp_path / "a" / "samples" / f"{Path(model).name}.jsonl"
+    [first] = asked("a")
+    header, *samples = journal.read_text().splitlines()
+    time = datetime.fromisoformat(json.loads(header)["time"])
+    assert time.strftime("%d %B %Y, %H:%M:%S.%f") == first
+    earlier = time - timedelta(days=3)
+    journal.write_text("\n".join([header.replace(time.isoformat(), earlier.isoformat()), samples[0], ""]))
+    assert asked("a") == {earlier.strftime("%d %B %Y, %H:%M:%S.%f")}
+    assert f"write {earlier:%Y-%m-%d}, as in the samples that are there" in capfd.readouterr().err
+    assert asked("b", str(tmp_path / "a"), model) == {earlier.strftime("%d %B %Y, %H:%M:%S.%f")}
+    [again] = asked("c")
+    assert again > first

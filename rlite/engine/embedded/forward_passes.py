@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.engine.embedded.attention import (
-    DecodePlan,
-    InvariantPrefillPlan,
-    NativeDecodePlan,
-    PrefillPlan,
-    TilePlan,
-)
+from rlite.engine.embedded.attention import DecodePlan, InvariantPrefillPlan, NativeDecodePlan, PrefillPlan, TilePlan
 from rlite.engine.embedded.cache import SlotCache
 from rlite.engine.embedded.cuda_graphs import DecodeGraphs
 from rlite.engine.embedded.deterministic import TiledDecoder, sample_each, tiles_of, with_trained_logprobs

@@ -5,31 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.engine.transport import Broadcast, Bucket, Layout, Meeting, Piece, describe, leave_meeting, take_part
 from rlite.engine.weight_sync import make_buckets, make_plan
-from rlite.engine.workers import Executor, SourceWorker, Worker, on_each_process
+from rlite.engine.workers import Executor, Worker, on_each_process
 from rlite.errors import RliteError
 from rlite.parallel.processes import open_store
-from rlite.parallel.shards import ParameterShard
 
 LEAVE_S = 10.0
 """time limit in seconds for a process to leave a process group"""
-
-
-class _Served:
-    """A worker that serves, as the source of its own weights."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        return self._worker.parameter_shards()
-
-    def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
-        return self._worker.parameter_shards()
 
 
 def copy_weights(source: Executor, target: Executor) -> int:
@@ -76,7 +63,8 @@ def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, piece
     Returns:
         The number of bytes written.
     """
-    source = None if giver is None else cast(SourceWorker, _Served(giver))
+    shards = None if giver is None else giver.parameter_shards
+    source: Any = shards and SimpleNamespace(parameter_shards=shards, served_shards=shards)  # of its own weights
     return take_part(source, taker, plan, 0 if taker is None else 1, pieces if taker is not None else [])
 
 

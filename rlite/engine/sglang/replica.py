@@ -18,14 +18,7 @@ from typing import Any, Protocol
 
 from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.sglang.options import SglangOptions
-from rlite.engine.sglang.requests import (
-    TokenStream,
-    generate_body,
-    is_last,
-    objection,
-    scored_prompt,
-    scoring_body,
-)
+from rlite.engine.sglang.requests import TokenStream, generate_body, is_last, objection, scored_prompt, scoring_body
 from rlite.engine.sglang.server import CALL_S, CallRefused, Endpoint, message_of
 from rlite.engine.workers import Executor, T
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
@@ -179,17 +172,15 @@ class SglangReplica(WorkerReplica):
     def close(self) -> None:
         """Stop listening, end requests in flight with an error, and end a server of rlite's own. Safe to call again."""
         with self._closing:
-            if not self._is_closed:
-                self._is_closed = True
-                self._close()
-
-    def _close(self) -> None:
-        self.resume()  # an attached server serves others too
-        self._within(self._shut(RliteError("the inference engine was released while this request was in flight")))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=CALL_S)
-        with contextlib.suppress(RliteError):  # a dead worker has taken its server along
-            replace(self.executor, timeout=CALL_S).ask(ServerWorker.stop)
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.resume()  # an attached server serves others too
+            self._within(self._shut(RliteError("the inference engine was released while this request was in flight")))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=CALL_S)
+            with contextlib.suppress(RliteError):  # a dead worker has taken its server along
+                replace(self.executor, timeout=CALL_S).ask(ServerWorker.stop)
 
     # -- between the threads -------------------------------------------------------------------------------------
 

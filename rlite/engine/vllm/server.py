@@ -218,14 +218,7 @@ class Server:
         self._connection.send(("step", step))
         return left
 
-    def _add(
-        self,
-        step: TokenStep,
-        serving: Serving,
-        tokens: list[int],
-        table: Table,
-        reason: str | None,
-    ) -> None:
+    def _add(self, step: TokenStep, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:
         logprobs, over_kept, kept_ids = table
         if any(value != value for value in logprobs):
             told = "the model computes NaN or infinity for this request"

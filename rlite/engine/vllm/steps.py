@@ -45,10 +45,6 @@ def chunks_of(steps: Iterable[TokenStep]) -> list[TokenChunk]:
         for last in step.last:
             made = chunks.get((last.request_id, last.version), last)
             chunks[last.request_id, last.version] = replace(
-                last,
-                token_ids=made.token_ids,
-                logprobs=made.logprobs,
-                sampling_logprobs=made.sampling_logprobs,
-                extras=made.extras,
+                made, finish_reason=last.finish_reason, error=last.error, is_nonfinite=last.is_nonfinite
             )
     return list(chunks.values())

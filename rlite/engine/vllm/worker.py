@@ -16,11 +16,12 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from rlite.cluster.host import WorkerContext
+from rlite.engine.scoring import check_lengths
 from rlite.engine.vllm.options import VllmOptions
 from rlite.engine.vllm.process import EngineProcess
 from rlite.engine.vllm.server import Server
 from rlite.engine.workers import Part
-from rlite.errors import ConfigError, DataError, WeightSyncError, WorkerDied
+from rlite.errors import ConfigError, WeightSyncError, WorkerDied
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import ParameterShard
@@ -122,12 +123,7 @@ class VllmWorker:
         """
         if self._process is None:
             return []
-        room = self._process.facts["max_model_len"] - 1
-        for index, ids in enumerate(prompts):
-            if len(ids) > room:
-                raise DataError(
-                    f"prompt {index} has {len(ids)} tokens, max_model_len={room + 1} leaves room for {room}"
-                )
+        check_lengths(prompts, self._process.facts["max_model_len"] - 1)
         return self._process.call(Server.prompt_logprobs, prompts, num_top)
 
     def set_version(self, version: int) -> None:

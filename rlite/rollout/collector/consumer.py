@@ -209,8 +209,7 @@ def join(groups: Sequence[Group]) -> TensorDict:
 def _raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:
     names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
     raise CallTimeout(
-        f"{len(late)} groups had not ended after {timeout:g} s: {names}",
-        tuple(f"group {group.id}" for group in late),
+        f"{len(late)} groups had not ended after {timeout:g} s: {names}", tuple(f"group {group.id}" for group in late)
     )
 
 

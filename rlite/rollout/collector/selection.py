@@ -34,12 +34,7 @@ class Selection:
 
     def add(self, other: Selection) -> None:
         """Add the counts of another sample."""
-        self.num_groups += other.num_groups
-        self.num_attempts += other.num_attempts
-        self.failed_attempts += other.failed_attempts
-        self.redrawn += other.redrawn
-        self.failed += other.failed
-        self.kept += other.kept
+        vars(self).update({name: count + vars(other)[name] for name, count in vars(self).items()})
 
     def counts(self) -> dict[str, int]:
         """Return metrics that count."""

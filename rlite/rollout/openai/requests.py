@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.template import Message
-from rlite.errors import RliteError
+from rlite.errors import RliteError, shortened
 from rlite.types import GenerationHyperparameters
 
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
@@ -451,14 +451,9 @@ def _check_depth(body: Any) -> None:
 
 
 def _invalid(param: str, value: Any, expected: str) -> ApiError:
-    return ApiError(f"{param} is {_short(value)}; expected {expected}", param=param, code="invalid_value")
+    return ApiError(f"{param} is {shortened(value)}; expected {expected}", param=param, code="invalid_value")
 
 
 def _unsupported(param: str, value: Any, supported: str) -> ApiError:
-    message = f"{param} is {_short(value)}, which is not supported; supported: {supported}"
+    message = f"{param} is {shortened(value)}, which is not supported; supported: {supported}"
     return ApiError(message, param=param, code=UNSUPPORTED)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -181,6 +181,7 @@ def make_tables(
     rows: list[dict[str, Any]] = []
     tokens: list[dict[str, Any]] = []
     for place, group in enumerate(groups):
+        data = [(_clean(name), _clean(value)) for name, value in group.columns.items()]
         for number, episode in enumerate(group.episodes):
             key = {"step": step, "group": group.group, "sample": group.first_sample + number}
             columns: dict[str, Any] = {}
@@ -191,16 +192,13 @@ def make_tables(
                 place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
                 warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
-            texts_of = {"segments": _segments(own), "data": _data(group)} if place in shown else {}
+            texts_of = {"segments": _segments(own), "data": data} if place in shown else {}
             made = {**key, **_row(group, number), **columns, "advantage": advantage, **texts_of}
             if group.status == "skipped" and trained is not None:  # some samples of the group may be in other updates
                 made["status"], made["reason"] = trained.status(key["group"], key["sample"])
             rows.append(made)
             tokens += own
-    return {
-        "rows": pa.Table.from_pylist(rows, schema=ROWS),
-        "tokens": pa.Table.from_pylist(tokens, schema=TOKENS),
-    }
+    return {"rows": pa.Table.from_pylist(rows, schema=ROWS), "tokens": pa.Table.from_pylist(tokens, schema=TOKENS)}
 
 
 def _read(
@@ -232,10 +230,6 @@ def _row(group: Ended, number: int) -> dict[str, Any]:
         "answer": None if episode.answer is None else _clean(episode.answer),
         **_times(episode),
     }
-
-
-def _data(group: Ended) -> list[tuple[str, str]]:
-    return [(_clean(name), _clean(value)) for name, value in group.columns.items()]
 
 
 def _reason(group: Ended, number: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from rlite.errors import ConfigError, DataError, shortened
+from rlite.errors import ConfigError, shortened
 from rlite.observability import trace
 from rlite.rollout.episode import current_episode, in_reward
 from rlite.rollout.rewards.adapters import TrlReward
@@ -117,13 +117,7 @@ class RewardFunction:
             }
 
     async def __call__(
-        self,
-        /,
-        prompt: str,
-        completions: str,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        **data: Any,
+        self, /, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """Return the reward of one completion.
 
@@ -260,7 +254,8 @@ class RewardFunction:
         try:
             found = await self._call_batch([*rows.values()])
         except BaseException as error:  # whatever it is, the callers wait for it
-            if isinstance(error, (RewardError, DataError)) and len(rows) > 1:
+            task = asyncio.current_task()
+            if len(rows) > 1 and not (task and task.cancelling()):
                 await asyncio.gather(*(self._run_batch({result: rows[result]}) for result in rows))
                 return
             found = [error] * len(rows)

@@ -128,6 +128,8 @@ _THOUGHT_NAMES = ("think", "thinking", "thought", "reasoning", "seed:think")
 THOUGHTS = {f"<{name}>": f"</{name}>" for name in _THOUGHT_NAMES}
 THOUGHTS |= {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 """marks around a thought: its opening mark, which may stand in the prompt, and its closing mark"""
+MAX_ENDING = 100
+"""characters of a prompt in which its last mark is looked for, at each token of a stream"""
 _THOUGHT_MARKS = [re.escape(mark) for pair in THOUGHTS.items() for mark in pair]
 _MARKED_CALL = r"<tool_call>(?:[^<]|<(?!/?tool_call>))*+(?:</tool_call>)?"
 """a call may end with the turn, whose end token was its closing mark"""
@@ -173,7 +175,7 @@ def parsed(read: Callable[[str], Reading], text: str) -> Reading:
 
 def opened_thought(prompt: str) -> str:
     """Return the opening mark of a thought with which a prompt ends; "" if it ends otherwise."""
-    return next((mark for mark in THOUGHTS if prompt.rstrip().endswith(mark)), "")
+    return next((mark for mark in THOUGHTS if prompt[-MAX_ENDING:].rstrip().endswith(mark)), "")
 
 
 # -- scanning ----------------------------------------------------------------------------------------------------------

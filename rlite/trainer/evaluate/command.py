@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -75,8 +76,8 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
         DataError: some rows cannot be used, or the two models answered other items.
     """
     serve_if_worker(options)
-    with CLOCK.fixed(CLOCK.now()), _folder(options) as folder, ExitStack() as journals:
-        models = _find_models(options, given, folder, journals)
+    with _folder(options) as folder, ExitStack() as until_end:
+        models = _find_models(options, given, folder, until_end)
         check_comparable(models)
         result = result_of(models, options)
         if options.folder is not None:
@@ -84,7 +85,7 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
         return result
 
 
-def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, journals: ExitStack) -> list[Answered]:
+def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, until_end: ExitStack) -> list[Answered]:
     """Return the models with all their samples. Those that are missing are generated now."""
     names = options.names
     asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
@@ -98,10 +99,16 @@ def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, journ
     items, answers_of = _source(options, given, folder)
     settings = settings_of(options, given, items)
     models: list[Answered] = [
-        earlier[name] if name in earlier else candidate(model, name, settings, folder, options, journals)
+        earlier[name] if name in earlier else candidate(model, name, settings, folder, options, until_end)
         for name, model in asked.items()
     ]
     check_comparable(models)
+    now = CLOCK.now()
+    time = min(filter(None, (model.time for model in models)), default=now)
+    if time.date() != now.date():
+        told = f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there"
+        print(told, file=sys.stderr, flush=True)
+    until_end.enter_context(CLOCK.fixed(time))
     candidates = [each for each in models if isinstance(each, Candidate)]
     answers = [answers_of(each) for each in candidates]
     remove_others(folder, names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -20,7 +21,7 @@ from pydantic import (
 )
 
 from rlite.errors import ConfigError
-from rlite.evaluation.journal import read_journal
+from rlite.evaluation.journal import read_journal, time_of
 from rlite.trainer.evaluate.folder import RESULTS, SAMPLES, first_problem, read_results
 
 _OF_MODELS = ("config.json", "config.yaml")
@@ -121,6 +122,8 @@ class EarlierResult:
     settings: Mapping[str, Any]
     lines: Lines
     """lines of the journal"""
+    time: datetime | None = None
+    """time that chat templates wrote"""
 
 
 def earlier_result(given: str) -> EarlierResult | None:
@@ -151,7 +154,7 @@ def earlier_result(given: str) -> EarlierResult | None:
             f"{file.parent}: an unfinished evaluation: {len(missing)} of {num_expected} {what} are missing; "
             "finish it first, by the command that began it (without overwrite=true)"
         )
-    return EarlierResult(name, found.model, settings, lines)
+    return EarlierResult(name, found.model, settings, lines, time_of(journal))
 
 
 def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set[Hashable]:

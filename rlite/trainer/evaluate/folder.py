@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,15 +125,11 @@ def held(folder: Path) -> Iterator[None]:
             yield
         finally:
             (folder / LOCK).unlink(missing_ok=True)
-            _remove_if_empty(new)
+            with suppress(OSError):  # until a folder that is not empty
+                for path in new:
+                    path.rmdir()
             with suppress(OSError):  # a file system without locks; else at once, also if a forked child has a copy
                 fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _remove_if_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def check_alone(folder: Path, names: Collection[str]) -> None:

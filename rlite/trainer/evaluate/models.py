@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlite.evaluation.journal import Journal
+from rlite.data.chat.clock import CLOCK
+from rlite.evaluation.journal import Journal, time_of
 from rlite.evaluation.rows import Row
 from rlite.trainer.commands.generate import check_writes, model_folder
 from rlite.trainer.evaluate.earlier_results import EarlierResult, missing_places
@@ -31,6 +33,11 @@ class Candidate:
     def lines(self) -> Sequence[Mapping[str, Any]]:
         """Lines of the journal."""
         return self.journal.lines
+
+    @property
+    def time(self) -> datetime | None:
+        """Time that chat templates wrote in the prompts of the lines."""
+        return None if self.journal.is_new else time_of(self.journal.path)
 
 
 Answered = Candidate | EarlierResult
@@ -89,4 +96,4 @@ def begin(candidates: Sequence[Candidate], folder: Path) -> None:
     for each in candidates:
         if each.journal.is_new:
             remove_model(folder, each.name)
-        each.journal.begin()
+        each.journal.begin(CLOCK.now())

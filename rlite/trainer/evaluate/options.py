@@ -183,8 +183,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     @property
     def sampling(self) -> GenerationHyperparameters:
         """Sampling of the answers."""
-        default = default_temperature(self.samples)
-        return self.gconfig({"temperature": default})
+        return self.gconfig({"temperature": default_temperature(self.samples)})
 
     @property
     def sampling_of_tasks(self) -> dict[str, Any] | None:

@@ -39,11 +39,7 @@ def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mappi
     return {
         "questions": {"number": len(rows), "content": digest(_text(row) for row in rows)} if rows else {},
         "chat_template_options": plain["data"]["chat_template_options"],
-        "scores": {
-            "reward": rewards,
-            **{name: plain[name] for name in _SCORED_BY},
-            "code": code_of(options, given),
-        },
+        "scores": {"reward": rewards, **{name: plain[name] for name in _SCORED_BY}, "code": code_of(options, given)},
         "tasks": _tasks(plain, options.sampling_of_tasks) if options.tasks else {},
         "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
     }

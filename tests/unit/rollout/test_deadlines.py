@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -243,6 +243,28 @@ def test_a_reward_in_this_process_that_wants_to_end_it_fails(death: BaseExceptio
     assert [each.reason.partition(":")[0] in ("RewardRaised", "UserExit") for each in ended] == [True, True]
     assert RewardRaised.__name__ in ended[1].reason
     collector.close()
+
+
+@pytest.mark.parametrize("death", [KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), OwnExit()], ids=repr)
+def test_a_reward_that_ends_its_batch_costs_the_other_completions_nothing(death: BaseException) -> None:
+    def grade(completions: Sequence[str], **call: Any) -> list[float]:
+        if "bad" in completions:
+            raise death
+        return [1.0] * len(completions)
+
+    async def ask_all() -> list[Any]:
+        reward = RewardFunction(grade, in_process=True, batch_size=3)
+        calls = [reward(**{**CALL, "completions": text}) for text in ("good", "bad", "good")]
+        waiting = [asyncio.create_task(_returned(call)) for call in calls]
+        return [await each for each in waiting]
+
+    async def _returned(call: Awaitable[float]) -> Any:
+        try:
+            return await call
+        except BaseException as error:
+            return type(error)
+
+    assert asyncio.run(ask_all()) == [1.0, type(death), 1.0]
 
 
 def test_code_that_blocks_the_loop_is_named_and_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,21 @@ def test_hostile_text_of_any_length_takes_linear_time(name):
         assert time.process_time() - started < 20, text[:40]  # quadratic: hours
 
 
+class LongPrompt(str):
+    """A prompt of which only the end may be read: it is asked for at each token of a stream."""
+
+    def rstrip(self, *characters: str) -> str:
+        raise AssertionError("the whole prompt was copied")
+
+
+@pytest.mark.parametrize(("ending", "num_calls"), [("<think>\n\n", 0), ("\n", 1)])
+def test_only_the_end_of_a_prompt_is_read_at_each_token(ending, num_calls):
+    form, prompt = FORMATS["hermes"], LongPrompt("<think>a</think>" * 100 + ending)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert form.num_settled_after(prompt, f"hello {call[:9]}") == len("hello")
+    assert len(asyncio.run(form.read(call, prompt))[1]) == num_calls
+
+
 pieces = st.sampled_from(
     [
         "<tool_call>",
