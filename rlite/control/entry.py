@@ -22,8 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 from rlite import files
 from rlite.cluster.guard import own_children
 from rlite.cluster.host import WorkerContext, WorkerFactory
+from rlite.errors import RliteError
 from rlite.owner import Owner
-from rlite.recovery.record import JobRecord, LogEntry, save_record
+from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
 from rlite.recovery.store import FileStore
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ RECORD = "record"
 EVENTS = "events"
 """name of the event log among the outputs"""
 KEPT = 50
-"""entries that are kept, the latest"""
+"""entries that are kept, the latest, beside those of jobs that run"""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,15 @@ class JobEntry:
         """Store of the job's record."""
         return FileStore(self.folder / RECORD)
 
+    @property
+    def is_under_way(self) -> bool:
+        """True if the job's master has noted here that the job runs, and its Ray is there."""
+        with suppress(RliteError):
+            record = load_record(self.records, self.name)
+            is_left = self.owner is not None and self.owner.is_gone
+            return record is not None and not record.state.has_ended and not is_left
+        return False
+
 
 _JSON = TypeAdapter(JobEntry)
 
@@ -83,7 +93,8 @@ def save_entry(entry: JobEntry) -> None:
     except OSError as error:
         logger.warning("job %s will be found on its cluster alone: %s", entry.name, error)
     for old in entries()[KEPT:]:
-        shutil.rmtree(old.folder, ignore_errors=True)
+        if not old.is_under_way:
+            shutil.rmtree(old.folder, ignore_errors=True)
 
 
 def entries(wanted: str | None = None) -> list[JobEntry]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlite.control import command
-from rlite.control.entry import JobEntry, JobOutput, folder_of, keep_record, save_entry
+from rlite.control.entry import KEPT, JobEntry, JobOutput, entries, folder_of, keep_record, save_entry
 from rlite.errors import ConfigError
 from rlite.owner import Owner
 from rlite.recovery.failover import JobState
@@ -72,3 +72,14 @@ def test_events_of_a_job_whose_ray_is_gone_are_shown(capsys: pytest.CaptureFixtu
     assert printed(capsys) == [*map(str, EVENTS)]
     command.status(["job"])
     assert printed(capsys)[0].startswith("job: ERROR")
+
+
+def test_old_entries_go_unless_their_jobs_run(output: Path) -> None:
+    us = Owner.of_this_process()
+    jobs = {"running": ("RUNNING", us), "ended": ("FINISHED", us), "lost": ("RUNNING", replace(us, started=1.0))}
+    for name, (stage, owner) in jobs.items():
+        save_entry(JobEntry(name, SUBMISSION, "127.0.0.1:1", owner=owner, at=1.0))
+        keep_record(name, JobRecord(SUBMISSION, JobState(stage=stage), tuple(EVENTS)))
+    for number in range(KEPT):
+        save_entry(JobEntry(f"new-{number}", SUBMISSION, None))
+    assert [entry.name for entry in entries() if not entry.name.startswith("new")] == ["running"]
