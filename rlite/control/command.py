@@ -268,7 +268,10 @@ def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
         raise ConfigError("expected the name of a job, or the folder of its run")
     known = entries(query.name) if query.address is None else []
     entry = known[0] if known else JobEntry(query.name, "", query.address, query.store)
-    if (record := _kept(entry)) is not None and (record.state.has_ended or not is_to_end):
+    if (record := _kept(entry)) is not None and record.state.has_ended:  # an earlier submission may run on
+        entry = next((each for each in known if each.owner is not None and each.is_under_way), entry)
+        record = _kept(entry)
+    if record is not None and (record.state.has_ended or not is_to_end):
         return _Found(entry, record)
     connect(None, entry.address)
     handle = JobHandle(entry.name, entry.submission, entry.store)

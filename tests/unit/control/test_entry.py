@@ -83,3 +83,13 @@ def test_old_entries_go_unless_their_jobs_run(output: Path) -> None:
     for number in range(KEPT):
         save_entry(JobEntry(f"new-{number}", SUBMISSION, None))
     assert [entry.name for entry in entries() if not entry.name.startswith("new")] == ["running"]
+
+
+def test_a_job_that_runs_is_found_before_a_later_one_that_has_failed(tmp_path: Path) -> None:
+    us, folder = Owner.of_this_process(), str(tmp_path / "run")
+    for number, stage in enumerate(("RUNNING", "ERROR")):
+        entry = JobEntry("job", str(number) * 32, "127.0.0.1:1", run_folder=folder, owner=us, at=float(number))
+        save_entry(entry)
+        keep_record("job", JobRecord(entry.submission, JobState(stage=stage), tuple(EVENTS)))
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at address='127\.0\.0\.1:1'"):
+        command.stop([folder])
