@@ -26,6 +26,8 @@ class Interruption:
         self._is_followed = False
         self._may_wait = False
         self._asked: type[KeyboardInterrupt] | None = None
+        self.raised: type[KeyboardInterrupt] | None = None
+        """exception of the last signal that has ended a wait; other code may have raised another in its place"""
         self._tell_ignored = sys.unraisablehook
         self.advice = NOT_BEGUN
         """text that says how to continue after the signal"""
@@ -56,7 +58,7 @@ class Interruption:
     def release(self) -> None:
         """Stop handling signals."""
         self._is_followed = self._may_wait = False
-        self._asked = None
+        self._asked = self.raised = None
         self.advice = NOT_BEGUN
         sys.unraisablehook = self._tell_ignored
 
@@ -87,6 +89,7 @@ class Interruption:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         if not self._may_wait or self._asked is not None:
+            self.raised = error
             raise error
         self._asked = error
         text = "\nA checkpoint is saved at the end of this step; a second signal ends the run at once.\n"

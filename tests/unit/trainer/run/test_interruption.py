@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+
+from rlite.trainer.run.command import run
 
 PROGRAM = """
 import os, signal, sys, time
@@ -40,3 +43,21 @@ def test_a_signal_in_a_finalizer_is_not_lost(name: str, status: int) -> None:
     assert f"rlite sft: ended by {name}. The run had not begun" in ended.stderr
     assert "KeyboardInterrupt" not in ended.stderr
     assert "ValueError: other errors are told as before" in ended.stderr
+
+
+def test_a_sigterm_is_named_if_other_code_replaces_its_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: Sequence[str]) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run("launch", main, [])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 143
+    assert "rlite launch: ended by SIGTERM." in capsys.readouterr().err
