@@ -28,9 +28,8 @@ from typing import Any
 import cloudpickle
 import psutil
 
+from benchmarks.injectors import FloodFault, HalfOpenFault, flood_descriptors, hold_half_open
 from rlite.quickstart.tiny import byte_tokenizer
-from rlite.recovery.faults import FloodFault, HalfOpenFault
-from rlite.recovery.injectors import flood_descriptors, hold_half_open
 from rlite.rollout import RewardFunction, ScriptedEngine
 from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
 from rlite.sandbox.call import Call, Code

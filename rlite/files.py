@@ -13,6 +13,8 @@ from typing import BinaryIO
 LEADS_OUT = "a link that leads out of its folder, which is not followed"
 MAX_LINE = 1 << 24
 """bytes of a line of a file that grows; a longer line comes in parts"""
+MAX_GROWN = 1 << 32
+"""bytes beyond which a file that grows is no longer read: it may be a hole, which costs its maker nothing"""
 HEAD = 512
 """bytes at the beginning that tell one file that grows from another"""
 
@@ -53,7 +55,7 @@ def stamp(path: Path) -> tuple[int, int] | None:
 
 def is_inside(path: Path, folder: Path) -> bool:
     """Return whether a path lies in a folder when its links are followed."""
-    return path.resolve().is_relative_to(folder.resolve())
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))  # resolve() refuses a loop of links
 
 
 @contextmanager
@@ -102,10 +104,14 @@ class GrowingFile:
 
         Raises:
             FileNotFoundError: there is no such file.
-            OSError: the file cannot be read.
+            OSError: the file cannot be read, or is too large.
         """
         with reading(self.path, self.path.parent) as file:
             state, head = os.fstat(file.fileno()), file.read(HEAD)
+            if state.st_size > MAX_GROWN:
+                raise OSError(
+                    errno.EFBIG, f"more than {MAX_GROWN >> 30} GiB, of which no new lines are read", str(self.path)
+                )
             if state.st_ino != self._inode or state.st_size < self.num_read or not head.startswith(self._head):
                 self.rest, self.num_read, self._inode = b"", 0, state.st_ino
                 begin()

@@ -11,8 +11,12 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from rlite import files
+
 LOCK = ".lock"
 """file of a run's folder that names the run's process"""
+MAX_BYTES = 4096
+"""bytes of such a file that are read"""
 SAME_S = 60.0
 """largest difference between two readings of a process's start, whose clock may have been set meanwhile"""
 
@@ -53,9 +57,10 @@ def to_json(owner: Owner) -> str:
 
 
 def read_owner(file: Path) -> Owner | None:
-    """Return the owner that a file names, or None."""
+    """Return the owner that a file names, or None. The file may come from anyone."""
     try:
-        return _JSON.validate_json(file.read_bytes())
+        with files.reading(file, file.parent) as stream:
+            return _JSON.validate_json(stream.read(MAX_BYTES))
     except (OSError, ValidationError):
         return None
 

@@ -28,19 +28,26 @@ SETTLE_S = 60.0
 """seconds after the driver's death in which the companion still looks for new processes"""
 _MAX_LOCKS = 10
 """RLIMIT_LOCKS: since Linux 2.4.25 it limits nothing"""
+_KEEP = """"$@" & trap 'kill -KILL $!' TERM; wait; wait"""
+"""shell program that starts a command as its child, and kills and reaps the child at SIGTERM"""
 
 
 class Guard:
-    """Owner of every process that starts inside `marking()`. They end with this process, or at `close()`."""
+    """Owner of every process that starts inside `marking()`. They end with this process, or at `close()`.
+
+    A shell stands between this process and the companion: a program that kills its children before it ends, as a Ray
+    worker does, does not reach the companion.
+    """
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
-        command = [sys.executable, os.path.abspath(__file__), self._mark, str(os.getpid())]
+        companion = [sys.executable, os.path.abspath(__file__), self._mark, str(os.getpid())]
+        command = ["/bin/sh", "-c", _KEEP, "rlite-guard", *companion]
         # not marked itself: if this process belongs to another guard, the companion must outlive it to end what is left
         unmarked = {name: value for name, value in os.environ.items() if name != MARK}
         with _max_locks(resource.RLIM_INFINITY):
             # a session of its own: an interrupt from the terminal is for the driver alone
-            self._companion = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=unmarked)
+            self._shell = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=unmarked)
 
     @property
     def mark(self) -> dict[str, str]:
@@ -69,8 +76,8 @@ class Guard:
         """Wait for marked processes to end, kill the rest, and end the companion."""
         psutil.wait_procs(marked(self._mark), timeout=patience_s)
         reap(self._mark)
-        self._companion.kill()
-        self._companion.wait()
+        self._shell.terminate()
+        self._shell.wait()
 
 
 def own_children() -> None:
@@ -161,9 +168,12 @@ def end_at_sigterm() -> None:
 
 
 def watch(mark: str, driver: int) -> None:
-    """Wait for the death of the driver, which is this process's parent, then kill everything it left."""
-    while os.getppid() == driver:
-        time.sleep(POLL_S)
+    """Wait for the death of the driver, which started before this process, then kill everything it left."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(driver)
+        is_driver = process.create_time() <= psutil.Process().create_time()  # otherwise another one has its number
+        while is_driver and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(POLL_S)
     reap(mark)
 
 

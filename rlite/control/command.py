@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from rlite.arguments import named
 from rlite.config import Natural, Options, load
-from rlite.control.entry import JobEntry, JobOutput, entries
+from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
+from rlite.control.plan import TRAINER
+from rlite.control.roles import RLRoleType
 from rlite.control.spec import JobSpec
-from rlite.errors import ConfigError, RliteError
+from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.owner import Owner
 from rlite.recovery.failover import JobState
 from rlite.recovery.record import JobRecord, load_record
@@ -30,6 +32,8 @@ STOPPED = 143
 """exit status of a job that was stopped, as after SIGTERM"""
 FOLLOW_S = 0.5
 """seconds between two looks at the output of a job"""
+LOGGED = (EVENTS, TRAINER.lower(), *(role.lower() for role in RLRoleType))
+"""roles of `rlite logs`"""
 LAST_EVENTS = 5
 """events of a job that `rlite status` shows"""
 
@@ -81,7 +85,7 @@ class LogQuery(JobQuery):
     role: str = ""
     """role whose processes' output is printed: trainer, actor, ...; events for the event log; default: all"""
     follow: bool = False
-    """go on printing until the job has ended"""
+    """go on printing new events and output until the job has ended"""
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -141,15 +145,24 @@ def status(arguments: Sequence[str]) -> None:
         _show(found.entry.name, found.record, found.handle)
         return
     known = entries() if query.address is None else []
-    for entry in known:
-        record = _kept(entry)
-        stage = "on its cluster" if record is None else record.state.stage
-        print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {entry.run_folder or entry.name}")
+    on_cluster = set()
     with suppress(ConfigError) if known else nullcontext():  # the jobs from here may be all
         connect(None, query.address)
         for name in importlib.import_module("rlite.cluster.ray.fleet").RayStore().names():
             handle = JobHandle(name)
-            _show(name, handle.record(), handle)
+            try:
+                record = handle.record()
+            except RliteError as error:  # the others can be shown
+                print(f"{name}: {error}")
+                continue
+            on_cluster.add(record.submission)
+            _show(name, record, handle)
+    for entry in known:
+        if entry.submission not in on_cluster:
+            kept = _kept(entry)
+            stage = "on its cluster" if kept is None else kept.state.stage
+            of = entry.run_folder or entry.name
+            print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {of}")
 
 
 def _show(name: str, record: JobRecord, handle: JobHandle | None) -> None:
@@ -160,19 +173,21 @@ def _show(name: str, record: JobRecord, handle: JobHandle | None) -> None:
 
 
 def logs(arguments: Sequence[str]) -> None:
-    """Print the event log of a job and the output of its processes, by role."""
+    """Print the event log of a job and the output of its processes, by role.
+
+    Raises:
+        ConfigError: there is no such role or job.
+    """
     flags = ["follow=true" if each == "--follow" else each for each in arguments]
     query = load(LogQuery, named(flags, ["name"]))
+    if query.role.lower() not in ("", *LOGGED):
+        raise ConfigError(f"role={query.role}: no role of a job; {did_you_mean(query.role, LOGGED)}")
     found = _find(query)
-    for entry in found.record.log if query.role in ("", "events") else ():
-        print(entry)
-    if query.role == "events":
-        return
     output = JobOutput(found.entry.name, found.record.submission, query.role)
-    if output.show() == 0:
+    if output.show(found.record.log, is_last=not query.follow) == 0 and query.role.lower() != EVENTS:
         print("no output of its processes on this machine: each node has the output of its own")
     if query.follow:
-        found.wait(output.show)
+        found.wait(lambda record: output.show(record.log, is_last=record.state.has_ended))
 
 
 def stop(arguments: Sequence[str]) -> None:
@@ -226,17 +241,17 @@ class _Found:
         """True if another process holds the Ray of the job, and ends it with the job."""
         return self.handle is not None and self.entry.owner not in (None, Owner.of_this_process())
 
-    def wait(self, act: Callable[[], object] = lambda: None) -> None:
-        """Wait for the end of the job, and call `act` now and then."""
+    def wait(self, act: Callable[[JobRecord], object] = lambda record: None) -> None:
+        """Wait for the end of the job, and call `act` with its record now and then, and at the end."""
         if self.is_held:
             importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
         while not self.record.state.has_ended:
             time.sleep(FOLLOW_S)
             if self.handle is None or self.is_held:
-                self.record = _kept(self.entry) or self.record
+                self.record = _kept(self.entry) or _latest(self.entry) or self.record
             else:
                 self.record = self.handle.record()
-            act()
+            act(self.record)
 
 
 def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
@@ -253,7 +268,10 @@ def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
         raise ConfigError("expected the name of a job, or the folder of its run")
     known = entries(query.name) if query.address is None else []
     entry = known[0] if known else JobEntry(query.name, "", query.address, query.store)
-    if (record := _kept(entry)) is not None and (record.state.has_ended or not is_to_end):
+    if (record := _kept(entry)) is not None and record.state.has_ended:  # an earlier submission may run on
+        entry = next((each for each in known if each.owner is not None and each.is_under_way), entry)
+        record = _kept(entry)
+    if record is not None and (record.state.has_ended or not is_to_end):
         return _Found(entry, record)
     connect(None, entry.address)
     handle = JobHandle(entry.name, entry.submission, entry.store)
@@ -262,14 +280,20 @@ def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
 
 def _kept(entry: JobEntry) -> JobRecord | None:
     """Return the record of a job that needs no cluster: it has ended, or its Ray has, or its store was named."""
-    stores = [] if entry.store in ("ray", "memory") else [FileStore(entry.store)]
-    if not entry.submission:
-        return load_record(stores[0], entry.name) if stores else None
-    for store in (FileStore(entry.folder), *stores):
-        record = load_record(store, entry.name)
-        if record is not None and record.submission == entry.submission and record.state.has_ended:
-            return record
+    record = _latest(entry)
+    if not entry.submission or (record is not None and record.state.has_ended):
+        return record
     if entry.owner is None or not entry.owner.is_gone:
         return None
     why = f"process {entry.owner.pid}, which held its Ray, has ended"
-    return JobRecord(entry.submission, JobState(stage="ERROR", error=why))
+    return replace(record or JobRecord(entry.submission), state=JobState(stage="ERROR", error=why))
+
+
+def _latest(entry: JobEntry) -> JobRecord | None:
+    """Return the latest record of a job in its entry and in its store, if the store is a folder."""
+    stores = [entry.records] if entry.submission else []
+    if entry.store not in ("ray", "memory"):
+        stores.append(FileStore(entry.store))
+    found = [record for store in stores if (record := load_record(store, entry.name)) is not None]
+    own = [record for record in found if entry.submission in ("", record.submission)]
+    return max(own, key=lambda record: (record.state.has_ended, len(record.log)), default=None)

@@ -1,7 +1,7 @@
 """Entries of submitted jobs in a folder of their user: `rlite status`, `logs` and `stop` find a job without Ray.
 
 ~/.rlite/jobs/NAME-SUBMISSION/   job.json     the entry
-                                 NAME.json    record of the job, when it has ended
+                                 record/      record of the job, as its master noted it here
                                  output/      links to Ray's files with the output of the job's processes here
 """
 
@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 from rlite import files
 from rlite.cluster.guard import own_children
 from rlite.cluster.host import WorkerContext, WorkerFactory
+from rlite.errors import RliteError
 from rlite.owner import Owner
-from rlite.recovery.record import JobRecord, save_record
+from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
 from rlite.recovery.store import FileStore
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,12 @@ FOLDER = "RLITE_JOBS"
 """environment variable with the folder of entries"""
 RAYS_OWN = (b":job_id:", b":actor_name:", b":task_name:")
 """beginnings of lines that Ray writes into the output of a process"""
+RECORD = "record"
+"""folder of the record in the folder of an entry"""
+EVENTS = "events"
+"""name of the event log among the outputs"""
 KEPT = 50
-"""entries that are kept, the latest"""
+"""entries that are kept, the latest, beside those of jobs that run"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,20 @@ class JobEntry:
         """Folder of the entry."""
         return folder_of(self.name, self.submission)
 
+    @property
+    def records(self) -> FileStore:
+        """Store of the job's record."""
+        return FileStore(self.folder / RECORD)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if the job's master has noted here that the job runs, and its Ray is there."""
+        with suppress(RliteError):
+            record = load_record(self.records, self.name)
+            is_left = self.owner is not None and self.owner.is_gone
+            return record is not None and not record.state.has_ended and not is_left
+        return False
+
 
 _JSON = TypeAdapter(JobEntry)
 
@@ -74,7 +93,8 @@ def save_entry(entry: JobEntry) -> None:
     except OSError as error:
         logger.warning("job %s will be found on its cluster alone: %s", entry.name, error)
     for old in entries()[KEPT:]:
-        shutil.rmtree(old.folder, ignore_errors=True)
+        if not old.is_under_way:
+            shutil.rmtree(old.folder, ignore_errors=True)
 
 
 def entries(wanted: str | None = None) -> list[JobEntry]:
@@ -93,11 +113,11 @@ def entries(wanted: str | None = None) -> list[JobEntry]:
 
 
 def keep_record(name: str, record: JobRecord) -> None:
-    """Keep the record of a job with its entry, if the job has ended and the entry is here: its cluster may end, too."""
+    """Keep the record of a job with its entry, if the entry is on this machine: it can be read without the cluster."""
     folder = folder_of(name, record.submission)
     with suppress(OSError):  # its store has the record as well
-        if record.state.has_ended and folder.exists():
-            save_record(FileStore(folder), name, record)
+        if folder.exists():
+            save_record(FileStore(folder / RECORD), name, record)
 
 
 @dataclass(frozen=True)
@@ -126,40 +146,53 @@ class JobProcess:
 
 
 class JobOutput:
-    """Output of a job's processes on this machine, printed as far as it is new.
+    """Events of a job and the output of its processes on this machine, printed as far as they are new.
 
     Args:
         name: name of the job.
         submission: its submission.
-        role: role of the processes; "" for all.
+        role: role of the processes; "" for all and for the events, EVENTS for the events alone.
     """
 
     def __init__(self, name: str, submission: str, role: str) -> None:
         self._folder, self._pattern = folder_of(name, submission) / "output", f"{role.upper()}*"
+        self._has_events = role.lower() in ("", EVENTS)
+        self._events: set[LogEntry] = set()
         self._read: dict[Path, int] = {}
-        self._shown: Path | None = None
+        self._shown = EVENTS
 
-    def show(self) -> int:
-        """Print new lines under the names of their processes.
+    def show(self, log: Sequence[LogEntry], is_last: bool) -> int:
+        """Print new events and new lines under the names of their processes.
+
+        Args:
+            log: events of the job.
+            is_last: print lines without an end, too.
 
         Returns:
-            Their number.
+            Number of the lines of processes.
         """
+        for entry in log if self._has_events else ():
+            if entry not in self._events:
+                self._events.add(entry)
+                self._print(EVENTS, str(entry))
         count = 0
         for path in sorted(self._folder.glob(self._pattern)):
-            for line in self._new_lines(path):
-                if path != self._shown:
-                    self._shown = path
-                    print(f"== {path.name} ==")
-                print(line, flush=True)
+            for line in self._new_lines(path, is_last):
+                self._print(path.name, line)
                 count += 1
         return count
 
-    def _new_lines(self, path: Path) -> Iterator[str]:
+    def _print(self, source: str, line: str) -> None:
+        if source != self._shown:
+            self._shown = source
+            print(f"== {source} ==")
+        print(line, flush=True)
+
+    def _new_lines(self, path: Path, is_last: bool) -> Iterator[str]:
         with suppress(OSError), path.open("rb") as output:  # Ray's file may be gone
             output.seek(self._read.get(path, 0))
             for line in output:
-                if not line.endswith(b"\n"):
+                if not (is_last or line.endswith(b"\n")):
                     return
                 self._read[path] = output.tell()
                 if not line.startswith(RAYS_OWN):

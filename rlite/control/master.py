@@ -189,6 +189,7 @@ class Master:
         with self._changed:
             self._record = self._record.noted(LogEntry(time.time(), self._state.stage, event, "", detail))
             save_record(self._store, self._plan.name, self._record)
+            keep_record(self._plan.name, self._record)
 
     # Actions
 

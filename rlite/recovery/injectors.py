@@ -1,26 +1,14 @@
-"""Injectors: they make faults happen to processes of this machine, bounded in time, number and bytes."""
+"""Processes of a run by their role."""
 
 from __future__ import annotations
 
-import os
-import resource
-import select
-import signal
-import socket
-import threading
-import time
-from contextlib import ExitStack, suppress
+from typing import Literal
 
 import psutil
 
-from rlite.errors import RliteError
-from rlite.recovery.faults import FileSizeFault, FloodFault, HalfOpenFault, ProcessFault, Role
-
-FIRST_DESCRIPTOR, LAST_DESCRIPTOR = 3, 4096
-
-
-class NoTarget(RliteError):
-    """No process has the fault's role at this moment."""
+Role = Literal["driver", "agent", "rank", "worker", "control", "sandbox"]
+"""driver: the program. agent: torchrun's. rank: a process of torchrun's. worker: a process of Ray's with our workers.
+control: Ray's control service (GCS). sandbox: a process that runs rewards or environments."""
 
 
 def find(role: Role, root: int) -> list[psutil.Process]:
@@ -37,76 +25,6 @@ def find(role: Role, root: int) -> list[psutil.Process]:
         return []
     found = [process for process in tree if _has_role(process, role, first)]
     return sorted(found, key=lambda process: process.pid)
-
-
-def inject(fault: ProcessFault, root: int) -> psutil.Process:
-    """Make the fault happen to a process of the run.
-
-    SIGSTOP is followed by SIGCONT after the fault's seconds, from another thread.
-
-    Args:
-        fault: the fault.
-        root: process id of the run's first process.
-
-    Returns:
-        The process that was hit.
-
-    Raises:
-        NoTarget: there is no such process.
-    """
-    targets = find(fault.role, root)
-    if not targets:
-        raise NoTarget(f"{fault}: the run of process {root} has no {fault.role} now")
-    target = targets[fault.index % len(targets)]
-    try:
-        _perform(fault, target)
-    except psutil.NoSuchProcess as error:
-        raise NoTarget(f"{fault}: {error}") from error
-    return target
-
-
-def hold_half_open(fault: HalfOpenFault) -> int:
-    """Open the connections, hold them and close them.
-
-    Returns:
-        How many the kernel accepted.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, fault.count + 64), hard), hard))
-    ends = time.monotonic() + fault.seconds
-    with ExitStack() as opened:
-        count = 0
-        while count < fault.count and time.monotonic() < ends:
-            try:
-                line = opened.enter_context(socket.create_connection((fault.host, fault.port), timeout=1.0))
-                line.sendall(fault.greeting)
-            except OSError:  # refused, or cut off: what a victim may do
-                break
-            count += 1
-        time.sleep(max(ends - time.monotonic(), 0))
-    return count
-
-
-def flood_descriptors(fault: FloodFault) -> int:
-    """Write to every descriptor of this process beyond the standard ones.
-
-    Returns:
-        How many bytes were taken.
-    """
-    ends, left = time.monotonic() + fault.seconds, fault.num_bytes
-    writable = [number for number in range(FIRST_DESCRIPTOR, LAST_DESCRIPTOR) if _is_open(number)]
-    for number in writable:
-        os.set_blocking(number, False)
-    while writable and left > 0 and time.monotonic() < ends:
-        for number in list(writable):
-            try:
-                left -= os.write(number, fault.payload)
-            except BlockingIOError:
-                with suppress(OSError, ValueError):
-                    select.select([], [number], [], 0.01)
-            except OSError:
-                writable.remove(number)
-    return fault.num_bytes - left
 
 
 def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> bool:
@@ -133,27 +51,3 @@ def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> boo
                 return keeper is not None and keeper.cmdline() == command and "multiprocessing" not in "".join(command)
     except psutil.Error:  # it ended just now
         return False
-
-
-def _perform(fault: ProcessFault, target: psutil.Process) -> None:
-    if isinstance(fault, FileSizeFault):
-        target.rlimit(psutil.RLIMIT_FSIZE, (fault.num_bytes, fault.num_bytes))
-        return
-    target.send_signal(signal.Signals[fault.signal])
-    if fault.signal == "SIGSTOP":
-        timer = threading.Timer(fault.seconds, _resume, (target,))
-        timer.daemon = True
-        timer.start()
-
-
-def _resume(target: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        target.resume()
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True

@@ -32,6 +32,8 @@ _REFUSED = ((312, 272), (310, 270), (311, 271), (440, 440), (448, 448), (438, 43
 _SIGNALS = ((62, 129), (200, 130), (234, 131), (129, 138), (297, 240))
 """kill, tkill, tgkill, rt_sigqueueinfo and rt_tgsigqueueinfo"""
 _SIGNAL_BY_DESCRIPTOR = (424, 424)
+_OWNERS = (((72, 25), (8, 15)), ((16, 29), (0x8901, 0x8902)))
+"""fcntl and ioctl, with the operations that choose who receives the signals of a file"""
 _PTRACE, _ATTACH, _SEIZE = (101, 117), 16, 0x4206
 _CLONE, _CLONE3, _SECCOMP = (56, 220), (435, 435), (317, 277)
 
@@ -91,6 +93,7 @@ def _rules(place: int, own: int, protected: Collection[int]) -> Mapping[int, lis
     rules[_CLONE3[place]] = _fail(errno.ENOSYS)  # its flags are in memory; programs fall back to clone
     if protected:
         rules |= {numbers[place]: _never(0, *protected) for numbers in _SIGNALS}
+        rules |= {numbers[place]: _never(1, *operations) for numbers, operations in _OWNERS}
         rules[_SIGNAL_BY_DESCRIPTOR[place]] = _fail(errno.EPERM)
     return rules
 

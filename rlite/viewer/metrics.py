@@ -6,17 +6,19 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlite import files
+from rlite.wording import counted
 
 FILE = "metrics.jsonl"
 MAX_STEP = 2**31 - 1
 """largest step of a record, whose steps are 32-bit integers"""
 MAX_POINTS = 2000
 """largest number of points of one series on a page"""
+MAX_NAMES = 20_000
+"""largest number of metrics"""
 PHASE = "seconds_"
 """prefix of the metrics of phases"""
 
@@ -37,6 +39,8 @@ class MetricsLog:
         self.series: dict[str, dict[int, float | None]] = {}
         self.num_torn = 0
         """lines that are no metrics"""
+        self._failure = ""
+        self._has_more = False
         self.first_step, self.last_step = MAX_STEP, 0
 
     def refresh(self) -> bool:
@@ -46,11 +50,24 @@ class MetricsLog:
             True if there are new lines.
         """
         has_news = False
-        with suppress(OSError):
+        failure = ""
+        try:
             for line in self._file.new_lines(self._begin):
                 has_news = True
                 self._add(line)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            failure = f"{FILE}: {error.strerror or error}"
+        has_news, self._failure = has_news or failure != self._failure, failure
         return has_news
+
+    @property
+    def problems(self) -> list[str]:
+        """Reasons why some of the metrics are not shown."""
+        torn = f"{FILE}: {counted(self.num_torn, 'line')} without metrics" if self.num_torn else ""
+        more = f"{FILE}: it has more than {MAX_NAMES} metrics; the others are not shown" if self._has_more else ""
+        return [text for text in (self._failure, torn, more) if text]
 
     def points(self, name: str) -> dict[str, list[Any]]:
         """Return the steps and values of one metric. Of a long run, the newest step of each stride is kept."""
@@ -97,7 +114,10 @@ class MetricsLog:
             return
         self.first_step, self.last_step = min(self.first_step, step), max(self.last_step, step)
         for name, value in values.items():
-            self.series.setdefault(name, {})[step] = value
+            if name in self.series or len(self.series) < MAX_NAMES:
+                self.series.setdefault(name, {})[step] = value
+            else:
+                self._has_more = True
 
 
 def _step(value: Any) -> int:

@@ -17,7 +17,6 @@ from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile
 from rlite.viewer.trace import TRACE, TraceLog
-from rlite.wording import counted
 
 CONFIG = "config.yaml"
 Change = Literal["run", "trace"]
@@ -129,14 +128,12 @@ class ViewedRun:
     def problems(self) -> list[str]:
         """One message for each thing that cannot be shown."""
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
-        if self.metrics.num_torn:
-            found.append(f"{FILE}: {counted(self.metrics.num_torn, 'line')} without metrics")
-        parts = (CONFIG, FILE, RECORD)  # the others say so when they are read
+        parts = (CONFIG, RECORD)  # the others say so when they are read
         found += [
             f"{name}: {files.LEADS_OUT}" for name in parts if not files.is_inside(self.folder / name, self.folder)
         ]
         own = (self._config_problem, self._refresh_problem, self.results.problem)
-        return [text for text in (*own, *found, *self.trace.problems) if text]
+        return [text for text in (*own, *found, *self.metrics.problems, *self.trace.problems) if text]
 
     @property
     def is_unfinished_evaluation(self) -> bool:

@@ -208,18 +208,23 @@ def test_an_interrupted_launch_saves_and_its_job_is_found_by_its_folder(
 
     with rlite_command("launch", "job.yaml") as launched:
         wait_for(lambda: num_steps(tmp_path / "run") >= 2 or launched.poll() is not None)
-        with rlite_command("logs", "run", "role=trainer", "--follow") as following:
+        with (
+            rlite_command("logs", "run", "role=trainer", "--follow") as following,
+            rlite_command("logs", "run", "role=events", "--follow") as following_events,
+        ):
             shown, _ = rlite_command("status", "run").communicate(timeout=START_S)
             assert "rlite-job: RUNNING, 0 restarts" in shown
             launched.send_signal(signal.SIGINT)
             output, _ = launched.communicate(timeout=START_S)
             followed, _ = following.communicate(timeout=START_S)
+            events, _ = following_events.communicate(timeout=START_S)
     assert launched.returncode == 130
     (saved,) = (tmp_path / "run" / "state").iterdir()
     step = saved.name.removeprefix("step-")
     said = f"ended by SIGTERM. Step {step} is saved. The same command goes on from there."
     assert f"rlite launch: ended by SIGINT. Job rlite-job: rlite sft: {said}" in output
     assert f"rlite sft: {said}" in followed
+    assert "its submitter was interrupted" in events
     shown, _ = rlite_command("status", "rlite-job").communicate(timeout=START_S)
     assert "rlite-job: STOPPED, 0 restarts" in shown
 

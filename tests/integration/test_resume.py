@@ -230,4 +230,4 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
     )
     assert tried.returncode != 0
     assert f"{start}: saved from PolicyModuleQwen2ForCausalLM, this engine has PolicyModuleLlama" in tried.stderr
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"], "the folder is locked first"
+    assert not (tmp_path / "run").exists()

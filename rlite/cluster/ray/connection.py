@@ -278,11 +278,19 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
 
 
 def _init_ray(**options: Any) -> None:
-    """Call `ray.init`, which replaces the handler of SIGTERM, and keep the program's handler if there is one."""
+    """Call `ray.init`, which replaces the handler of SIGTERM, and keep the program's handler if there is one.
+
+    Raises:
+        SystemExit: SIGTERM came, and the program has no handler.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _explained():
             ray.init(logging_level=logging.ERROR, **options)
+    except SystemExit:  # Ray's handler raises it, if SIGTERM comes meanwhile
+        if callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
     finally:
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

@@ -135,7 +135,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
             raise
         sys.exit(f"rlite {name}: {reason}{f': {error.filename}' if error.filename else ''}")
     except KeyboardInterrupt as error:
-        ended_by, status = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)
+        is_terminated = Terminated in (type(error), INTERRUPTION.raised)  # Ray raises its own in place of ours
+        ended_by, status = ("SIGTERM", 143) if is_terminated else ("SIGINT", 130)
         advice = error.args[0] if error.args else INTERRUPTION.advice  # `launch` knows what its trainer has said
         print(f"rlite {name}: ended by {ended_by}. {advice}", file=sys.stderr)
         sys.exit(status)

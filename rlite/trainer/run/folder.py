@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakValueDictionary
@@ -96,16 +97,25 @@ def checkpoint_to_load(
 
 
 class RunLock:
-    """Lock of a run's folder, held until `close` or the end of the process. The file names the process."""
+    """Lock of a run's folder, held until `close` or the end of the process. The file names the process.
 
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._pid = file, os.getpid()
+    Args:
+        file: the locked file.
+        made: the folder, if it was made for this lock.
+    """
+
+    def __init__(self, file: TextIO, made: Path | None = None) -> None:
+        self._file, self._pid, self._made = file, os.getpid(), made
         self._name(Owner.of_this_process())
 
     def close(self) -> None:
-        """Let other runs use the folder. Safe to call again."""
+        """Let other runs use the folder, and remove it if it was made for nothing else. Safe to call again."""
         if not self._file.closed and os.getpid() == self._pid:  # a forked child holds no lock
             self._name(Owner())
+            with suppress(OSError):  # somebody else has removed it, or has put a file there
+                if self._made is not None and os.listdir(self._made) == [LOCK]:
+                    (self._made / LOCK).unlink()
+                    self._made.rmdir()
             self._file.close()
 
     def _name(self, owner: Owner) -> None:
@@ -132,7 +142,16 @@ def lock(folder: Path) -> RunLock:
     Raises:
         FolderInUse: another run of this or another process is using the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        made = None if folder.exists() else folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # its last holder has just removed the folder
+            if (found := _lock_in(folder, made)) is not None:
+                return found
+
+
+def _lock_in(folder: Path, made: Path | None) -> RunLock | None:
+    """Return a lock of a folder that is there, or None if its file was removed meanwhile."""
     path = folder / LOCK
     path.touch()
     key = (path.stat().st_dev, path.stat().st_ino)
@@ -146,8 +165,11 @@ def lock(folder: Path) -> RunLock:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise in_use from error
         # a file system without locks
-    _held[key] = made = RunLock(file)
-    return made
+    if os.fstat(file.fileno()).st_nlink == 0:  # a lock of it would keep nobody out
+        file.close()
+        return None
+    _held[key] = found = RunLock(file, made)
+    return found
 
 
 def clear(folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 
@@ -13,6 +15,8 @@ class Terminated(KeyboardInterrupt):
 
 
 NOT_BEGUN = "The run had not begun, and nothing was changed."
+AGAIN_S = 0.1
+"""seconds after which a signal is sent again whose exception Python has ignored"""
 
 
 class Interruption:
@@ -22,6 +26,9 @@ class Interruption:
         self._is_followed = False
         self._may_wait = False
         self._asked: type[KeyboardInterrupt] | None = None
+        self.raised: type[KeyboardInterrupt] | None = None
+        """exception of the last signal that has ended a wait; other code may have raised another in its place"""
+        self._tell_ignored = sys.unraisablehook
         self.advice = NOT_BEGUN
         """text that says how to continue after the signal"""
 
@@ -31,6 +38,8 @@ class Interruption:
         There a rank that waits for its peers could not hear of a signal, and torchrun's agent ends its ranks itself.
         """
         self._is_followed = "TORCHELASTIC_RUN_ID" not in os.environ
+        if self._is_followed and sys.unraisablehook != self._on_ignored:
+            self._tell_ignored, sys.unraisablehook = sys.unraisablehook, self._on_ignored
         self._install()
 
     def begin(self, advice: str) -> None:
@@ -49,8 +58,9 @@ class Interruption:
     def release(self) -> None:
         """Stop handling signals."""
         self._is_followed = self._may_wait = False
-        self._asked = None
+        self._asked = self.raised = None
         self.advice = NOT_BEGUN
+        sys.unraisablehook = self._tell_ignored
 
     @property
     def is_asked(self) -> bool:
@@ -68,13 +78,27 @@ class Interruption:
             signal.signal(signal.SIGINT, self._handle)
             signal.signal(signal.SIGTERM, self._handle)
 
+    def _on_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Send a signal again that arrived in a finalizer or a hook of a fork, where Python ignores exceptions."""
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            number = signal.SIGTERM if issubclass(ignored.exc_type, Terminated) else signal.SIGINT
+            _thread.start_new_thread(_send_soon, (number,))  # threading's locks may be held here
+        else:
+            self._tell_ignored(ignored)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         if not self._may_wait or self._asked is not None:
+            self.raised = error
             raise error
         self._asked = error
         text = "\nA checkpoint is saved at the end of this step; a second signal ends the run at once.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())  # print is not reentrant
+
+
+def _send_soon(number: int) -> None:
+    time.sleep(AGAIN_S)
+    os.kill(os.getpid(), number)
 
 
 INTERRUPTION = Interruption()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from rlite.cluster.guard import Guard
+from rlite.cluster.guard import MARK, Guard, watch
 
 SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 PROGRAM = f"""
@@ -24,19 +25,56 @@ time.sleep(600)
 """
 
 
+def companions(program: psutil.Process) -> list[psutil.Process]:
+    """Companions of a program's guards, with the shells that started them."""
+    return [each for each in program.children(recursive=True) if "guard.py" in " ".join(each.cmdline())]
+
+
 def test_killed_program_ends_marked_processes() -> None:
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     inside, outside = (psutil.Process(int(pid)) for pid in program.stdout.readline().split())
-    companion = next(child for child in psutil.Process(program.pid).children() if "guard.py" in child.cmdline()[1])
+    found = companions(psutil.Process(program.pid))
+    assert found
     try:
         program.send_signal(signal.SIGKILL)
         program.wait()
         inside.wait(timeout=30)
-        companion.wait(timeout=30)
+        for companion in found:
+            companion.wait(timeout=30)
         assert outside.is_running()
     finally:
         outside.kill()
+
+
+def test_a_program_that_kills_its_children_before_itself_leaves_no_grandchild() -> None:
+    grandchild = f"import subprocess; print(subprocess.Popen({SLEEP}, start_new_session=True).pid, flush=True); input()"
+    code = f"""
+import subprocess, sys
+from rlite.cluster.guard import own_children
+own_children()
+child = subprocess.Popen([sys.executable, "-c", {grandchild!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(child.stdout.readline().decode(), flush=True)
+input()
+"""
+    program = psutil.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    orphan = psutil.Process(int(program.stdout.readline()))
+    found = companions(program)
+    for child in sorted(program.children(), key=lambda each: each.pid):  # as a Ray worker does
+        child.kill()
+    program.kill()
+    program.wait()
+    for process in [orphan, *found]:
+        process.wait(timeout=30)
+
+
+def test_a_guard_whose_program_has_ended_already_ends_what_is_left() -> None:
+    mark = "a" * 32
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = subprocess.Popen(SLEEP, env={**os.environ, MARK: mark})
+    watch(mark, ended.pid)
+    assert left.wait(timeout=30) is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the memory of the environment")
@@ -69,7 +107,7 @@ def test_a_process_whose_environment_is_overwritten_is_found_with_its_children()
 
 
 def test_guard_inside_a_marked_program_outlives_the_end_of_marked_processes() -> None:
-    program = "from rlite.cluster.guard import Guard; print(Guard()._companion.pid, flush=True); input()"
+    program = "from rlite.cluster.guard import Guard; print(Guard()._shell.pid, flush=True); input()"
     guard = Guard()
     with guard.marking():
         marked = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -92,7 +130,7 @@ def test_close_ends_running_processes() -> None:
         assert inside.wait(timeout=100) is not None
         assert not psutil.pid_exists(inside.pid)
         assert outside.poll() is None
-        assert not any("guard.py" in " ".join(child.cmdline()) for child in psutil.Process().children())
+        assert companions(psutil.Process()) == []
     finally:
         outside.kill()
         outside.wait()

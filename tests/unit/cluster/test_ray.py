@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from rlite.cluster.ray import connection
 from rlite.cluster.ray.connection import check_version
 from rlite.cluster.ray.launcher import VISIBILITY, check_visibility
 from rlite.errors import ConfigError
+from rlite.trainer.run.interruption import Terminated
 
 
 def test_a_ray_whose_local_clusters_do_not_authenticate_is_refused() -> None:
@@ -29,6 +34,24 @@ def test_a_gpu_worker_that_sees_every_gpu_is_refused() -> None:
     for value in ("1", "true", "True"):
         with pytest.raises(ConfigError, match=f"n1/cuda:1: {VISIBILITY} is set"):
             check_visibility("cuda", "n1/cuda:1", {VISIBILITY: value})
+
+
+def test_a_sigterm_while_ray_starts_reaches_the_handler_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    def end(number: int, frame: Any) -> None:
+        raise Terminated
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(Terminated):
+            connection.RayConnection("cpu", 1, "local")
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_programs_that_start_at_once_share_one_token_that_others_cannot_read(

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlite.recovery.faults import FileSizeFault, HalfOpenFault, SignalFault
-from rlite.recovery.injectors import NoTarget, find, hold_half_open, inject
+from benchmarks.injectors import FileSizeFault, HalfOpenFault, NoTarget, SignalFault, hold_half_open, inject
+from rlite.recovery.injectors import find
 
 DRIVER = """
 import sys, time
@@ -35,8 +35,7 @@ for _ in range(60_000):
 
 FLOOD = """
 import os
-from rlite.recovery.faults import FloodFault
-from rlite.recovery.injectors import flood_descriptors
+from benchmarks.injectors import FloodFault, flood_descriptors
 
 read, write = os.pipe()
 print(flood_descriptors(FloodFault(payload=b"x" * 1000, num_bytes=20_000, seconds=5.0)))

@@ -207,7 +207,7 @@ def test_variables_that_bind_threads_to_cores_do_not_pass() -> None:
 
 
 FILTER_ALONE = """
-import os, subprocess, sys
+import fcntl, os, subprocess, sys, termios
 from rlite.sandbox.syscalls import refuse_calls
 parent = os.getppid()
 found = [refuse_calls(os.getpid(), (-1, parent, -parent))]
@@ -217,6 +217,14 @@ for target in (parent, -parent, -1):
         found.append("sent")
     except PermissionError:
         found.append("refused")
+end, other = os.pipe()
+for by_file in (lambda: fcntl.fcntl(end, fcntl.F_SETOWN, parent), lambda: fcntl.ioctl(end, 0x8901, bytes(4))):
+    try:
+        by_file()
+        found.append("owned")
+    except PermissionError:
+        found.append("refused")
+fcntl.ioctl(end, termios.FIONREAD, bytes(4)), fcntl.fcntl(end, fcntl.F_GETOWN)
 child = subprocess.Popen(["sleep", "60"])
 child.kill()
 found.append(child.wait())
@@ -263,7 +271,7 @@ def told(program: str, *arguments: str) -> list[str]:
 
 @pytest.mark.skipif(os.uname().machine not in (X86, ARM), reason="there is no filter for this architecture")
 def test_without_rules_for_signals_the_filter_protects_the_driver_the_keeper_and_their_groups() -> None:
-    assert told(FILTER_ALONE) == ["True", "refused", "refused", "refused", "-9"]
+    assert told(FILTER_ALONE) == ["True", *["refused"] * 5, "-9"]
 
 
 def test_a_process_tells_which_protections_the_kernel_lacks() -> None:

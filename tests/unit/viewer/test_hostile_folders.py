@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.sandbox.call import Code
 from rlite.viewer import aside
 from rlite.viewer.aside import read_part_aside
+from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 from tests.hostile_runs import lead_out, often, texts_often, write_bomb
 from tests.recorded_run import Shape, write_run
@@ -29,6 +31,7 @@ PEAK = """
 import sys
 from rlite.viewer.answers import answer
 from rlite.viewer.query import Query
+from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 runs = open_runs(sys.argv[1:])
 for name in ("overview", "search"):
@@ -146,6 +149,51 @@ def test_links_within_the_folder_and_to_the_folder_are_followed(run: Path, tmp_p
     assert viewed.problems == []
     assert set(viewed.record.table("train")["step"].to_pylist()) == {1, 2}
     assert viewed.metrics.last_step == 2
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "trace.json", "results.json", ".lock", "record"])
+def test_a_loop_of_links_hides_its_own_part_alone(run: Path, name: str) -> None:
+    if (run / name).is_dir():
+        shutil.rmtree(run / name)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(name)
+    [viewed] = open_runs([str(run)])
+    assert (viewed.metrics.last_step == 2) == (name != "metrics.jsonl")
+    assert (len(viewed.record.table("train")) > 0) == (name != "record")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trace.json"])
+def test_a_file_that_is_mostly_a_hole_is_told_and_not_read(run: Path, name: str) -> None:
+    write_hole(run / name)
+    [viewed] = open_runs([str(run)])
+    num_read = len({"metrics.jsonl": viewed.metrics.series, "trace.json": viewed.trace.events()}[name])
+    assert num_read == 0
+    [problem] = viewed.problems
+    assert problem.startswith(f"{name}: ")
+    assert problem.endswith("more than 4 GiB, of which no new lines are read")
+
+
+def test_a_lock_that_never_ends_is_not_read(run: Path, tmp_path: Path) -> None:
+    for make in (os.mkfifo, write_hole, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        make(run / ".lock")
+        [viewed] = open_runs([str(run)])
+        assert (viewed.problems, viewed.is_gone) == ([], False)
+        (run / ".lock").rename(tmp_path / f"{len(list(tmp_path.iterdir()))}")
+
+
+def test_metrics_of_too_many_names_are_told_and_left_out(run: Path) -> None:
+    many = {f"m{index}": 1.0 for index in range(MAX_NAMES)}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, **many, "loss": 1.0}) + "\n")
+    [viewed] = open_runs([str(run)])
+    assert len(viewed.metrics.series) == MAX_NAMES
+    assert viewed.metrics.series["seconds"].keys() == {1, 2}
+    assert f"metrics.jsonl: it has more than {MAX_NAMES} metrics; the others are not shown" in viewed.problems
+
+
+def write_hole(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 36)
 
 
 def test_pipes_in_the_place_of_results_and_records_are_not_waited_for(run: Path) -> None:

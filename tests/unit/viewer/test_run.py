@@ -76,7 +76,7 @@ def test_a_run_that_cannot_be_followed_says_so_and_raises_nothing(tmp_path: Path
     with run.metrics.path.open("a") as file:
         file.write('{"step": 2, "loss": 1}\n')
     assert not run.refresh()
-    assert run.problems == ["cannot be followed: AttributeError: 'NoneType' object has no attribute 'setdefault'"]
+    assert run.problems == ["cannot be followed: TypeError: argument of type 'NoneType' is not iterable"]
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
@@ -96,7 +96,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     [run] = open_runs([str(tmp_path)])
     assert run.trace.events() == []
     assert run.notes == []
-    assert run.problems == [f"{name}: cannot be read: not a regular file" for name in ("config.yaml", "trace.json")]
+    told = ("config.yaml: cannot be read", "metrics.jsonl", "trace.json: cannot be read")
+    assert run.problems == [f"{name}: not a regular file" for name in told]
 
 
 def test_a_config_that_a_resumed_run_writes_again_is_read_again(tmp_path: Path) -> None:

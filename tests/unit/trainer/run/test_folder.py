@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import yaml
 
 from rlite.errors import ConfigError, FolderInUse
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.run.folder import MAY_DIFFER, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.folder import CONFIG, MAY_DIFFER, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.supervised_options import EpochOptions
 from tests.unreadable import UNREADABLE
 
@@ -180,8 +181,36 @@ def test_a_folder_has_one_run_at_a_time_within_a_process_too(tmp_path: Path) -> 
     second.close()
 
 
+def test_a_folder_that_was_made_for_a_lock_alone_goes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    for name in ("run", "kept", "used"):
+        held = lock(tmp_path / name)
+        if name == "used":
+            (tmp_path / name / CONFIG).touch()
+        held.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "used"}
+
+
+def test_a_lock_of_a_folder_that_is_removed_meanwhile_is_a_lock_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lock_file, removed = tmp_path / "run", fcntl.lockf, []
+
+    def lock_late(file: TextIO, how: int) -> None:
+        if not removed:  # by its last holder, in another process
+            removed.extend([(folder / ".lock").unlink(), folder.rmdir()])
+        lock_file(file, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    held = lock(folder)
+    assert removed
+    assert _is_locked(folder)
+    held.close()
+    assert not folder.exists()
+
+
 def _is_locked(folder: Path) -> bool:
     """Whether another process finds the folder locked."""
     code = "import sys, fcntl; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     command = [sys.executable, "-c", code, str(folder / ".lock")]
-    return subprocess.run(command, capture_output=True).returncode != 0
+    return (folder / ".lock").exists() and subprocess.run(command, capture_output=True).returncode != 0
