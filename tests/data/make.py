@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "kto": ("kto", "data.path=labels.jsonl", "test_data.path=labels.jsonl", *SUPERVISED),
     "grpo": (
         *("grpo", *ROLLOUTS, "rollout.deterministic=true"),
-        *("test_data.path=prompts.jsonl", "test_data.limit=2", "trainer.test_freq=2"),
+        *("test_data.path=prompts.jsonl", "test_data.limit=2", "trainer.test_freq=2", "trainer.trace=true"),
     ),
+    "critic": ("ppo", *ROLLOUTS, "adv.estimator=gae", "critic.lr=0.01", "rollout.deterministic=true"),
     "ahead": ("grpo", *ROLLOUTS, "rollout.max_head_offpolicyness=1"),
 }
 """trainers and options of the runs, by the names of their folders"""
@@ -162,6 +164,8 @@ def inputs(folder: Path) -> None:
     texts = {"own_code.py": OWN_CODE, "job.yaml": JOB, "job_program.py": JOB_PROGRAM}
     for name, text in texts.items():
         (folder / name).write_text(text.lstrip())
+    for file in (folder / "model").iterdir():
+        os.utime(file, (0, 0))  # evaluations know a model again by the times of its files
 
 
 def run(folder: Path, program: Sequence[str], statuses: Sequence[int] = (0,)) -> None:
@@ -201,7 +205,8 @@ def digests(checkpoint: Path) -> dict[str, str]:
         for name, entry in entries.items()
         if hasattr(entry, "size")
     }
-    dcp.load(tensors, storage_reader=JsonReader(checkpoint), planner=PlainLoadPlanner(), no_dist=True)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+        dcp.load(tensors, storage_reader=JsonReader(checkpoint), planner=PlainLoadPlanner(), no_dist=True)
     return {
         name: f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}"
         for name, tensor in sorted(tensors.items())
@@ -221,7 +226,7 @@ def make(folder: Path) -> None:
     (folder / "kill").unlink()
     run(folder, ["rlite.cli", "launch", "job.yaml"])
     (folder / "commands.json").write_text(json.dumps(made, indent=1))
-    sums = {name: digests(next((folder / name / "state").glob("step-[0-9]"))) for name in RUNS}
+    sums = {name: digests(folder / name / "state/step-2") for name in RUNS}
     with tempfile.TemporaryDirectory() as temporary:
         copy = shutil.copytree(folder, Path(temporary) / "moved")
         replace(copy, os.fsencode(folder), os.fsencode(copy))
