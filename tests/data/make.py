@@ -1,12 +1,12 @@
 """Make an archive of small runs in `tests/data`, with the version of rlite that is in the working directory.
 
     git worktree add ../before REVISION
-    cd ../before && python ../rlite/tests/data/make.py VERSION-REVISION
+    cd ../before && PYTHONPATH=. python ../rlite/tests/data/make.py VERSION-REVISION
 
 The archive holds runs that were killed after a checkpoint, and below `resumed` what the same version made of a copy of
 each of them. `commands.json` holds the commands, with relative paths. Where a file of a run holds an absolute path, the
 archive has `@FOLDER@` in place of the folder: whoever unpacks the archive puts in the new place. The program uses the
-commands of rlite, but for the digests of checkpoints. It takes three minutes.
+commands of rlite, but for the digests of checkpoints. An archive that is there is never replaced. It takes five minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+from rlite.checkpoint.safe import JsonReader, PlainLoadPlanner
 
 PLACE = b"@FOLDER@"
 TEXTS = (".json", ".jsonl", ".yaml")
@@ -71,7 +74,7 @@ device_type: CPU
 trainer: job_program
 store: jobs
 """
-JOB_PROGRAM = '''
+JOB_PROGRAM = """
 "Program of the job: it keeps a copy of the job's record after its second step."
 import shutil
 import time
@@ -85,7 +88,7 @@ for step in (1, 2, 3):
         while '"step":2' not in Path("jobs/small.json").read_text():
             time.sleep(0.01)
         shutil.copy("jobs/small.json", "jobs/under-way.json")
-'''
+"""
 TRAINER = ("trainer.save_freq=2", "trainer.keep=1", "trainer.save_async=false")
 SUPERVISED = (
     *("actor.model_name=model", "actor.lr=0.01", "data.batch_size=2", "data.max_length=32"),
@@ -195,10 +198,6 @@ def programs() -> dict[str, list[str]]:
 
 def digests(checkpoint: Path) -> dict[str, str]:
     """Return a digest of every tensor of a checkpoint."""
-    from torch.distributed import checkpoint as dcp
-
-    from rlite.checkpoint.safe import JsonReader, PlainLoadPlanner
-
     entries = JsonReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -258,7 +257,7 @@ def main() -> None:
         folder = Path(temporary) / sys.argv[1]
         folder.mkdir()
         make(folder)
-        with tarfile.open(Path(__file__).with_name(f"{folder.name}.tar.xz"), "w:xz") as archive:
+        with tarfile.open(Path(__file__).with_name(f"{folder.name}.tar.xz"), "x:xz") as archive:
             archive.add(folder, folder.name, filter=_anonymous)
 
 
