@@ -40,6 +40,10 @@ TEMPLATE = (
     "{% generation %}{{ message.content + '<e>' }}{% endgeneration %}"
     "{% else %}{{ message.content + '=' }}{% endif %}{% endfor %}"
 )
+TEMPLATE_ENDS = TEMPLATE.replace(
+    "{{ message.content + '<e>' }}{% endgeneration %}", "{{ message.content }}{% endgeneration %}<e>"
+)
+"""the end of an answer is not marked as the answer's"""
 OWN_CODE = '''
 """Own code of the runs: a reward, and a callback that kills its run after the third step."""
 
@@ -107,6 +111,7 @@ EVALUATION = (
 )
 RUNS: dict[str, tuple[str, ...]] = {
     "sft": ("sft", "data.path=chats.jsonl", "test_data.path=chats.jsonl", *SUPERVISED),
+    "ends": ("sft", "data.path=chats.jsonl", *(option.replace("=model", "=model-ends") for option in SUPERVISED)),
     "lora": ("sft", "actor.lora.rank=2", "data.path=chats.jsonl", *SUPERVISED),
     "dpo": ("dpo", "data.path=pairs.jsonl", "test_data.path=pairs.jsonl", *SUPERVISED),
     "kto": ("kto", "data.path=labels.jsonl", "test_data.path=labels.jsonl", *SUPERVISED),
@@ -169,6 +174,8 @@ def inputs(folder: Path) -> None:
         (folder / name).write_text(text.lstrip())
     for file in (folder / "model").iterdir():
         os.utime(file, (0, 0))  # evaluations know a model again by the times of its files
+    shutil.copytree(folder / "model", folder / "model-ends")
+    (folder / "model-ends" / "chat_template.jinja").write_text(TEMPLATE_ENDS)
 
 
 def run(folder: Path, program: Sequence[str], statuses: Sequence[int] = (0,)) -> None:

@@ -56,6 +56,7 @@ MAY_DIFFER = ("second", "memory", "mfu", "standard_error")
 """parts of names of metrics of the machine, and of metrics that later versions compute in another way"""
 CONFIGS: dict[str, type[Any]] = {
     "sft": SftConfig,
+    "ends": SftConfig,
     "lora": SftConfig,
     "dpo": DpoConfig,
     "kto": KtoConfig,
@@ -76,22 +77,25 @@ def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return folder
 
 
-def resume(name: str) -> str:
-    """Give the command of a run again; returns what the command printed."""
+def resume(name: str, *further: str, status: int = 0) -> str:
+    """Give the command of a run again, with further options; returns what the command printed."""
     command = json.loads(Path("commands.json").read_text())[name]
     if "torch.distributed.run" in command:
         command.insert(1, f"--master_port={free_port()}")
-    done = subprocess.run(
-        [forked_python.python(), "-m", *command], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    program = [forked_python.python(), "-m", *command, *further]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["sft", "lora", "dpo", "kto", "grpo", "critic"])
 def test_an_old_run_ends_as_its_own_version_ended_it(old: Path, name: str) -> None:
-    printed = resume(name)
-    assert "resume" in printed
+    assert f"{name}/state/step-2" in resume(name)
+    check_end(name)
+
+
+def check_end(name: str) -> None:
+    """Compare a run with the run that the old version ended: metrics, weights, and rollouts that are sampled again."""
     found, expected = (read_metrics(Path(folder, "metrics.jsonl")) for folder in (name, f"resumed/{name}"))
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for row, before in zip(found, expected, strict=True):
@@ -106,6 +110,13 @@ def test_an_old_run_ends_as_its_own_version_ended_it(old: Path, name: str) -> No
             for folder in (name, f"resumed/{name}")
         )
         assert rows == earlier
+
+
+def test_an_old_run_with_other_ends_of_answers_names_the_option_that_keeps_them(old: Path) -> None:
+    assert "another content" in (refusal := resume("ends", status=1).splitlines()[-1])
+    assert "data.end_token=keep" in refusal
+    resume("ends", "data.end_token=keep")
+    check_end("ends")
 
 
 def test_old_rollouts_that_ran_ahead_go_on_and_none_is_lost(old: Path) -> None:
