@@ -6,7 +6,8 @@
 The archive holds runs that were killed after a checkpoint, and below `resumed` what the same version made of a copy of
 each of them. `commands.json` holds the commands, with relative paths. Where a file of a run holds an absolute path, the
 archive has `@FOLDER@` in place of the folder: whoever unpacks the archive puts in the new place. The program uses the
-commands of rlite, but for the digests of checkpoints. An archive that is there is never replaced. It takes five minutes.
+commands of rlite, but for the digests of checkpoints. It takes five minutes. An archive that is there is never
+replaced.
 """
 
 from __future__ import annotations
