@@ -77,7 +77,8 @@ class ShuffledOrder:
         if self._digest is not None and state.get("content", digest := self._digest()) != digest:
             raise CheckpointError(
                 "the checkpoint was made with as many items of data, but with another content or in another order: "
-                "resume with the same data, tokenizer and max_length, or start over from the weights"
+                "resume with the same data, tokenizer and max_length, or start over from the weights; the ends of "
+                "answers in a checkpoint of an earlier version (sft, rm, dpo, kto) need data.end_token=keep"
             )
         self._seed = state["seed"]
         self._epoch = -1

@@ -46,3 +46,8 @@ def test_no_tracked_file_is_built_or_large() -> None:
     built = [str(path) for path in tracked if path.suffix in {".pyc", ".so", ".whl"}]
     assert large == []
     assert built == []
+
+
+def test_runs_of_earlier_versions_take_little_room() -> None:
+    files = [path for path in (ROOT / "tests" / "data").iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 1 << 20

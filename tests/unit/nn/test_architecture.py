@@ -308,6 +308,12 @@ def test_the_check_leaves_random_numbers_alone_and_works_within_device_contexts(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("size", [12, 34, 99])
+def test_models_of_a_vocabulary_of_characters_are_accepted(size: int) -> None:
+    config = config_of("qwen2", vocab_size=size)
+    assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
+
+
 def test_sequences_beyond_the_length_where_rotary_angles_change_are_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     folder = save_checkpoint("llama", tmp_path, max_position_embeddings=16, rope_parameters=rope)
