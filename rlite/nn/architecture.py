@@ -242,9 +242,8 @@ def mixes_tokens(model: PreTrainedModel) -> bool:
         places = torch.arange(len(ids)) == poisoned
         return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
 
-    hooks = [
-        part.register_forward_hook(poison, prepend=True) for part in model.modules() if isinstance(part, nn.Embedding)
-    ]
+    tables = {model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))}
+    hooks = [table.register_forward_hook(poison, prepend=True) for table in tables]
     try:
         with attention(model.config, OWN_TOKEN):
             reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
