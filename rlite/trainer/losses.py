@@ -20,6 +20,13 @@ from rlite.trainer.model.options import check_kl_loss
 from rlite.trainer.supervised_options import PreferenceLossOptions
 from rlite.types import Aggregation, KLEstimator
 
+OWN_METRICS = frozenset(
+    "entropy entropies grad_norm is_skipped kl logprob_drift loss loss_weight lr memory_gib mfu num_microbatches "
+    "num_tokens off_policy_dropped rejected response_length reward score seconds step tokens_per_second "
+    "trained_logprobs truncated weight".split()
+)
+"""metrics of rlite: a policy loss's metric NAME of such a name is called policy_loss/NAME"""
+
 
 def predicts_counted(data: Mapping[str, Any]) -> Tensor:
     """Return whether the token that follows a position counts, `[T]`."""
@@ -128,7 +135,8 @@ class PolicyLoss(_TokenMean, _OnCounted):
             selected=at["selected"].bool() if "selected" in at else None,
         )
         loss, metrics = algorithms.policy_loss(self.policy_loss, inputs, self.options)
-        report = {**metrics, "entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
+        report = {f"policy_loss/{name}" if name in OWN_METRICS else name: value for name, value in metrics.items()}
+        report |= {"entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
         if self.off_policy_threshold is not None:
             near = algorithms.off_policy_sequence_mask(
                 tokens.logprobs,
