@@ -21,9 +21,32 @@ from rlite.trainer.supervised_options import PreferenceLossOptions
 from rlite.types import Aggregation, KLEstimator
 
 OWN_METRICS = frozenset(
-    "entropy entropies grad_norm is_skipped kl logprob_drift loss loss_weight lr memory_gib mfu num_microbatches "
-    "num_tokens off_policy_dropped rejected response_length reward score seconds step tokens_per_second "
-    "trained_logprobs truncated weight".split()
+    [
+        "entropy",
+        "entropies",
+        "grad_norm",
+        "is_skipped",
+        "kl",
+        "logprob_drift",
+        "loss",
+        "loss_weight",
+        "lr",
+        "memory_gib",
+        "mfu",
+        "num_microbatches",
+        "num_tokens",
+        "off_policy_dropped",
+        "rejected",
+        "response_length",
+        "reward",
+        "score",
+        "seconds",
+        "step",
+        "tokens_per_second",
+        "trained_logprobs",
+        "truncated",
+        "weight",
+    ]
 )
 """metrics of rlite: a policy loss's metric NAME of such a name is called policy_loss/NAME"""
 
