@@ -20,34 +20,11 @@ from rlite.trainer.model.options import check_kl_loss
 from rlite.trainer.supervised_options import PreferenceLossOptions
 from rlite.types import Aggregation, KLEstimator
 
-OWN_METRICS = frozenset(
-    [
-        "entropy",
-        "entropies",
-        "grad_norm",
-        "is_skipped",
-        "kl",
-        "logprob_drift",
-        "loss",
-        "loss_weight",
-        "lr",
-        "memory_gib",
-        "mfu",
-        "num_microbatches",
-        "num_tokens",
-        "off_policy_dropped",
-        "rejected",
-        "response_length",
-        "reward",
-        "score",
-        "seconds",
-        "step",
-        "tokens_per_second",
-        "trained_logprobs",
-        "truncated",
-        "weight",
-    ]
-)
+OWN_METRICS = {
+    *("loss", "entropy", "kl", "logprob_drift", "rejected", "off_policy_dropped", "trained_logprobs", "entropies"),
+    *("weight", "loss_weight", "grad_norm", "lr", "is_skipped", "num_tokens", "num_microbatches", "memory_gib", "mfu"),
+    *("step", "reward", "score", "response_length", "truncated", "seconds", "tokens_per_second"),
+}
 """metrics of rlite: a policy loss's metric NAME of such a name is called policy_loss/NAME"""
 
 

@@ -132,6 +132,13 @@ def test_an_estimator_may_change_its_rewards_in_place_and_carries_no_gradient() 
     assert not found.requires_grad
 
 
+def test_a_preference_loss_may_write_into_its_arguments() -> None:
+    pairs = [logprobs(), logprobs() * 2, torch.zeros(3), torch.zeros(3)]
+    PREFERENCE_LOSSES["own"] = lambda chosen, rejected, *, beta: chosen.sub_(rejected) * -beta
+    both, alone = preference_loss(*pairs, loss={"own": 1.0, "ipo": 1.0}), preference_loss(*pairs, loss="ipo")
+    assert torch.allclose(both.loss, alone.loss - 0.1 * torch.tensor([1.0, 2.0, 3.0]))
+
+
 def test_an_estimator_may_write_into_the_ids_of_its_groups() -> None:
     ids = torch.tensor([3, 4])
     outcome_advantages(lambda r, g: r * g.zero_(), torch.tensor([1.0, 0.0]), ids)
