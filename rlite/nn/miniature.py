@@ -42,7 +42,6 @@ SIZES = {
 """sizes by name"""
 MOST = {
     **dict.fromkeys(("d_ff", "n_inner"), 6 * HEAD_DIM),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_ctx", "n_positions"), 16 * CONTEXT),
 }
 """largest values by name"""
