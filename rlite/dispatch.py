@@ -86,7 +86,7 @@ class Shares:
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
-        return cls(tuple(piece_of(num_rows, rank, num_ranks) for rank in range(num_ranks)))
+        return cls(tuple(_piece(num_rows, rank, num_ranks) for rank in range(num_ranks)))
 
     @classmethod
     def balanced(cls, weights: Sequence[float], num_ranks: int) -> Shares:
@@ -117,14 +117,8 @@ class Shares:
         return _as_range(positions)
 
 
-def piece_of(length: int, index: int, num_pieces: int) -> range:
-    """Return the indices of one of several contiguous pieces, whose sizes differ by at most one, larger ones first.
-
-    Args:
-        length: number of elements.
-        index: number of the piece.
-        num_pieces: number of pieces.
-    """
+def _piece(length: int, index: int, num_pieces: int) -> range:
+    """Return piece `index` of `num_pieces` contiguous pieces whose sizes differ by at most one, larger ones first."""
     size, extra = divmod(length, num_pieces)
     start = index * size + min(index, extra)
     return range(start, start + size + (index < extra))
@@ -304,7 +298,7 @@ def _agreed(lengths: Mapping[str, list[int]]) -> list[int] | None:
 def _cut(value: Any, index: int, num_pieces: int) -> Any:
     """Return piece `index` of every row's sequence; rows without a sequence stay whole."""
     if _is_tensor(value) and value.ndim > 1:
-        piece = piece_of(value.shape[1], index, num_pieces)
+        piece = _piece(value.shape[1], index, num_pieces)
         return value[:, piece.start : piece.stop]
     if _is_tensordict(value):
         cut = value.clone(recurse=False)
@@ -315,7 +309,7 @@ def _cut(value: Any, index: int, num_pieces: int) -> Any:
         return {key: _cut(entry, index, num_pieces) for key, entry in value.items()}
     if not _is_list(value) or _sequence_lengths(value, "") is None:
         return value
-    pieces = [piece_of(len(row), index, num_pieces) for row in value]
+    pieces = [_piece(len(row), index, num_pieces) for row in value]
     return _like(value, [row[piece.start : piece.stop] for row, piece in zip(value, pieces, strict=True)])
 
 

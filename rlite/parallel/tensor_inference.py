@@ -15,10 +15,22 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlite.dispatch import piece_of
 from rlite.errors import ConfigError
 from rlite.parallel.shards import Box
 from rlite.parallel.tensor_plan import bias_apart, check_heads, split_linears, vocabulary_rows
+
+
+def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return start and stop of this rank's part of `size` elements.
+
+    Args:
+        size: number of elements.
+        rank: this rank.
+        world_size: number of ranks. If it does not divide `size`, the first parts are longer by one.
+    """
+    base, extra = divmod(size, world_size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
 
 
 def check_tensor_parallel(model: PreTrainedModel, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,8 +84,7 @@ class TensorParallelPlan:
         box = [slice(0, n) for n in parameter.shape]
         axis = self._axis.get(parameter)
         if axis is not None:
-            own = piece_of(parameter.shape[axis], self.rank, self.world_size)
-            box[axis] = slice(own.start, own.stop)
+            box[axis] = slice(*span(parameter.shape[axis], self.rank, self.world_size))
         return tuple(box)
 
     def install(self) -> None:
@@ -81,7 +92,7 @@ class TensorParallelPlan:
         if self.group is None or self.world_size == 1:
             return
         vocab_size = self._embedding.num_embeddings
-        start = piece_of(vocab_size, self.rank, self.world_size).start
+        start, _ = span(vocab_size, self.rank, self.world_size)
         self._embedding.forward = partial(_embedding_forward, self._embedding, start, self.group)
         self._head.forward = partial(_head_forward, self._head, self._head.forward, self._head.out_features, self.group)
         for module in self._rows:
@@ -106,7 +117,7 @@ def _head_forward(
 ) -> torch.Tensor:
     local = forward(x)
     world_size = group.size()
-    sizes = [len(piece_of(vocab_size, rank, world_size)) for rank in range(world_size)]
+    sizes = [stop - start for start, stop in (span(vocab_size, r, world_size) for r in range(world_size))]
     local = F.pad(local, (0, max(sizes) - local.shape[-1])).contiguous()
     parts = [torch.empty_like(local) for _ in sizes]
     dist.all_gather(parts, local, group=group)
