@@ -122,18 +122,19 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         expected, tolerance = _expected(model)
     except Exception as error:  # of any kind: the class's own code
         return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
+    fault = "mixes tokens by other means than attention"
     try:
-        if mixes_tokens(model):
-            return _why(model, expected) or "mixes tokens by other means than attention"
-        if unknown := _unknown_layers(model.config):
-            return f"has layers of kind {unknown}, which rlite does not know"
-        if difference(expected, packed(model)) <= tolerance:
-            return _renamed(model)
-        return _why(model, expected) or "computes masks or positions itself"
+        if not mixes_tokens(model):
+            if unknown := _unknown_layers(model.config):
+                return f"has layers of kind {unknown}, which rlite does not know"
+            if difference(expected, packed(model)) <= tolerance:
+                return _renamed(model)
+            fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
         raise
     except Exception as error:
-        return _why(model, expected) or f"does not run with sequences in packs: {summary(error)}"
+        fault = f"does not run with sequences in packs: {summary(error)}"
+    return _why(model, expected) or fault
 
 
 def _expected(model: PreTrainedModel) -> tuple[Tensor, float]:

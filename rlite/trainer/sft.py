@@ -9,16 +9,12 @@ A row of data holds `prompt` and `response`, or `messages`, of which every turn 
 
 from __future__ import annotations
 
-import sys
-
-from rlite.trainer.run.command import start
+from rlite.trainer.run.command import run_module
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:])
-    sys.exit()
-
+    run_module("sft", SftConfig)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
