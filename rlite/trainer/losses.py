@@ -381,11 +381,8 @@ class OwnLogprobs(OnLogprobs):
         return algorithms.previous_token(logprobs, data["cu_seqlens"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class BothLogprobs(OnLogprobs):
+class BothLogprobs(OwnLogprobs):
     """A post_hook for `forward` that returns two log-probabilities of each token."""
-
-    temperature: float = 1.0
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
         """Return each token's log-probability over its kept ids, and over the vocabulary, [T, 2]; see `OwnLogprobs`.

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first signal saves a checkpoint at the end of the step, the second ends the run at once."""
+"""Ctrl-C and SIGTERM: the first signal saves a checkpoint at the end of the step, the second ends the run at once.
+
+A third one ends the process itself, which may be busy with the end of the run.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,12 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        if not self._may_wait or self._asked is not None:
+        if self._asked is not None:
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # the end of millions of tasks takes long: one more signal cuts it off
+            raise error
+        if not self._may_wait:
             raise error
         self._asked = error
         text = "\nA checkpoint is saved at the end of this step; a second signal ends the run at once.\n"
