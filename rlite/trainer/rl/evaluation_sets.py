@@ -52,12 +52,11 @@ def make_sets(
     for name, table in by_name.items():
         check_name(KEY, name)
         chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
+        sampling = options.rollout.sampling_of(chosen.sampling) if ours is None else chosen.sampling
         found[name] = EvaluationSet(
             name=name,
             rows=table if chosen.limit is None else table[: chosen.limit],
-            workflow=_sampled(
-                ours or workflow, chosen.sampling if ours else options.rollout.sampling_of(chosen.sampling)
-            ),
+            workflow=_sampled(workflow if ours is None else ours, sampling),
             samples=chosen.samples,
             k=chosen.largest_k,
             solved_at=chosen.solved_at,
