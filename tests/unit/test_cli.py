@@ -211,6 +211,7 @@ MISSING = {
     ("eval", "m", "/nowhere/m", "data=rows.jsonl", "reward=my.py:f"): "model '/nowhere/m': no such folder",
     ("eval", "m", "data=row.jsonl", "reward=my.py:f"): "data.path=row.jsonl: no such file",
     ("eval", "m", "data=rows.jsonl", "reward=my.py:g"): "my.py has no 'g'",
+    ("eval", "m", "reward=my.py:f"): "missing: data.path=FILE, the prompts",
     ("generate", "/nowhere/m", "hello"): "model '/nowhere/m': no such folder",
     ("plan", "model_name=/nowhere/m", "num_devices=1"): "model '/nowhere/m': no such folder",
 }

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
-from rlite.errors import ConfigError, DataError
+from rlite.errors import DataError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
-from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
@@ -54,6 +53,7 @@ def read_questions(options: EvalConfig, given: ProgramObjects) -> Questions:
         ConfigError: a source of items is missing, or a source of items or scores cannot be used.
         DataError: some rows cannot be used.
     """
+    options.check_complete()
     items, where = _read_items(options, given), f"data.path={options.data.path}"
     make = _workflow_maker(options, given, items, where)
     return Questions(items, item_ids(items, where), make)
@@ -150,16 +150,9 @@ def context_to_serve(
 
 
 def _read_items(options: EvalConfig, given: ProgramObjects) -> Items:
-    """Return the rows of the data, or seeds of an environment.
-
-    Raises:
-        ConfigError: there is no data.
-    """
-    has_data = options.data.path is not None
-    if not has_data and options.env_path is not None and is_gym_file(options.env_path):
+    """Return the rows of the data, or seeds of an environment."""
+    if options.data.path is None:
         return [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
-    if not has_data:
-        raise ConfigError("missing: data.path=FILE, the prompts (an environment file with `make` alone needs none)")
     return read_source(given.source(options.data.source()), "prompts")[: options.limit]
 
 
