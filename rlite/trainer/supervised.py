@@ -47,10 +47,7 @@ from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
-SHOWN_OF_PAIRS = (
-    *("loss", "accuracy", "margin"),
-    *("seconds", "tokens_per_second", "lr", "grad_norm"),
-)
+SHOWN_OF_PAIRS = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", "lr", "grad_norm")
 """metrics of every step for the console of trainers on preference pairs"""
 HEADLINES_OF_PAIRS = ("test_loss", "test_accuracy")
 """metrics of evaluations for the console of trainers on preference pairs"""
