@@ -204,10 +204,9 @@ class TrainedRun:
         path = self.folder / "metrics.jsonl"
         try:
             return read_metrics(path)
-        except FileNotFoundError as error:
-            raise ConfigError(f"{path}: no such file; history needs jsonl among trainer.sinks") from error
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from error
+            hint = "; history needs jsonl among trainer.sinks" if isinstance(error, FileNotFoundError) else ""
+            raise ConfigError(f"{path}: {error.strerror or error}{hint}") from error
 
     def generate(
         self,
@@ -351,18 +350,18 @@ def _rewards(reward: Any) -> dict[str, _OneReward]:
 
 def _one(reward: Any) -> _OneReward:
     if isinstance(reward, Mapping):
-        source = reward.get("path")
-        if not callable(source):
-            return _OneReward(dict(reward), None)
-        return _OneReward({**reward, "path": _path_of(source)}, source)
-    source, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
-    if not isinstance(weight, numbers.Real):
-        raise ConfigError(f"reward={reward!r}: expected (function, weight); several rewards are a list")
-    if isinstance(source, str | os.PathLike):
-        return _OneReward({"path": source, "weight": weight}, None)
-    if not callable(source):
-        raise ConfigError(f"reward={source!r}: expected a function, a path, (one of these, its weight), or options")
-    return _OneReward({"path": _path_of(source), "weight": weight}, source)
+        options = dict(reward)
+    else:
+        source, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
+        if not isinstance(weight, numbers.Real):
+            raise ConfigError(f"reward={reward!r}: expected (function, weight); several rewards are a list")
+        if not isinstance(source, str | os.PathLike) and not callable(source):
+            raise ConfigError(f"reward={source!r}: expected a function, a path, (one of these, its weight), or options")
+        options = {"path": source, "weight": weight}
+    function = options.get("path")
+    if not callable(function):
+        return _OneReward(options, None)
+    return _OneReward({**options, "path": _path_of(function)}, function)
 
 
 def _path_of(function: Any) -> str:

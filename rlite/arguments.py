@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,8 +64,9 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
         name, equals, value = argument.removeprefix("--").partition("=")
         is_flag = argument.startswith("--")
         key = spellings.get(name) or (name if name.partition(".")[0] in spellings else None)
-        if key is None and is_flag:
-            _check_flag(name, spellings)
+        nearest = difflib.get_close_matches(name, [*spellings, *_FLAGS], n=1)
+        if key is None and is_flag and name not in _FLAGS and nearest:
+            raise ConfigError(f"argument '--{name}': no such option; did you mean '--{nearest[0]}'?")
         if key is None or not (is_flag or equals) or (name in spellings and value.startswith("{")):
             made.append(argument)
             continue
@@ -73,16 +74,6 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"--{name}: expected a value after it")
         made.append(f"{key}={value if equals else found}")
     return made
-
-
-def _check_flag(name: str, known: Iterable[str]) -> None:
-    """Check that an unknown flag is no mistyped name.
-
-    Raises:
-        ConfigError: the flag is a mistyped name.
-    """
-    if name not in _FLAGS and (nearest := difflib.get_close_matches(name, [*known, *_FLAGS], n=1)):
-        raise ConfigError(f"argument '--{name}': no such option; did you mean '--{nearest[0]}'?")
 
 
 def split_positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:

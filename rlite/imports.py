@@ -36,8 +36,8 @@ def import_module(name: str, what: str) -> ModuleType:
         ImportFailed: there is no such file or module, or it raised an exception. The message has the user's traceback.
     """
     is_file = name.endswith(".py")
-    if is_file and not Path(name).is_file():
-        raise ImportFailed(f"{what}: no such file in {os.getcwd()}{similar_file(Path(name))}")
+    if is_file:
+        check_file(name, what)
     try:
         return _import_file(str(Path(name).resolve())) if is_file else _import_by_name(name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -46,6 +46,16 @@ def import_module(name: str, what: str) -> ModuleType:
             raise ImportFailed(f"{what}: no module {error.name!r}; {hint}") from error
         raised = f"it raised {type(error).__name__} while it was imported"
         raise ImportFailed(f"{what}: {raised}\n{own_traceback(error)}") from error
+
+
+def check_file(name: str, what: str) -> None:
+    """Check that a Python file exists. Arguments are those of `import_module`.
+
+    Raises:
+        ImportFailed: there is no such file.
+    """
+    if not Path(name).is_file():
+        raise ImportFailed(f"{what}: no such file in {os.getcwd()}{similar_file(Path(name))}")
 
 
 @functools.cache

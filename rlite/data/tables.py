@@ -58,16 +58,12 @@ def read_rows(
         DataError: the file is damaged, is not a table, or has no rows. The message names the line or row.
     """
     where = f"{key}={source}"
+    check_exists(source, key)
     split, path, subset = parse_path(str(source), where)
-    if not path.exists() and path.suffix not in _READERS and get_close_matches(path.suffix, _READERS):
-        hint = similar_file(path) or f"; {did_you_mean(path.suffix, _READERS)}"
-        raise ConfigError(f"{where}: no such file{hint}")
     if path.is_dir() or not (path.suffix in _READERS or path.exists()):
         rows = _dataset(path, split["name"] if split else None, subset, where)
     elif path.suffix not in _READERS:
         raise ConfigError(f"{where}: {path.suffix or 'no suffix'} is no kind of table; known: {', '.join(_READERS)}")
-    elif not path.is_file():
-        raise ConfigError(f"{where}: no such file{similar_file(path)}")
     elif subset:
         raise ConfigError(f"{where}: a file has no subsets; leave out :{subset}")
     elif split and split["name"] != "train":
@@ -86,6 +82,21 @@ def read_rows(
                 f"{where}, row index {number}: expected an object of named columns, found {type_in_words(row)}"
             )
     return rows
+
+
+def check_exists(source: str | Path, key: str) -> None:
+    """Check that a table exists if it can only be a file. Arguments are those of `read_rows`.
+
+    Raises:
+        ConfigError: there is no such file, or the split has another form.
+    """
+    where = f"{key}={source}"
+    path = parse_path(str(source), where)[1]
+    is_missing = not path.is_file() and not path.is_dir()
+    if path.suffix in _READERS and is_missing:
+        raise ConfigError(f"{where}: no such file{similar_file(path)}")
+    if not path.exists() and get_close_matches(path.suffix, _READERS):
+        raise ConfigError(f"{where}: no such file{similar_file(path) or f'; {did_you_mean(path.suffix, _READERS)}'}")
 
 
 def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[type, ...]], where: str) -> None:

@@ -57,11 +57,9 @@ def check_space() -> Iterator[Finding]:
     if not SHARED.is_dir():
         return
     free = shutil.disk_usage(SHARED).free
-    if free < LITTLE_SHARED:
-        advice = "weights move between processes there; in a container, start it with --shm-size=8g"
-        yield Finding("shared memory", f"{_size(free)} free in {SHARED}: {advice}", "note")
-    else:
-        yield Finding("shared memory", f"{_size(free)} free in {SHARED}")
+    is_little = free < LITTLE_SHARED
+    advice = ": weights move between processes there; in a container, start it with --shm-size=8g" if is_little else ""
+    yield Finding("shared memory", f"{_size(free)} free in {SHARED}{advice}", "note" if is_little else "ok")
 
 
 def space_of(topic: str, place: Path, free: int) -> Finding:

@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
         "space": check_space,
     }
     if options.self_test:
-        checks["self-test"] = lambda: _engines(options.executor)
+        # imports torch and transformers, which a broken installation cannot
+        checks["self-test"] = lambda: importlib.import_module("rlite.doctor.self_test").check_engines(options.executor)
     failed = []
     for name, check in checks.items():
         for finding in attempt(name, check):
@@ -51,8 +52,3 @@ def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
         yield from check()
     except Exception as error:  # the doctor reports anything that is broken on this machine
         yield Finding(name, f"{type(error).__name__}: {error}", "FAILED")
-
-
-def _engines(executor: str) -> Iterable[Finding]:
-    # imports torch and transformers, which a broken installation cannot
-    return importlib.import_module("rlite.doctor.self_test").check_engines(executor)

@@ -122,18 +122,19 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         expected, tolerance = _expected(model)
     except Exception as error:  # of any kind: the class's own code
         return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
+    fault = "mixes tokens by other means than attention"
     try:
-        if mixes_tokens(model):
-            return _why(model, expected) or "mixes tokens by other means than attention"
-        if unknown := _unknown_layers(model.config):
-            return f"has layers of kind {unknown}, which rlite does not know"
-        if difference(expected, packed(model)) <= tolerance:
-            return _renamed(model)
-        return _why(model, expected) or "computes masks or positions itself"
+        if not mixes_tokens(model):
+            if unknown := _unknown_layers(model.config):
+                return f"has layers of kind {unknown}, which rlite does not know"
+            if difference(expected, packed(model)) <= tolerance:
+                return _renamed(model)
+            fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
         raise
     except Exception as error:
-        return _why(model, expected) or f"does not run with sequences in packs: {summary(error)}"
+        fault = f"does not run with sequences in packs: {summary(error)}"
+    return _why(model, expected) or fault
 
 
 def _expected(model: PreTrainedModel) -> tuple[Tensor, float]:
@@ -242,9 +243,8 @@ def mixes_tokens(model: PreTrainedModel) -> bool:
         places = torch.arange(len(ids)) == poisoned
         return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
 
-    hooks = [
-        part.register_forward_hook(poison, prepend=True) for part in model.modules() if isinstance(part, nn.Embedding)
-    ]
+    tables = {model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))}
+    hooks = [table.register_forward_hook(poison, prepend=True) for table in tables]
     try:
         with attention(model.config, OWN_TOKEN):
             reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)

@@ -1,7 +1,8 @@
 """A model of the same class and options as another, but small enough to run in milliseconds anywhere.
 
 Configs have no common schema, so sizes are recognised by the names that transformers uses. Everything that is not a
-size (kinds of layers, rotary embeddings, biases, windows) stays, because the small model stands for the large one.
+size (number and kinds of layers, rotary embeddings, biases, windows) stays, because the small model stands for the
+large one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.errors import ConfigError, StorageError, why_not_written
-from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.nn.meta import real_tensors
 from rlite.nn.transformers_warnings import quiet_transformers
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
 WINDOW = 5
 """length of sliding windows and chunks: shorter than the sequences of a check"""
 MAX_DEPTH = 512
-"""layers of a model whose layers differ one by one; a deeper model is not checked"""
+"""most layers of a model; a deeper one is not checked"""
 VOCABULARY = 128
 SPECIAL_IDS = 16
 """token ids below this may be special ones (padding, end of text)"""
@@ -41,14 +42,10 @@ SIZES = {
 """sizes by name"""
 MOST = {
     **dict.fromkeys(("d_ff", "n_inner"), 6 * HEAD_DIM),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_ctx", "n_positions"), 16 * CONTEXT),
 }
 """largest values by name"""
 KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
-LAYERS = {"decoder_layers", "encoder_layers", "num_hidden_layers"}
-LAYER_NUMBERS = {"layer_id", "layer_idx", "layer_number"}
-"""attributes that number layers: without a meaning of their own"""
 RANKS = ("lora_rank", "hidden_size_per_layer_input")
 IDS = ("token_id", "token_ids", "token_index")
 NOT_COPIED = {"architectures", "dtype", "model_type", "quantization_config", "transformers_version"}
@@ -60,8 +57,7 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     Weights are wider than a fresh model's, so that a wrong mask or position changes the outputs visibly. The process's
     random state stays as it was.
 
-    The small model has every kind of layer that the large one has: one layer of each kind if the config lists the kinds
-    layer by layer, else all layers.
+    The small model has all layers of the large one, because code may tell layers apart by their numbers alone.
 
     For a config that it cannot use, the class raises its own error.
 
@@ -70,7 +66,7 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     """
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)
-        model = cls._from_config(_config_of_each_kind(cls, config), dtype=torch.float32)
+        model = cls._from_config(miniature_config(config), dtype=torch.float32)
         with torch.no_grad():
             for module in model.modules():
                 for parameter in module._parameters.values():
@@ -100,39 +96,8 @@ def saved(model: PreTrainedModel) -> Iterator[str]:
         yield folder
 
 
-def _config_of_each_kind(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a small config with every kind of layer that `config` gives; the modules decide what a kind is."""
-    whole, small = miniature_config(config, all_layers=True), miniature_config(config)
-    with meta_parameters():
-        kinds = _kinds_of_layers(cls._from_config(whole))
-        try:
-            is_covered = kinds <= _kinds_of_layers(cls._from_config(small))
-        except Exception:  # of any kind: the class's own code, which may not take fewer layers
-            is_covered = False
-    return small if is_covered else whole
-
-
-def _kinds_of_layers(model: nn.Module) -> set[str]:
-    """Return one text for each kind of layer: the types, tensors' sizes and plain attributes of a layer's modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return {str([_kind(name, part) for name, part in layer.named_modules()]) for layers in lists for layer in layers}
-
-
-def _kind(name: str, module: nn.Module) -> tuple[Any, ...]:
-    """Return the properties by which a module of one layer may differ from that of another layer."""
-    plain = {
-        key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str, type(None)))
-    }
-    sizes = [(key, None if tensor is None else tensor.shape) for key, tensor in module._parameters.items()]
-    return name, type(module), sorted((k, v) for k, v in plain.items() if k not in LAYER_NUMBERS), sizes
-
-
-def miniature_config(config: PreTrainedConfig, *, all_layers: bool = False) -> PreTrainedConfig:
-    """Return `config` with small sizes.
-
-    Args:
-        config: the config of a large model.
-        all_layers: false for one layer of each kind that the config lists layer by layer, at least two in all.
+def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return `config` with small sizes, and all its layers.
 
     Raises:
         ConfigError: there are too many layers to build them all.
@@ -140,42 +105,19 @@ def miniature_config(config: PreTrainedConfig, *, all_layers: bool = False) -> P
     names = {real: standard for standard, real in config.attribute_map.items()}
     values = {key: value for key, value in config.to_dict().items() if key not in NOT_COPIED and key[0] != "_"}
     standard = {names.get(key, key): value for key, value in values.items()}
-    num_layers = standard.get("num_hidden_layers") or 0
-    per_layer = {key for key, value in values.items() if isinstance(value, list) and 0 < len(value) == num_layers}
-    changed = {int(layer): part for layer, part in (values.get("per_layer_config") or {}).items()}
-    columns = [*(values[key] for key in per_layer), [changed.get(layer) for layer in range(num_layers)]]
-    layers = list(range(num_layers)) if all_layers else _layers_of_each_kind(columns, num_layers)
-    if len(layers) > MAX_DEPTH:
-        raise ConfigError(f"the check of a model builds at most {MAX_DEPTH} layers, and this one has {len(layers)}")
-    num_shared = standard.get("num_kv_shared_layers") or 0
-    if num_shared and not all_layers:
-        num_shared = len(layers)
-        layers += layers
+    if (depth := standard.get("num_hidden_layers") or 0) > MAX_DEPTH:
+        raise ConfigError(f"the check of a model builds at most {MAX_DEPTH} layers, and this one has {depth}")
     small = {}
     for key, value in values.items():
         if isinstance(part := vars(config).get(key), PreTrainedConfig):
-            small[key] = miniature_config(part, all_layers=all_layers)
-        elif key in per_layer:
-            small[key] = [value[layer] for layer in layers]
+            small[key] = miniature_config(part)
         elif key == "rope_parameters":
             small[key] = _small_rope(value)
         elif key == "per_layer_config" and value:
-            rows = {index: changed[layer] for index, layer in enumerate(layers) if layer in changed}
-            small[key] = {row: {k: _small(k, v, standard) for k, v in part.items()} for row, part in rows.items()}
-        elif key == "num_kv_shared_layers":
-            small[key] = num_shared
-        elif (name := names.get(key, key)) in LAYERS:
-            small[key] = len(layers) or 2
+            small[key] = {int(row): {k: _small(k, v, standard) for k, v in part.items()} for row, part in value.items()}
         else:
-            small[key] = _small(name, value, standard)
+            small[key] = _small(names.get(key, key), value, standard)
     return type(config)(**_with_distinct_ids(small))
-
-
-def _layers_of_each_kind(columns: list[list[Any]], num_layers: int) -> list[int]:
-    """Return indices of the first layer of each kind; a layer's kind is its row of the config's per-layer lists."""
-    kinds = [str([column[layer] for column in columns]) for layer in range(num_layers)]
-    first = sorted(kinds.index(kind) for kind in set(kinds))
-    return first if len(first) > 1 else [*first, *first]
 
 
 def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:

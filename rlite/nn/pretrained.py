@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
@@ -26,6 +26,7 @@ from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
 from rlite.nn.architecture import rope_parts, summary
 from rlite.nn.checkpoint_fit import check_plain
+from rlite.nn.folders import model_folder
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.shards import CheckpointReader
 
@@ -56,16 +57,11 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
     Raises:
         ConfigError: there is neither such a folder nor such a name.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ConfigError(f"model folder {str(path)!r}: expected a config.json in it, found none")
+    if (folder := model_folder(path)) is not None:
         return folder
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ConfigError(f"model {str(path)!r}: no such folder; check the path") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
         raise ConfigError(

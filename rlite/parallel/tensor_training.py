@@ -32,17 +32,8 @@ from rlite.parallel.fsdp import replace_parameters
 from rlite.parallel.tensor_plan import bias_apart, check_heads, split_linears, vocabulary_rows
 
 LAYER_INPUTS = {
-    "attention_mask",
-    "cache_position",
-    "hidden_states",
-    "kwargs",
-    "output_attentions",
-    "past_key_value",
-    "past_key_values",
-    "position_ids",
-    "self",
-    "shared_kv_states",
-    "use_cache",
+    *("self", "hidden_states", "attention_mask", "position_ids", "cache_position", "use_cache", "output_attentions"),
+    *("past_key_value", "past_key_values", "shared_kv_states", "kwargs"),
 }
 """inputs that layers may have besides rotary angles: only hidden states are split over tokens"""
 

@@ -35,14 +35,7 @@ from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    EvaluationSamplingOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-)
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
 
 TASK = "spell_backward"
 MAX_NEW_TOKENS = 12
@@ -139,7 +132,6 @@ def reinforce(
         train_data=PromptOptions(prompts_per_rollout=32, responses_per_prompt=8),
         rollout=RolloutOptions(
             train_sampling_params=SamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
-            test_sampling_params=EvaluationSamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
             executor=options.executor,
             max_model_len=MAX_LENGTH,
             dynamic_filtering=False,
@@ -155,16 +147,9 @@ def reinforce(
             seed=options.seed,
         ),
     )
-    tokenizer = load_tokenizer(warm)
-    reward = RewardFunction(verify_exactly)
-    sampling = run.rollout
-    PpoTrainer(
-        run,
-        SingleTurnWorkflow(reward, sampling.train_sampling_params.gconfig(), tokenizer),
-        train,
-        held_out,
-        SingleTurnWorkflow(reward, sampling.evaluation_sampling.gconfig(), tokenizer),
-    ).fit()
+    sampling = run.rollout.train_sampling_params.gconfig()
+    workflow = SingleTurnWorkflow(RewardFunction(verify_exactly), sampling, load_tokenizer(warm))
+    PpoTrainer(run, workflow, train, held_out).fit()
     logged = read_metrics(folder / "metrics.jsonl")
     accuracies = [row["accuracy"] for row in logged if "accuracy" in row]
     return {"accuracy_before": accuracies[0], "accuracy_after": accuracies[-1], "steps": logged[-1]["step"]}

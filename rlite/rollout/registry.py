@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rlite.errors import ConfigError, did_you_mean
+from rlite.imports import import_module
 from rlite.registry import Table
 
 if TYPE_CHECKING:
@@ -41,3 +43,32 @@ def register_workflow(name: str) -> Callable[[Any], Any]:
         A decorator, which returns the function unchanged. It raises ConfigError if the name is taken.
     """
     return WORKFLOWS.register(name)
+
+
+def find_reward(path: str, what: str) -> Callable[..., Any]:
+    """Return the function that a path names.
+
+    Args:
+        path: file.py:function, package.module:function, or the name of a registered reward.
+        what: option and value that name it, for error messages.
+
+    Raises:
+        ConfigError: there is no such function, or no reward is registered under this name.
+        ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
+    """
+    home, colon, name = path.rpartition(":")
+    if not colon and path.endswith(".py"):
+        raise ConfigError(f"{what}: expected the function's name behind it, {path}:FUNCTION")
+    if not colon:
+        if path not in REWARDS:
+            raise ConfigError(f"{what}: expected file.py:function or package.module:function; {REWARDS.unknown(path)}")
+        return REWARDS[path]
+    found: Any = import_module(home, what)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            raise ConfigError(f"{what}: {home} has no {part!r}; {did_you_mean(part, own)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{what}: expected a function, found {type(found).__name__}")
+    return found

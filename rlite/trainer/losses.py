@@ -20,6 +20,13 @@ from rlite.trainer.model.options import check_kl_loss
 from rlite.trainer.supervised_options import PreferenceLossOptions
 from rlite.types import Aggregation, KLEstimator
 
+OWN_METRICS = {
+    *("loss", "entropy", "kl", "logprob_drift", "rejected", "off_policy_dropped", "trained_logprobs", "entropies"),
+    *("weight", "loss_weight", "grad_norm", "lr", "is_skipped", "num_tokens", "num_microbatches", "memory_gib", "mfu"),
+    *("step", "reward", "score", "response_length", "truncated", "seconds", "tokens_per_second"),
+}
+"""metrics of rlite: a policy loss's metric NAME of such a name is called policy_loss/NAME"""
+
 
 def predicts_counted(data: Mapping[str, Any]) -> Tensor:
     """Return whether the token that follows a position counts, `[T]`."""
@@ -128,7 +135,8 @@ class PolicyLoss(_TokenMean, _OnCounted):
             selected=at["selected"].bool() if "selected" in at else None,
         )
         loss, metrics = algorithms.policy_loss(self.policy_loss, inputs, self.options)
-        report = {**metrics, "entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
+        report = {f"policy_loss/{name}" if name in OWN_METRICS else name: value for name, value in metrics.items()}
+        report |= {"entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
         if self.off_policy_threshold is not None:
             near = algorithms.off_policy_sequence_mask(
                 tokens.logprobs,
@@ -373,11 +381,8 @@ class OwnLogprobs(OnLogprobs):
         return algorithms.previous_token(logprobs, data["cu_seqlens"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class BothLogprobs(OnLogprobs):
+class BothLogprobs(OwnLogprobs):
     """A post_hook for `forward` that returns two log-probabilities of each token."""
-
-    temperature: float = 1.0
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
         """Return each token's log-probability over its kept ids, and over the vocabulary, [T, 2]; see `OwnLogprobs`.

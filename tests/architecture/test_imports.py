@@ -98,14 +98,20 @@ def test_a_command_that_only_describes_loads_nothing_heavy(arguments: list[str])
 
 
 @pytest.mark.parametrize("program", ["rlite.cli", "rlite.trainer.ppo"])
-def test_the_first_line_of_a_run_comes_before_torch(program: str) -> None:
+def test_the_first_line_of_a_run_comes_before_torch(program: str, tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "env.py"):
+        (tmp_path / name).touch()
     settings = [
         *("actor.model_name=MODEL", "train_data.path=rows.jsonl", "rollout.env_path=env.py"),
         *("actor.policy_loss.name=gspo", "adv.estimator=rloo"),
     ]
     arguments = [*(["ppo"] if program == "rlite.cli" else []), *settings]
     stop_at_first_line = f"""
+import os
 import runpy
+
+sys.path.insert(0, os.getcwd())
+os.chdir({str(tmp_path)!r})
 
 class Told(BaseException):
     pass

@@ -749,6 +749,16 @@ def test_a_loss_that_teaches_or_reports_nothing_is_named_with_its_place(build: B
         build(size=1).train_batch(make_batch([9, 9]), loss, num_counted)
 
 
+def bad_loss_that_reports_a_good_one(logits: Tensor, data: dict[str, Any]) -> Any:
+    return logits.mean() * torch.nan, {"loss": 1.0}
+
+
+def test_a_report_of_the_name_loss_does_not_hide_that_the_loss_is_bad(build: Build) -> None:
+    stats = build(size=1).train_batch(make_batch([9, 9]), bad_loss_that_reports_a_good_one, num_counted)
+    assert stats["loss"] != 1
+    assert stats["is_skipped"] == 1
+
+
 def loss_with_a_typo(logits: Tensor, data: dict[str, Any]) -> Tensor:
     return data["loss_msk"].sum()
 

@@ -172,7 +172,51 @@ WRONG = [
     ("view", "run", "port=many"),
     *((name, "name=x", "wait=perhaps") for name in ("launch", "status", "logs", "stop")),
 ]
+FILES = {
+    "rows.jsonl": '{"prompt": "1+1=", "response": "2"}\n',
+    "my.py": "def f(prompt, completions, **row):\n    return [1.0]\n",
+    "m/config.json": "{}",
+    "empty/README": "",
+}
+HERE = ["actor.model_name=m", "train_data.path=rows.jsonl"]
+MISSING = {
+    (
+        "sft",
+        "actor.model_name=/nowhere/m",
+        "data.path=rows.jsonl",
+    ): "model '/nowhere/m': no such folder; check the path",
+    ("sft", "actor.model_name=empty", "data.path=rows.jsonl"): "model folder 'empty': expected a config.json in it",
+    (
+        "sft",
+        "actor.model_name=m",
+        "data.path=row.jsonl",
+    ): "data.path=row.jsonl: no such file; did you mean 'rows.jsonl'?",
+    ("dpo", "actor.model_name=m", "data.path=train[:9]@pairs.csv"): "data.path=train[:9]@pairs.csv: no such file",
+    ("kto", *ROWS, "test_data.path=rows.jsnol"): "test_data.path=rows.jsnol: no such file; did you mean 'rows.jsonl'?",
+    (
+        "rm",
+        "critic.model_name=m",
+        "data.mixture={a: {path: rows.jsonl}, b: {path: b.jsonl}}",
+    ): "data.mixture.b.path=b.js",
+    ("sft", *ROWS, "test_data.held.path=held.parquet"): "test_data.held.path=held.parquet: no such file",
+    ("ppo", *HERE, "reward.path=mine.py:f"): "reward.path=mine.py:f: no such file in",
+    ("ppo", *HERE, "reward.path=my.py:g"): "reward.path=my.py:g: my.py has no 'g'; known: f",
+    ("ppo", *HERE, "reward.path=my.py"): "reward.path=my.py: expected the function's name behind it",
+    (
+        "grpo",
+        *HERE,
+        "reward={a: {path: my.py:f}, b: {path: nothing}}",
+    ): "reward.path=nothing: expected file.py:function",
+    ("grpo", *HERE, "rollout.env_path=env.py"): "rollout.env_path=env.py: no such file",
+    ("eval", "m", "/nowhere/m", "data=rows.jsonl", "reward=my.py:f"): "model '/nowhere/m': no such folder",
+    ("eval", "m", "data=row.jsonl", "reward=my.py:f"): "data.path=row.jsonl: no such file",
+    ("eval", "m", "data=rows.jsonl", "reward=my.py:g"): "my.py has no 'g'",
+    ("eval", "m", "reward=my.py:f"): "missing: data.path=FILE, the prompts",
+    ("generate", "/nowhere/m", "hello"): "model '/nowhere/m': no such folder",
+    ("plan", "model_name=/nowhere/m", "num_devices=1"): "model '/nowhere/m': no such folder",
+}
 PROGRAM = """
+import re
 import sys
 from rlite.cli import main
 for line in sys.stdin.read().splitlines():
@@ -181,18 +225,23 @@ for line in sys.stdin.read().splitlines():
         main()
         print("accepted", line)
     except SystemExit as error:
-        print(error.code if "Error" in str(error.code) else f"not refused: {line}: {error.code}")
+        print(error.code if re.search("Error|ImportFailed", str(error.code)) else f"not refused: {line}: {error.code}")
     assert not {"torch", "transformers"} & sys.modules.keys(), line
 """
 
 
 def test_what_is_wrong_with_the_options_of_a_command_is_said_before_torch_is_loaded(tmp_path):
     assert {command for command, *_ in WRONG} == COMMANDS.keys()
-    given = "\n".join("|".join(arguments) for arguments in WRONG)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    given = "\n".join("|".join(arguments) for arguments in (*WRONG, *MISSING))
     done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted" not in done.stdout
     assert "not refused" not in done.stdout
+    for arguments, message in MISSING.items():
+        assert message in done.stdout, arguments
 
 
 def test_the_algorithms_that_are_known_without_torch_are_those_of_the_tables():

@@ -70,7 +70,8 @@ def outcome_advantages(
     if missing := [key for key, value in needed.items() if value is None]:
         raise ConfigError(f"advantage {name} needs {', '.join(missing)}")
     note = f", called at the start with {len(rewards)} example rewards," if is_example else ""
-    what, advantages = ADVANTAGES.call(estimator, options or {}, rewards.clone(), group_ids, note=note, **needed)
+    own = rewards.clone(), group_ids.clone()  # the function may write into them
+    what, advantages = ADVANTAGES.call(estimator, options or {}, *own, note=note, **needed)
     return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not is_example).detach()
 
 

@@ -92,7 +92,7 @@ Selection = Callable[..., Flags]
 
 POLICY_LOSSES: Table[PolicyLossFunction] = Table("policy loss", given=("inputs",))
 """policy losses by name"""
-SELECTIONS: dict[str, Selection] = {}
+SELECTIONS: Table[Selection] = Table("selection of tokens", given=("inputs",))
 """by the name of a loss that treats a few tokens of the batch differently: the function that chooses these tokens"""
 
 
@@ -169,11 +169,14 @@ def select_tokens(
         options: keyword arguments of the loss.
 
     Raises:
-        ConfigError: the name is unknown, or an option has a value of the wrong kind.
+        ConfigError: the name is unknown, an option has a value of the wrong kind, or the function returns something
+            else than a flag for each token.
+        OwnCodeError: the function is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
     POLICY_LOSSES.check(loss, options or {})
-    return SELECTIONS[POLICY_LOSSES.name_of(loss)](inputs, **(options or {}))
+    what, selected = SELECTIONS.call(POLICY_LOSSES.name_of(loss), options or {}, inputs)
+    return check_result(what, selected, [inputs.advantages], is_deep=False).bool()
 
 
 def is_selective(loss: str | PolicyLossFunction) -> bool:

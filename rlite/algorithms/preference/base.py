@@ -115,7 +115,7 @@ def preference_loss(
     parts = loss.items() if isinstance(loss, Mapping) else [(loss, 1.0)]
     terms = []
     for part, weight in parts:
-        what, values = PREFERENCE_LOSSES.call(part, options, chosen, rejected, beta=beta)
+        what, values = PREFERENCE_LOSSES.call(part, options, chosen.clone(), rejected.clone(), beta=beta)
         terms.append(weight * check_result(what, values, [chosen, rejected]))
     return PairLoss(torch.stack(terms).sum(0), metrics)
 

@@ -207,7 +207,7 @@ class BatchRunner:
         outputs = self._outputs(loss_fn, data)
         with _counting(rows):
             loss, report = call_loss(loss_fn, outputs, data)
-        return outputs, loss, {"loss": loss, **report}
+        return outputs, loss, {**report, "loss": loss}  # which decides whether the step is made
 
     def _sum(self, values: list[float]) -> list[float]:
         """Return the sums over ranks with different data, in float64."""

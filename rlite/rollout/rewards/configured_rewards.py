@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlite.errors import ConfigError, did_you_mean
-from rlite.imports import import_module
-from rlite.rollout.registry import REWARDS
+from rlite.errors import ConfigError
+from rlite.rollout.registry import find_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import RewardOptions
@@ -113,32 +112,3 @@ def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None,
             f"{what} is a RewardFunction, which has its own {', '.join(options.changed)}; leave those out"
         )
     return ChosenReward(name, what, options, found, Adapted(found.fn, "rlite", ()))
-
-
-def find_reward(path: str, what: str) -> Callable[..., Any]:
-    """Return the function that a path names.
-
-    Args:
-        path: file.py:function, package.module:function, or the name of a registered reward.
-        what: option and value that name it, for error messages.
-
-    Raises:
-        ConfigError: there is no such function, or no reward is registered under this name.
-        ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
-    """
-    home, colon, name = path.rpartition(":")
-    if not colon and path.endswith(".py"):
-        raise ConfigError(f"{what}: expected the function's name behind it, {path}:FUNCTION")
-    if not colon:
-        if path not in REWARDS:
-            raise ConfigError(f"{what}: expected file.py:function or package.module:function; {REWARDS.unknown(path)}")
-        return REWARDS[path]
-    found: Any = import_module(home, what)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"{what}: {home} has no {part!r}; {did_you_mean(part, own)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{what}: expected a function, found {type(found).__name__}")
-    return found

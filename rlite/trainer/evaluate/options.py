@@ -15,6 +15,7 @@ from rlite.config import Count, Finite, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
 from rlite.evaluation.samples import SOLVED_AT
+from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.evaluate.names import name_of_questions, names_of
@@ -154,6 +155,17 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
             yield "data.chat_template_options: a registered workflow renders prompts itself; set them there"
         if self.name is not None and self.other is not None:
             yield "name: two models have the names of their folders; leave it out"
+
+    def check_complete(self) -> None:
+        """Check that there are questions.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.data.path is not None or self.tasks or not self.sources_of_scores:
+            return
+        if self.env_path is None or not is_gym_file(self.env_path):
+            raise ConfigError("missing: data.path=FILE, the prompts (an environment file with `make` alone needs none)")
 
     @property
     def names(self) -> list[str]:

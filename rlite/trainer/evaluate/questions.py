@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
-from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.errors import DataError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
-from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
@@ -28,10 +27,6 @@ NUM_EPISODES = 100
 """episodes of an environment that needs no data"""
 MAX_MODEL_LEN = 16_384
 """longest sequence, in tokens, if neither `max_model_len` nor the prompts say it"""
-_NO_TOKENIZER = (
-    "model={}: the checkpoint has no tokenizer that can be read; copy the tokenizer's files from its base model "
-    "(tokenizer.json, tokenizer_config.json)"
-)
 Items = Sequence[Mapping[str, Any]]
 MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, Callable[[], int]], RolloutWorkflow]
 """makes a workflow of its sampling, the tokenizer, and a function that returns the longest sequence of several turns"""
@@ -58,6 +53,7 @@ def read_questions(options: EvalConfig, given: ProgramObjects) -> Questions:
         ConfigError: a source of items is missing, or a source of items or scores cannot be used.
         DataError: some rows cannot be used.
     """
+    options.check_complete()
     items, where = _read_items(options, given), f"data.path={options.data.path}"
     make = _workflow_maker(options, given, items, where)
     return Questions(items, item_ids(items, where), make)
@@ -93,14 +89,10 @@ def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase
         options: options of the command.
 
     Raises:
-        ConfigError: the checkpoint has no tokenizer that can be read, or no chat template for the options.
+        CheckpointError: the tokenizer is unusable.
+        ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
     """
-    try:
-        tokenizer = load_tokenizer(folder)
-    except CheckpointError as error:
-        raise ConfigError(f"{_NO_TOKENIZER.format(folder)} ({str(error).splitlines()[0]})") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes up of the config alone
-        raise ConfigError(_NO_TOKENIZER.format(folder))
+    tokenizer = load_tokenizer(folder)
     if options.data.chat_template_options:
         check_template_options(tokenizer, options.data.chat_template_options, "data.chat_template_options")
     return tokenizer
@@ -158,16 +150,9 @@ def context_to_serve(
 
 
 def _read_items(options: EvalConfig, given: ProgramObjects) -> Items:
-    """Return the rows of the data, or seeds of an environment.
-
-    Raises:
-        ConfigError: there is no data.
-    """
-    has_data = options.data.path is not None
-    if not has_data and options.env_path is not None and is_gym_file(options.env_path):
+    """Return the rows of the data, or seeds of an environment."""
+    if options.data.path is None:
         return [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
-    if not has_data:
-        raise ConfigError("missing: data.path=FILE, the prompts (an environment file with `make` alone needs none)")
     return read_source(given.source(options.data.source()), "prompts")[: options.limit]
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
-from rlite.rollout.rewards.configured_rewards import find_reward
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.run.program_objects import ProgramObjects

@@ -13,6 +13,7 @@ from rlite.trainer.held_out.options import KEY, key_of
 from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
 from rlite.trainer.held_out.prompt_sets import check_samples
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.sampling_options import SetSamplingOptions
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -51,10 +52,11 @@ def make_sets(
     for name, table in by_name.items():
         check_name(KEY, name)
         chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
+        sampling = options.rollout.sampling_of(chosen.sampling) if ours is None else chosen.sampling
         found[name] = EvaluationSet(
             name=name,
             rows=table if chosen.limit is None else table[: chosen.limit],
-            workflow=_for_evaluation(workflow, options, chosen) if ours is None else _own(ours, chosen),
+            workflow=_sampled(workflow if ours is None else ours, sampling),
             samples=chosen.samples,
             k=chosen.largest_k,
             solved_at=chosen.solved_at,
@@ -63,17 +65,8 @@ def make_sets(
     return found
 
 
-def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig, chosen: HeldOutPromptOptions) -> RolloutWorkflow:
-    """Return the workflow with the sampling of a set; a workflow without a `gconfig` stays as it is."""
-    if workflow.gconfig is None:
+def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions) -> RolloutWorkflow:
+    """Return the workflow with the sampling options that are set; a workflow without a `gconfig` stays as it is."""
+    if workflow.gconfig is None or (wanted := sampling.gconfig(workflow.gconfig)) == workflow.gconfig:
         return workflow
-    return workflow.sampled_by(options.rollout.sampling_of(chosen.sampling).gconfig(workflow.gconfig))
-
-
-def _own(workflow: RolloutWorkflow, chosen: HeldOutPromptOptions) -> RolloutWorkflow:
-    """Return a set's own workflow, with the sampling options that the set has set."""
-    given = {name: value for name, value in chosen.sampling if value is not None}
-    if workflow.gconfig is None or not given:
-        return workflow
-    greedy = given["temperature"] == 0 if "temperature" in given else workflow.gconfig.greedy
-    return workflow.sampled_by(workflow.gconfig.new(**given, greedy=greedy))
+    return workflow.sampled_by(wanted)

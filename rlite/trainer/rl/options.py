@@ -503,11 +503,12 @@ class PpoConfig(LaunchOptions):
             return f"with adv.gamma={adv.gamma} advantages depend on lengths"
         if self.kl.type in ("reward", "advantage"):
             return f"with kl.type={self.kl.type} advantages depend on the KL"
-        if adv.estimator in ("gdpo", *WHITENED):
-            return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
-        if adv.estimator != "reinforce" and not rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, size):
-            return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
-        return ""
+        if adv.estimator == "reinforce":
+            return ""
+        is_wider = adv.estimator in ("gdpo", *WHITENED)
+        if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, size):
+            return ""
+        return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
 
     def collector_options(self) -> CollectorOptions:
         """Return the options of the rollout engine's collector."""

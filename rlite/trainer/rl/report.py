@@ -81,7 +81,7 @@ def batch_plan(
         plan["without effect"] = unread
     if not all(one.in_process for one in options.reward.values()):
         plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
-    if not sampling.stop and not end_ids(actor.model_name):
+    if not (sampling.stop or sampling.stop_token_ids or end_ids(actor.model_name)):
         plan["no end"] = (
             "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
         )

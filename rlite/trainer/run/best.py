@@ -40,7 +40,7 @@ class BestModel:
         self._metric = options.best_metric
         self._is_lowest = self._metric is not None and is_lowest_best(options, self._metric)
         self._folder = folder
-        self._has_missed = False
+        self._missed: set[str] = set()
         self.value: float | None = None
         """best value so far"""
         self.step = 0
@@ -74,7 +74,11 @@ class BestModel:
             metrics: metrics of the evaluation.
             save: writes the evaluated model into a folder, whole or not at all, unless it is there.
         """
-        if self._metric is None or not self._is_known(step, metrics):
+        if self._metric is None:
+            return
+        where = f"trainer.best_metric={self._metric}: the evaluation at step {step}"
+        tell_if_missing(self._metric, metrics, self._missed, where, "best/ is not written")
+        if self._metric not in metrics:
             return
         value = metrics[self._metric]
         is_better = self.value is None or (value < self.value if self._is_lowest else value > self.value)
@@ -90,15 +94,6 @@ class BestModel:
         if self._metric is None or self.value is None:
             return ""
         return f"{self._metric} {number(self._metric, self.value)} at step {self.step}"
-
-    def _is_known(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric is among those of an evaluation; log the first time that it is missing."""
-        assert self._metric is not None
-        if is_missing(self._metric, metrics) and not self._has_missed:
-            self._has_missed = True
-            where = f"trainer.best_metric={self._metric}: the evaluation at step {step}"
-            logger.warning("%s has no such metric (%s); best/ is not written", where, ", ".join(sorted(metrics)))
-        return self._metric in metrics
 
 
 class Thresholds:
@@ -123,7 +118,8 @@ class Thresholds:
         Returns:
             Why the run stops: all thresholds are reached by the newest values. "" if it goes on.
         """
-        self._tell_of_missing(metrics)
+        for name in self._stop_at:
+            tell_if_missing(name, metrics, self._missed, f"trainer.stop_at={name}: an evaluation", "it stops nothing")
         new = {name: metrics[name] for name in self._stop_at if name in metrics}
         self.latest |= new
         if not new or not all(self._is_reached(name) for name in self._stop_at):
@@ -132,30 +128,25 @@ class Thresholds:
             f"{name}={self.latest[name]:.4g} reaches trainer.stop_at={self._stop_at[name]:g}" for name in new
         )
 
-    def _tell_of_missing(self, metrics: Mapping[str, float]) -> None:
-        """Log the first time that an evaluation lacks a metric, such as majority@k without answers to count."""
-        for name in self._stop_at.keys() - self._missed:
-            if is_missing(name, metrics):
-                self._missed.add(name)
-                found = ", ".join(sorted(metrics))
-                logger.warning(
-                    "trainer.stop_at=%s: an evaluation has no such metric (%s); it stops nothing", name, found
-                )
-
     def _is_reached(self, name: str) -> bool:
         value, threshold = self.latest.get(name, math.nan), self._stop_at[name]
         return reaches(-value, -threshold) if is_loss(name) else reaches(value, threshold)
 
 
-def is_missing(metric: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether an evaluation of the metric's set lacks the metric.
+def tell_if_missing(metric: str, metrics: Mapping[str, float], told: set[str], where: str, effect: str) -> None:
+    """Log the first time that an evaluation of the metric's set lacks the metric, such as majority@k without answers.
 
     Args:
         metric: logged name of the metric.
         metrics: metrics of evaluations, maybe of other sets.
+        told: metrics that were missing before; the metric is added.
+        where: option and evaluation, in words.
+        effect: what follows, in words.
     """
-    set_name = metric.rpartition("/")[0]
-    return metric not in metrics and any(key.rpartition("/")[0] == set_name for key in metrics)
+    is_of_set = any(key.rpartition("/")[0] == metric.rpartition("/")[0] for key in metrics)
+    if is_of_set and metric not in metrics and metric not in told:
+        told.add(metric)
+        logger.warning("%s has no such metric (%s); %s", where, ", ".join(sorted(metrics)), effect)
 
 
 def evaluation_facts(model: Path) -> dict[str, Any]:

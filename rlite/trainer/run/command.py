@@ -32,6 +32,7 @@ from rlite.help import help_topic
 from rlite.recovery import reporting
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
+from rlite.trainer.run.named_files import check_named_files
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
 FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
@@ -68,6 +69,8 @@ def start(
             with config.quick_checks():  # the module's own `load` makes the others
                 chosen = config.load(options, options.arguments(arguments), aliases=options.aliases)
             chosen.check_complete()
+            if is_first_rank():
+                check_named_files(chosen)
             announce(name, chosen)
         getattr(importlib.import_module(module), function)(arguments)
 
@@ -93,6 +96,11 @@ def _tell(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is the one of its launcher that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def announce(name: str, options: AnnouncedOptions) -> None:
     """Print the start of the command in one line, on rank 0.
 
@@ -100,7 +108,7 @@ def announce(name: str, options: AnnouncedOptions) -> None:
         name: name of the command.
         options: the checked options.
     """
-    if os.environ.get("RANK", "0") == "0" and (headline := options.headline()):
+    if is_first_rank() and (headline := options.headline()):
         print(f"rlite {name}: {headline}; loading torch", flush=True)
 
 

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first signal saves a checkpoint at the end of the step, the second ends the run at once."""
+"""Ctrl-C and SIGTERM: the first signal saves a checkpoint at the end of the step, the second ends the run at once.
+
+A third one ends the process itself, which may be busy with the end of the run.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,8 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if self._asked is not None:  # the end of millions of tasks takes long: one more signal cuts it off
+            signal.signal(number, signal.SIG_DFL)
         if not self._may_wait or self._asked is not None:
             self.raised = error
             raise error

@@ -13,14 +13,16 @@ from rlite.algorithms import (
     ADVANTAGES,
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
+    SELECTIONS,
     LossInputs,
     TokenLoss,
     is_of_group_alone,
     outcome_advantages,
     policy_loss,
     preference_loss,
+    select_tokens,
 )
-from rlite.errors import ConfigError, OwnCodeError
+from rlite.errors import ConfigError, OwnCodeError, RliteError
 
 HERE = r"\(.*test_results\.py:\d+\)"
 
@@ -128,6 +130,40 @@ def test_an_estimator_may_change_its_rewards_in_place_and_carries_no_gradient() 
     assert rewards.tolist() == [1, 0]
     assert found.tolist() == [0.5, -0.5]
     assert not found.requires_grad
+
+
+def test_a_preference_loss_may_write_into_its_arguments() -> None:
+    pairs = [logprobs(), logprobs() * 2, torch.zeros(3), torch.zeros(3)]
+    PREFERENCE_LOSSES["own"] = lambda chosen, rejected, *, beta: chosen.sub_(rejected) * -beta
+    both, alone = preference_loss(*pairs, loss={"own": 1.0, "ipo": 1.0}), preference_loss(*pairs, loss="ipo")
+    assert torch.allclose(both.loss, alone.loss - 0.1 * torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_an_estimator_may_write_into_the_ids_of_its_groups() -> None:
+    ids = torch.tensor([3, 4])
+    outcome_advantages(lambda r, g: r * g.zero_(), torch.tensor([1.0, 0.0]), ids)
+    assert ids.tolist() == [3, 4]
+
+
+SELECTIONS_OF_USERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "None": (lambda x: None, r"returned None; expected a tensor of shape \[3\]"),
+    "a list": (lambda x: [True] * 3, r"returned \[True, True, True\]; expected"),
+    "short": (lambda x: x.advantages[1:] > 0, r"returned a tensor of shape \[2\]; expected"),
+    "an exception": (lambda x: x.rewards > 0, r"raised AttributeError\nTraceback"),
+    "an option of the loss that it lacks": (lambda x, *, bound: x.advantages > bound, "cannot be called with"),
+}
+
+
+@pytest.mark.parametrize("case", SELECTIONS_OF_USERS)
+def test_a_selection_of_tokens_that_returns_something_else_is_named_with_its_place(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, message = SELECTIONS_OF_USERS[case]
+    monkeypatch.setitem(POLICY_LOSSES, "own", lambda x: TokenLoss(-x.logprobs, {}))
+    monkeypatch.setitem(SELECTIONS, "own", function)
+    with pytest.raises(RliteError, match=rf"(?s)selection of tokens '?own'?.*{message}") as raised:
+        select_tokens("own", LossInputs(logprobs(), torch.zeros(3), torch.ones(3), torch.ones(3)))
+    assert "test_results.py:" in str(raised.value)
 
 
 def test_a_loss_without_tokens_does_not_hide_a_loss_without_a_gradient() -> None:

@@ -172,7 +172,7 @@ def test_a_layer_of_another_kind_is_found_wherever_it_stands(kind: str) -> None:
     assert re.search(reason, found)
 
 
-def test_the_small_model_has_one_layer_of_each_kind_however_many_kinds_there_are() -> None:
+def test_the_small_model_has_every_layer_of_the_large_one() -> None:
     """More than four kinds: each row of the config's lists is a kind of its own."""
     windows = ["full_attention", "sliding_attention"]
     fields = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0}
@@ -186,10 +186,10 @@ def test_the_small_model_has_one_layer_of_each_kind_however_many_kinds_there_are
         intermediate_size=[64, 64, 72, 72, 80, 80, 88, 88, 88],
         activation_sparsity_pattern=[0.0] * 9,
     )
-    kinds = set(zip(config.layer_types, config.intermediate_size, strict=True))
+    kinds = list(zip(config.layer_types, config.intermediate_size, strict=True))
     small = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config).config
-    assert set(zip(small.layer_types, small.intermediate_size, strict=True)) == kinds
-    assert len(kinds) > 4
+    assert list(zip(small.layer_types, small.intermediate_size, strict=True)) == kinds
+    assert len(set(kinds)) > 4
 
 
 def test_layers_that_no_list_of_the_config_names_are_all_built() -> None:
@@ -220,6 +220,69 @@ def test_tokens_that_mix_below_every_tolerance_are_found_without_one() -> None:
     config = config_of("qwen3", num_key_value_heads=2, head_dim=16)
     assert refusal(Shifting, config) == "mixes tokens by other means than attention"
     assert refusal(Qwen3ForCausalLM, config) is None
+
+
+def shifted_by(number: int) -> Any:
+    """Return a hook that adds the token before each token, in layer 4 alone."""
+    return lambda module, args, out: out + 0.1 * out.roll(1, dims=1) if number == 4 else out
+
+
+class ShiftingByNumber(Qwen3ForCausalLM):
+    """Code that asks for the number of its layer: no size, type or attribute tells the layers apart."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            layer.mlp.register_forward_hook(shifted_by(number))
+
+
+class Shift(torch.nn.Module):
+    """A shift whose width stands in a tuple."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.widths = widths
+
+    def forward(self, x: Any) -> Any:
+        return sum(x.roll(width, dims=1) for width in self.widths)
+
+
+class ShiftingByTuple(Qwen3ForCausalLM):
+    """Layers that differ in an attribute of a module that is no number and no text."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            layer.mlp = torch.nn.Sequential(layer.mlp, Shift((0, 1) if number == 5 else (0,)))
+
+
+@pytest.mark.parametrize("cls", [ShiftingByNumber, ShiftingByTuple])
+def test_a_layer_that_differs_in_nothing_but_what_it_computes_is_found(cls: Any) -> None:
+    config = config_of("qwen3", num_key_value_heads=2, head_dim=16, num_hidden_layers=6, layer_types=None)
+    assert "not causal" in str(refusal(cls, config))
+
+
+class Table(torch.nn.Module):
+    """An embedding that is no nn.Embedding."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty_like(like.weight))
+
+    def forward(self, ids: Any) -> Any:
+        return self.weight[ids]
+
+
+class OwnTable(Qwen3ForCausalLM):
+    """A model with an embedding of its own kind."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens = Table(self.model.embed_tokens)
+
+
+def test_a_model_with_an_embedding_of_its_own_kind_passes() -> None:
+    assert refusal(OwnTable, config_of("qwen3", num_key_value_heads=2, head_dim=16)) is None
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,18 @@ def test_without_old_logprobs_the_gradient_is_that_of_reinforce_with_the_advanta
     assert report["clip_fraction"].item() == 0
 
 
+@pytest.mark.parametrize("name", ["loss", "entropy", "reward", "lr", "step", "weight"])
+def test_a_metric_of_a_policy_loss_neither_replaces_one_of_rlite_nor_vanishes(name):
+    def own(inputs):
+        return TokenLoss(-inputs.logprobs, {name: torch.full_like(inputs.advantages, 7.0), "own": inputs.advantages})
+
+    logits, data = pack([5, 7, 4])
+    _, report = PolicyLoss(policy_loss=own)(tokens(logits, data), data)
+    assert report[f"policy_loss/{name}"].item() == 7
+    assert name not in report or report[name].item() != 7
+    assert "own" in report
+
+
 def test_a_token_that_the_engine_found_half_as_likely_weighs_at_most_the_cap():
     logits, data = pack([6])
     own = OwnLogprobs()(tokens(logits.detach(), data), data)

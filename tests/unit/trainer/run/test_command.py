@@ -164,6 +164,33 @@ def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
     assert complaint == "rlite sft: ended by SIGTERM. Start it again.\n"
 
 
+BUSY = WAIT.replace(
+    "    time.sleep(60)\n",
+    """
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("busy", flush=True)
+""",
+)
+
+
+def test_the_third_signal_ends_a_process_that_is_busy_with_its_end() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline() == "\n"  # two signals of a kind that are pending would be one
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "busy\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == -signal.SIGTERM
+
+
 def test_end_actions_run_once_and_before_an_error_message() -> None:
     ended: list[str] = []
 
