@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import math
 import os
@@ -133,7 +132,8 @@ def episodes(model: Path, scratch: Path) -> Iterator[Unit]:
     items, workflow = [{"number": number} for number in range(NUM_EPISODES)], rollout_scale.OneAnswer()
 
     def unit() -> None:
-        collector.rollout_batch(items, workflow)
+        for _ in range(4):  # long enough for full garbage collections in both trees
+            collector.rollout_batch(items, workflow)
 
     yield unit
     collector.close()
@@ -199,7 +199,6 @@ def serve(section: str, model: Path) -> None:
             unit()
         print(ANSWER, "ready", flush=True)
         for _ in sys.stdin:
-            gc.collect()
             before = cpu_seconds()
             cost = unit()
             print(ANSWER, cpu_seconds() - before if cost is None else cost, flush=True)

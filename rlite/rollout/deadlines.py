@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -53,12 +54,18 @@ async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T
         UserExit: the code raised SystemExit, KeyboardInterrupt or another exception that is no Exception.
         CancelledError: this call was cancelled, or the code cancelled itself.
     """
-    task = asyncio.ensure_future(work)
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    waiter = loop.create_future()  # lighter than asyncio.wait
+    task.add_done_callback(partial(_release, waiter))
+    timer = None if seconds is None else loop.call_later(seconds, _release, waiter)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await waiter
     except asyncio.CancelledError:
         await _end(task, what)
         raise
+    finally:
+        if timer is not None:
+            timer.cancel()
     if not task.done():
         where = await _end(task, what)
         text = f"{what} did not end in {seconds:g} s"
@@ -98,6 +105,11 @@ async def converted(work: Awaitable[T], seconds: float | None, what: str, errors
     except Exception as error:
         cause = error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
         raise errors["raised"](f"{what} raised {describe(cause)}") from error
+
+
+def _release(waiter: asyncio.Future[None], _: object = None) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def _end(task: asyncio.Future[Any], what: str) -> str:

@@ -52,7 +52,7 @@ class Episode:
 
     def begin(self) -> None:
         """Begin the first attempt."""
-        self.started = self._now()
+        self.started = self.now()
 
     def begin_attempt(self) -> None:
         """Forget what an earlier attempt has written and answered."""
@@ -81,23 +81,15 @@ class Episode:
 
     def end(self) -> None:
         """End the last attempt."""
-        self.ended, self.ended_at = self._now(), time.time()
+        self.ended, self.ended_at = self.now(), time.time()
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Record the time of the block.
+    def span(self, name: str) -> _OpenSpan:
+        """Return a context that records the time of its block.
 
         Args:
             name: generate or reward.
-
-        Yields:
-            None.
         """
-        began = self._now()
-        try:
-            yield
-        finally:
-            self.spans.append((name, began, self._now()))
+        return _OpenSpan(self, name)
 
     def seconds(self, *names: str) -> float:
         """Return the time in which spans of these names were open; overlapping spans count once."""
@@ -129,8 +121,24 @@ class Episode:
         episode.attempt = AttemptHistory.from_state(state.get("attempt", ()))
         return episode
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the seconds after the group's submission."""
         return time.monotonic() - self._submitted
+
+
+class _OpenSpan:
+    """A span of an episode, as long as its block runs. There is one for each request: generators cost more."""
+
+    __slots__ = ("_began", "_episode", "_name")
+
+    def __init__(self, episode: Episode, name: str) -> None:
+        self._episode, self._name = episode, name
+
+    def __enter__(self) -> None:
+        self._began = self._episode.now()
+
+    def __exit__(self, *_: object) -> None:
+        self._episode.spans.append((self._name, self._began, self._episode.now()))
 
 
 _current: ContextVar[Episode | None] = ContextVar("episode", default=None)

@@ -81,7 +81,8 @@ class Episodes:
         if len(trajectories) < self.group.size:
             return None
         try:
-            check_alike(trajectories)
+            if len(trajectories) > 1:
+                check_alike(trajectories)
         except DataError as error:
             raise EpisodeFailed(error) from error
         return trajectories

@@ -6,8 +6,9 @@ each episode, and the metrics would count the one that it can grade.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -76,11 +77,17 @@ class Draws:
         return draw
 
 
-def copied(answer: Answer) -> Answer:
-    """Return an answer, or a chunk of one, with lists of its own."""
-    own: dict[str, Any] = {name: [*values] for name, values in vars(answer).items() if isinstance(values, list)}
-    extras: dict[str, list[Any]] = {name: [*column] for name, column in answer.extras.items()}
-    return replace(answer, **own, extras=extras)
+def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Answer:
+    """Return an answer, or a chunk of one, with lists of its own.
+
+    Args:
+        answer: answer or chunk.
+        kind: `tuple` for an answer that is kept, since Python's garbage collector does not look at tuples of numbers.
+    """
+    own = copy.copy(answer)
+    columns = {name: kind(values) for name, values in vars(own).items() if isinstance(values, list | tuple)}
+    vars(own).update(columns, extras={name: kind(column) for name, column in answer.extras.items()})
+    return own
 
 
 def chunks_of(answer: LLMResponse) -> Iterator[TokenChunk]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from rlite.rollout.collector.draws import Draw, Draws, chunks_of, copied
 from rlite.rollout.collector.group import Group
@@ -81,18 +82,14 @@ class SampleInference:
         """Return the engine's answer to a request with this episode's seed."""
         await self._check_open()
         with self._turn(request, is_stream=False) as (draw, count):
-
-            def note(chunk: TokenChunk) -> None:
-                count(chunk)
-                if on_chunk is not None:
-                    on_chunk(chunk)
-
+            note = count if on_chunk is None else partial(_each, (count, on_chunk))
             if isinstance(draw.answer, LLMResponse):
-                for chunk in chunks_of(draw.answer):
+                answer = copied(draw.answer)
+                for chunk in chunks_of(answer):
                     note(chunk)
-                return replace(copied(draw.answer), metadata=dict(request.metadata))
+                return replace(answer, metadata=dict(request.metadata))
             response = await self._engine.agenerate(self._own(request, draw.seed), note)
-            draw.answer = None if response.stop_reason == "abort" else copied(response)
+            draw.answer = None if response.stop_reason == "abort" else copied(response, tuple)
             return response
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
@@ -108,7 +105,7 @@ class SampleInference:
             async with aclosing(self._engine.stream(self._own(request, draw.seed))) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     count(chunk)
-                    written.append(copied(chunk))
+                    written.append(copied(chunk, tuple))
                     draw.answer = None if chunk.finish_reason in (None, "abort") else written
                     yield chunk
 
@@ -127,7 +124,7 @@ class SampleInference:
             raise RolloutError("the attempt at this episode has ended; its requests are no longer answered")
 
     @contextmanager
-    def _turn(self, request: LLMRequest, is_stream: bool) -> Iterator[tuple[Draw, Callable[[TokenChunk], None]]]:
+    def _turn(self, request: LLMRequest, is_stream: bool) -> Iterator[tuple[Draw, OnChunk]]:
         """Record a wait for the engine.
 
         Args:
@@ -143,20 +140,22 @@ class SampleInference:
         """
         draw = self._draws.begin(request, is_stream, self._seed_of(request), self._engine.get_version())
         episode = self._group.episodes[self._number]
-
-        def count(chunk: TokenChunk) -> None:
-            self._group.tokens[self._number] += len(chunk.token_ids)
-            draw.has_begun |= bool(chunk.token_ids)
-            if write is not None:
-                write(chunk)
-
-        turn = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
         try:
-            with episode.span("generate"), turn as write:
-                yield draw, count
+            with episode.span("generate"):
+                if not self._keeps_tokens:
+                    yield draw, partial(self._count, draw, None)
+                    return
+                with episode.attempt.turn(request.input_ids) as write:
+                    yield draw, partial(self._count, draw, write)
         except (asyncio.CancelledError, GeneratorExit):
             draw.has_begun = True
             raise
+
+    def _count(self, draw: Draw, write: OnChunk | None, chunk: TokenChunk) -> None:
+        self._group.tokens[self._number] += len(chunk.token_ids)
+        draw.has_begun |= bool(chunk.token_ids)
+        if write is not None:
+            write(chunk)
 
     def _seed_of(self, request: LLMRequest) -> int | None:
         turn, seed = next(self._turns), request.gconfig.seed
@@ -168,5 +167,10 @@ class SampleInference:
         extras = request.extras
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")
-        gconfig = replace(request.gconfig, seed=seed)
+        gconfig = request.gconfig if seed == request.gconfig.seed else replace(request.gconfig, seed=seed)
         return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
+
+
+def _each(takers: Sequence[OnChunk], chunk: TokenChunk) -> None:
+    for take in takers:
+        take(chunk)
