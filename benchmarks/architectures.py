@@ -26,10 +26,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import RliteError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.nn.architecture import TOLERANCE, alone, difference, packed, sequences, summary
+from rlite.nn.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences, summary
 from rlite.nn.huggingface import causal_lm_class
-from rlite.nn.miniature import miniature, saved
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from tests.integration.worlds import world
 
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "WRONG", "not built"

@@ -23,8 +23,7 @@ import ray
 import rlite
 from rlite import files
 from rlite.control import BaseTrainer, BaseWorkload, JobResult, RLJobBuilder
-from rlite.control.layout import RoleSize, check_capacity, lay_out
-from rlite.control.roles import RLRoleType
+from rlite.control.spec import RLRoleType, RoleSize, check_capacity, lay_out
 from rlite.recovery.failover import (
     FailoverPolicy,
     JobState,

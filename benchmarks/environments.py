@@ -43,8 +43,7 @@ from transformers import AutoModelForCausalLM
 from rlite.data.reasoning import held_out_split
 from rlite.observability.plots import plot_learning_curve
 from rlite.observability.record.files import FOLDER, TRAIN, record_files
-from rlite.quickstart.teacher import impatient_demonstrations
-from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer, impatient_demonstrations
 
 try:
     from benchmarks.environments_gem import make as make_game

@@ -31,8 +31,7 @@ from rlite.control.spec import HealthOptions, JobSpec
 from rlite.errors import CallTimeout
 from rlite.observability.record.files import record_files
 from rlite.observability.record.schema import ROWS
-from rlite.recovery.faultpoints import FaultBoard
-from rlite.recovery.faults import KINDS, PHASES, Kind, Phase, PhaseFault
+from rlite.recovery.faults import KINDS, PHASES, FaultBoard, Kind, Phase, PhaseFault
 from tests.tiny import build_model_dir
 
 CPUS = 3
@@ -278,7 +277,7 @@ class RolesJob(FaultJob):
 
 
 ENVIRONMENT = """
-from rlite.recovery.faultpoints import FaultBoard
+from rlite.recovery.faults import FaultBoard
 
 async def step(state, action, extra_info):
     FaultBoard(extra_info["out"]).reach("reward", "SANDBOX")

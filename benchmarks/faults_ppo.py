@@ -22,12 +22,12 @@ from rlite import config
 from rlite.data.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
 from rlite.recovery import reporting
-from rlite.recovery.faultpoints import FaultBoard
+from rlite.recovery.faults import FaultBoard
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.lengths import context_limit
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.workflows import context_limit
 from rlite.trainer.run.command import run
 from rlite.trainer.run.launch import init_devices
 

@@ -42,7 +42,7 @@ from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.engine.transport import Layout, Place, read, share, unshare
 from rlite.engine.weight_sync import make_plan
 from rlite.nn.attention import PackedLayout, packed_attention
-from rlite.parallel.memory_usage import device_usage
+from rlite.parallel.host_memory import device_usage
 from rlite.parallel.processes import process_identity
 from rlite.parallel.shards import ParameterShard
 from rlite.trainer.losses import SftLoss

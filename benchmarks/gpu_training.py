@@ -36,7 +36,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss, SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.run.mfu import usage_metrics
+from rlite.trainer.run.report import usage_metrics
 from tests.tiny import build_model_dir
 
 SHAPES: dict[str, dict[str, Any]] = {

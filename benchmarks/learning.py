@@ -32,8 +32,7 @@ from typing import Any
 
 from rlite.data.reasoning import held_out_split, question_of
 from rlite.observability.plots import plot_learning_curve
-from rlite.quickstart.teacher import impatient_demonstrations
-from rlite.quickstart.tiny import build_tiny_qwen3
+from rlite.quickstart.run import build_tiny_qwen3, impatient_demonstrations
 
 NUM_TRAIN, NUM_HELD_OUT, NUM_DPO_PAIRS = 12_000, 512, 6_400
 PPO_STEPS, TEST_FREQ, NUM_TRIED = 40, 4, 256

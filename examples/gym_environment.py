@@ -11,7 +11,7 @@ import sys
 
 import rlite
 from rlite.data.reasoning import build_problems, question_of
-from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import GymEnvironment, GymWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.options import TrainerOptions

@@ -19,7 +19,7 @@ from rlite.algorithms import masked_mean, next_token, on_logprobs
 from rlite.data.sft import sft_rows
 from rlite.data.tables import read_rows
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.quickstart.tiny import build_tiny_qwen3
+from rlite.quickstart.run import build_tiny_qwen3
 
 QUESTION = {"role": "user", "content": "Which colour has the sky?"}
 CHATS = [{"messages": [QUESTION, {"role": "assistant", "content": "Blue."}]}] * 32

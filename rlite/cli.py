@@ -69,7 +69,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "quickstart": Command("rlite.quickstart.run", "rlite.quickstart.options:QuickstartConfig"),
-    "doctor": Command("rlite.doctor.run", "rlite.doctor.options:DoctorConfig"),
+    "doctor": Command("rlite.doctor.run", "rlite.doctor.run:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
     "generate": Command("rlite.trainer.commands.generate", "rlite.trainer.commands.options:GenerateConfig"),

@@ -42,9 +42,8 @@ from pydantic_core import PydanticUndefined
 from rlite import files
 from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
-from rlite.group_names import UNNAMED, by_name, single_or_named
 from rlite.help import Manual, described, help_topic
-from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, nearest_key, set_by
+from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, UNNAMED, by_name, nearest_key, set_by, single_or_named
 
 C = TypeVar("C", bound="Options")
 

@@ -30,12 +30,12 @@ from rlite.data.packs import pack, pair_rows
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, own_tokens
 from rlite.engine.redefinition import take_class
 from rlite.engine.registry import register_executor
-from rlite.engine.train_executor import TrainBackend
+from rlite.engine.train_lifecycle import TrainBackend
 from rlite.engine.workers import Part, RankChoice
 from rlite.errors import ConfigError
+from rlite.nn.base import real_tensors
 from rlite.nn.huggingface import exported_class
-from rlite.nn.meta import real_tensors
-from rlite.parallel.memory_usage import DeviceUsage, device_usage
+from rlite.parallel.host_memory import DeviceUsage, device_usage
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 

@@ -17,7 +17,7 @@ import trl
 
 import rlite
 from rlite.control import BaseTrainer, BaseWorkload, RLJobBuilder
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 
 SAVE_FREQ = 5
 TEXTS = [f"{a} + {b} = {a + b}" for a in range(20) for b in range(20)]

@@ -17,7 +17,7 @@ from pathlib import Path
 import rlite.trainer.ppo
 import rlite.trainer.sft
 from rlite.observability.plots import plot_learning_curve
-from rlite.quickstart.tiny import build_tiny_qwen3
+from rlite.quickstart.run import build_tiny_qwen3
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[1] / "examples" / "environments" / "countdown.py"

@@ -15,12 +15,10 @@ from rlite import lazy
 
 if TYPE_CHECKING:
     from rlite.control.builder import RLJobBuilder
-    from rlite.control.invocation import trainer_invocation
     from rlite.control.job import JobHandle, JobResult, RLJob
-    from rlite.control.role_group import RoleGroup
-    from rlite.control.roles import RLRoleType
-    from rlite.control.spec import JobSpec, RoleSpec
-    from rlite.control.trainer import BaseTrainer
+    from rlite.control.role_group import RoleGroup, trainer_invocation
+    from rlite.control.spec import JobSpec, RLRoleType, RoleSpec
+    from rlite.control.trainer_process import BaseTrainer
     from rlite.control.workload import BaseWorkload
 
 __all__, __getattr__, __dir__ = lazy.exports()

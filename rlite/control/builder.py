@@ -9,8 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlite.control.classes import JobClasses, trainer_class, workload_class
 from rlite.control.job import RLJob
-from rlite.control.roles import RLRoleType
-from rlite.control.spec import JobSpec
+from rlite.control.spec import JobSpec, RLRoleType
 from rlite.errors import ConfigError
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import cloudpickle
 
-from rlite.cluster.interface import Interface, interface_of
-from rlite.control.roles import RLRoleType
-from rlite.control.trainer import BaseTrainer
+from rlite.cluster.launcher import Interface, interface_of
+from rlite.control.spec import RLRoleType
+from rlite.control.trainer_process import BaseTrainer
 from rlite.control.workload import BaseWorkload
 from rlite.errors import ConfigError, did_you_mean
 

@@ -18,14 +18,12 @@ from rlite.config import Natural, Options, load
 from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.plan import TRAINER
-from rlite.control.roles import RLRoleType
-from rlite.control.spec import JobSpec
+from rlite.control.spec import JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.owner import Owner
 from rlite.recovery.failover import JobState
-from rlite.recovery.record import JobRecord, load_record
+from rlite.recovery.record import FileStore, JobRecord, load_record
 from rlite.recovery.reporting import clock
-from rlite.recovery.store import FileStore
 
 JOB_SERVERS = ("http://", "https://")
 STOPPED = 143

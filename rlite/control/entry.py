@@ -24,8 +24,7 @@ from rlite.cluster.guard import own_children
 from rlite.cluster.host import WorkerContext, WorkerFactory
 from rlite.errors import RliteError
 from rlite.owner import Owner
-from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
-from rlite.recovery.store import FileStore
+from rlite.recovery.record import FileStore, JobRecord, LogEntry, load_record, save_record
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,11 @@ from typing import Any
 
 from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
 from rlite.control.entry import JobEntry, keep_record, save_entry
-from rlite.control.layout import check_capacity
 from rlite.control.plan import JobPlan
-from rlite.control.spec import JobSpec
+from rlite.control.spec import JobSpec, check_capacity
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
 from rlite.owner import Owner
-from rlite.recovery.record import JobRecord, LogEntry, forget_old, load_record, save_record
-from rlite.recovery.store import check_name
+from rlite.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""

@@ -28,8 +28,8 @@ from rlite.control.entry import keep_record
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
 from rlite.control.processes import JobProcesses, ProcessView
-from rlite.control.rendezvous import StaleRendezvous
-from rlite.control.roles import RLRoleType
+from rlite.control.role_group import StaleRendezvous
+from rlite.control.spec import RLRoleType
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.recovery.failover import (
     JOB,
@@ -55,9 +55,8 @@ from rlite.recovery.failover import (
     WorkloadsFailed,
     decide,
 )
-from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
+from rlite.recovery.record import JobRecord, LogEntry, StateStore, load_record, save_record
 from rlite.recovery.reporting import TrainerReport
-from rlite.recovery.store import StateStore
 
 logger = logging.getLogger(__name__)
 

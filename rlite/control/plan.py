@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlite.control.classes import PackedClasses
-from rlite.control.layout import Layout
-from rlite.control.roles import RLRoleType
-from rlite.control.spec import JobSpec
+from rlite.control.spec import JobSpec, Layout, RLRoleType
 from rlite.recovery.failover import FailoverPolicy, WorkloadId
 
 TRAINER = "TRAINER"

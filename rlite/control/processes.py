@@ -28,8 +28,8 @@ from rlite.control.entry import JobProcess
 from rlite.control.health import NodeAgent
 from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
 from rlite.control.program import Program
-from rlite.control.rendezvous import Rendezvous
-from rlite.control.roles import RLRoleType
+from rlite.control.role_group import Rendezvous
+from rlite.control.spec import RLRoleType
 from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
 from rlite.control.workload import WorkloadFactory
 from rlite.recovery.failover import WorkloadId

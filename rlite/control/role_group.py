@@ -1,18 +1,95 @@
-"""`RoleGroup`: calls on all workloads of a role, through the worker groups and the dispatch of the engines."""
+"""`RoleGroup`: calls on all workloads of a role, through the worker groups and the dispatch of the engines.
+
+`@trainer_invocation`: how a role group calls a method of a workload.
+
+Rendezvous of the workloads of each role: the address and the port at which the process of rank 0 listens.
+"""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
-from rlite.cluster.group import WorkerGroup
-from rlite.control.invocation import Invocation, invocation_of
-from rlite.control.roles import RLRoleType
+from rlite.cluster.group import WorkerGroup, apply_on_processes
+from rlite.control.spec import RLRoleType
+from rlite.control.workload import hold_port
 from rlite.dispatch import deal
-from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied, did_you_mean
+from rlite.errors import CallTimeout, ConfigError, RliteError, UnknownOptionError, WorkerDied, did_you_mean
+
+Target = Literal["ALL", "RANK0"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """Options of a call from the trainer. Creating one checks them."""
+
+    blocking: bool = True
+    """wait for the results; False returns Ray's object references at once"""
+    is_async: bool = False
+    """if blocking, wait at most `timeout` seconds"""
+    timeout: float = 10
+    """seconds, for `is_async`; then CallTimeout names the late workloads"""
+    target: Target = "ALL"
+    """ALL returns one result for each workload, RANK0 the result of rank 0"""
+    auto_shard: bool = True
+    """split lists that have one item for each target"""
+    pre_func: Callable[..., Any] | None = None
+    """called in the trainer with the arguments; returns the new argument, or a tuple of new arguments"""
+    post_func: Callable[[Any], Any] | None = None
+    """called in the trainer with what the call would return; returns what the call returns instead"""
+
+    def __post_init__(self) -> None:
+        for name in ("blocking", "is_async", "auto_shard"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"trainer_invocation({name}={value!r}): expected True or False")
+        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not is_number or not 0 < self.timeout < float("inf"):
+            raise ConfigError(f"trainer_invocation(timeout={self.timeout!r}): expected a number of seconds above 0")
+        if self.target not in get_args(Target):
+            hint = did_you_mean(str(self.target), get_args(Target))
+            raise ConfigError(f"trainer_invocation(target={self.target!r}): expected 'ALL' or 'RANK0'; {hint}")
+        for name in ("pre_func", "post_func"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ConfigError(f"trainer_invocation({name}={value!r}): expected a function")
+        if not self.blocking and (self.is_async or self.post_func):
+            other = "is_async=True" if self.is_async else "post_func"
+            raise ConfigError(f"trainer_invocation(blocking=False, {other}): without blocking there is no result yet")
+
+
+DEFAULT = Invocation()
+
+
+def trainer_invocation(**options: Any) -> Callable[[Function], Function]:
+    """Return a decorator that states how role groups call a workload's method; `Invocation` has the options.
+
+    Raises:
+        UnknownOptionError: an unknown option.
+        ConfigError: an option's value cannot work.
+    """
+    known = Invocation.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            near = {"pre_function": "pre_func", "post_function": "post_func"}.get(name)
+            hint = f"did you mean {near!r}?" if near else did_you_mean(name, known)
+            raise UnknownOptionError(f"trainer_invocation({name}=...): unknown option; {hint}")
+    invocation = Invocation(**options)
+
+    def mark(function: Function) -> Function:
+        function.__rlite_invocation__ = invocation  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def invocation_of(function: Callable[..., Any]) -> Invocation:
+    """Return how role groups call a method."""
+    return getattr(function, "__rlite_invocation__", DEFAULT)
+
 
 LateReport = Callable[[RLRoleType, list[int], str, float], None]
 """takes role, ranks, method and time-out of a call that was not answered in its declared time"""
@@ -112,3 +189,59 @@ def role_groups(groups: Iterable[RoleGroup]) -> dict[str, RoleGroup]:
 
 class UnboundGroup(RliteError, AttributeError):
     """A role group was used before it exists, or belongs to a role that the job does not have."""
+
+
+class StaleRendezvous(RliteError):
+    """A workload cannot be restarted beside its peers, because their rendezvous is no longer valid."""
+
+
+class Rendezvous:
+    """Rendezvous of all roles.
+
+    Args:
+        timeout: seconds for a process to hold a port.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self.known: dict[RLRoleType, tuple[str, int]] = {}
+        """address and port, by role"""
+
+    def make(self, role: RLRoleType, group: WorkerGroup) -> None:
+        """Let the process of rank 0 hold a free port for new workloads of a role."""
+        address = "127.0.0.1" if _is_on_one_node(group) else group.devices[0].ip
+        self.known[role] = (address, self._hold(group, address, 0))
+
+    def keep(self, role: RLRoleType, group: WorkerGroup, rank: int) -> None:
+        """Check that the rendezvous which the peers of a new workload know is valid, and hold its port for rank 0.
+
+        Args:
+            role: the role.
+            group: its processes.
+            rank: rank of the new workload.
+
+        Raises:
+            StaleRendezvous: the rendezvous is not valid.
+        """
+        if role not in self.known:
+            raise StaleRendezvous(f"no workload of {role} knows the rendezvous of its peers")
+        address, port = self.known[role]
+        now = group.devices[0].ip
+        if address != now and not (address == "127.0.0.1" and _is_on_one_node(group)):
+            raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}, and it is at {now} now")
+        if rank != 0:
+            return
+        try:
+            self._hold(group, address, port)
+        except OSError as error:
+            raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}: {error}") from error
+
+    def _hold(self, group: WorkerGroup, address: str, port: int) -> int:
+        """Return a port that the process of rank 0 holds: this one, or a free one for 0."""
+        calls = [(group, 0, (), (address, port))]
+        (held,) = apply_on_processes(calls, hold_port, [group], "hold a port", self._timeout)
+        return held
+
+
+def _is_on_one_node(group: WorkerGroup) -> bool:
+    return len({device.node for device in group.devices}) == 1

@@ -11,7 +11,7 @@ import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
 from rlite.cluster.host import WorkerContext
-from rlite.control.roles import RLRoleType
+from rlite.control.spec import RLRoleType
 from rlite.errors import RliteError
 
 _held: list[socket.socket] = []

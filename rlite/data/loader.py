@@ -1,4 +1,7 @@
-"""Batches of token rows in a shuffled order, which resume exactly."""
+"""Batches of token rows in a shuffled order, which resume exactly.
+
+Batches of token rows of a streamed table, which resume exactly.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.data.order import shuffled
-from rlite.data.tokens import TokenRows
+from rlite.data.streaming.shuffle import ShuffledStream
+from rlite.data.streaming.table import StreamedTable
+from rlite.data.tokens import TokenRows, joined
 from rlite.errors import ConfigError
 from rlite.wording import counted
 
@@ -71,3 +76,54 @@ class BatchLoader:
             CheckpointError: the state is of other data.
         """
         self._order.load_state_dict(state)
+
+
+class StreamLoader:
+    """Loader of a number of shuffled batches of a streamed table, epoch by epoch.
+
+    As with a `BatchLoader`, an epoch's last batch may be smaller.
+
+    Args:
+        table: the data.
+        batch_size: items in a batch (a preference pair is one item and two rows).
+        seed: seed of the order.
+        num_batches: batches to yield.
+    """
+
+    def __init__(self, table: StreamedTable[TokenRows], batch_size: int, seed: int, num_batches: int) -> None:
+        for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: expected at least 1")
+        self._items: ShuffledStream[TokenRows] = ShuffledStream(table, seed)
+        self._batch_size = batch_size
+        self.num_batches = num_batches
+        """batches in all"""
+        self._num_dealt = 0
+
+    def __str__(self) -> str:
+        """Return how many batches there are, in words."""
+        return "epochs of unknown length, steps"
+
+    @property
+    def num_left(self) -> int:
+        """Batches not yielded yet."""
+        return max(self.num_batches - self._num_dealt, 0)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while self.num_left:
+            items = joined(self._items.take(self._batch_size))
+            self._num_dealt += 1
+            yield items.batch(range(len(items)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position and digests of the data that was read."""
+        return {**self._items.state_dict(), "num_batches": self._num_dealt}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another loader's position.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
+        self._items.load_state_dict(state)
+        self._num_dealt = state["num_batches"]

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlite.data.chat.template import has_chat_template, unread_keys
-from rlite.data.columnar import without_added_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
 from rlite.data.order import Mixture
 from rlite.data.source import Source
 from rlite.data.streaming.table import StreamedTable
-from rlite.data.tables import Row, read_rows
+from rlite.data.tables import Row, read_rows, without_added_nulls
 
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
 

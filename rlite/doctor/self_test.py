@@ -13,11 +13,11 @@ import torch
 
 import rlite
 from rlite.data.sft import sft_rows
-from rlite.doctor.finding import Finding
+from rlite.doctor.run import Finding
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import RliteError
-from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.trainer.losses import OwnLogprobs, SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions

@@ -9,7 +9,7 @@ starts. An engine's life:
     release() ends the workers and frees the devices, from any state.
 
 `workers.py` declares the worker methods for residency and weight sync. `inference_executor.py` declares the backend of
-inference engines, and `train_executor.py` the backend of train engines.
+inference engines, and `train_lifecycle.py` the backend of train engines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlite.cluster.session import Session, current_session, default_options
 from rlite.engine.registry import Backend, Kind, find_backend
 from rlite.engine.workers import Executor, Part, Resident, T, Worker, on_each_process, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
-from rlite.parallel.memory_usage import give_back_cached_memory
+from rlite.parallel.host_memory import give_back_cached_memory
 from rlite.parallel.processes import set_up_device
 from rlite.parallel.shared_memory import check_gpu_sharing
 

@@ -15,13 +15,12 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.masks import check_messages
-from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
+from rlite.data.tokens import raw_prompts
 from rlite.engine.inference_executor import InFlightRequest
-from rlite.engine.outputs import completion, response
+from rlite.engine.outputs import completion, response, score_prompts
 from rlite.engine.replicas.elastic import ElasticReplicas
 from rlite.engine.replicas.router import Policy, least_outstanding
-from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
 from rlite.nn.pretrained import load_tokenizer

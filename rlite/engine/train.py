@@ -14,11 +14,10 @@ from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.microbatches import BatchShare, join_values, split_batch
 from rlite.engine.redefinition import changed_methods, own_methods, redefined, sent_by_value, take_class
-from rlite.engine.train_executor import TrainExecutor
-from rlite.engine.train_lifecycle import TrainLifecycle
+from rlite.engine.train_lifecycle import TrainExecutor, TrainLifecycle
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, is_on_meta
-from rlite.parallel.memory_usage import DeviceUsage
+from rlite.parallel.host_memory import DeviceUsage
 
 YIELDING = ("forward_backward", "optimizer_step")
 """methods of the engine that the module's methods of the same names replace"""

@@ -11,8 +11,7 @@ from statistics import NormalDist, fmean
 
 from rlite.errors import DataError
 from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
-from rlite.rollout.collector.lost_groups import kind_of
-from rlite.rollout.collector.selection import Selection
+from rlite.rollout.collector.lost_groups import Selection, kind_of
 from rlite.wording import counted
 
 

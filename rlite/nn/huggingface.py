@@ -21,13 +21,11 @@ from rlite.algorithms.replay import KeptIds
 from rlite.errors import ConfigError
 from rlite.nn.architecture import check_architecture, check_gpu_kernels, rope_limit
 from rlite.nn.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
-from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.base import BaseTrainModule, CheckpointSource, meta_parameters, real_tensors
 from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
-from rlite.nn.checkpoint_fit import check_plain
 from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
 from rlite.nn.head_logprobs import logprobs_of
-from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.nn.pretrained import load_config
+from rlite.nn.pretrained import check_plain, load_config
 from rlite.parallel.context_parallel import ContextShare
 from rlite.parallel.fsdp import shard_group
 from rlite.parallel.tensor_training import check_split, parallelize

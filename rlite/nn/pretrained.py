@@ -1,13 +1,14 @@
 """The one place that opens model folders, which are the work of strangers.
 
-No code of a folder runs, and nobody is asked whether it may. A folder that cannot be used ends in one message.
+No code of a folder runs, and nobody is asked whether it may. A folder that cannot be used ends in one message. The
+tensors of a checkpoint are compared with the model's, so that none is left out unnoticed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from logging import getLogger
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
@@ -25,10 +28,110 @@ from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
 from rlite.nn.architecture import rope_parts, summary
-from rlite.nn.checkpoint_fit import check_plain
+from rlite.nn.base import meta_parameters, real_tensors
 from rlite.nn.folders import model_folder
-from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.shards import CheckpointReader
+from rlite.wording import counted
+
+PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_QUANTISED = re.compile(r"scale|zero|absmax|quant|packed|g_idx|_blocks$|SCB$")
+_REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
+"""buffers of old checkpoints that every class computes itself"""
+
+
+def check_plain(config: Any, path: str | Path) -> None:
+    """Refuse a checkpoint whose config says that its weights are quantised.
+
+    Args:
+        config: the config of the checkpoint.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the weights are quantised.
+    """
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if (found := vars(part).get(key)) is not None:
+                method = found.get("quant_method") if isinstance(found, Mapping) else None
+                raise CheckpointError(f"{path}: {_quantised(f'its config has {key}, method {method}')}")
+
+
+def check_fit(
+    reader: Any,
+    expected: Collection[str],
+    path: str | Path,
+    model: nn.Module,
+    leaves_out: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Refuse a checkpoint with tensors that the model would leave out or read as other numbers.
+
+    The code that reads the tensors refuses missing ones and other shapes.
+
+    Args:
+        reader: a `CheckpointReader`, or another reader of its interface.
+        expected: the checkpoint's names of the model's parameters.
+        path: the checkpoint, for messages.
+        model: the model; of a transformers class, tied names and names to ignore are known.
+        leaves_out: whether the model leaves out a tensor of this name on purpose.
+
+    Raises:
+        CheckpointError: the message names a tensor and the remedy.
+    """
+    names = set(reader.names())
+    problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)
+    problem = problem or _left_over(reader, sorted(names.difference(expected)), model, leaves_out)
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
+
+
+def _other_type(reader: Any, names: Iterable[str]) -> str | None:
+    wrong = next((name for name in names if reader.dtype(name) not in PLAIN), None)
+    return wrong and _quantised(f"{wrong} is of type {reader.dtype(wrong)}")
+
+
+def _untied(reader: Any, names: Collection[str], model: nn.Module) -> str | None:
+    for name, source in _tied(model).items():
+        if {name, source} <= set(names) and not torch.equal(reader.read(name), reader.read(source)):
+            return (
+                f"the config ties {name} to {source}, and the file holds two different tensors. Set "
+                '"tie_word_embeddings": false in config.json, or write the folder again with save_pretrained()'
+            )
+    return None
+
+
+def _left_over(reader: Any, names: Iterable[str], model: nn.Module, leaves_out: Callable[[str], bool]) -> str | None:
+    """Return a text about the tensors that the model neither has nor makes itself, None if there are none."""
+    tied, buffers = _tied(model), dict(model.named_buffers())
+    ignored = [_REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]
+
+    def is_known(name: str) -> bool:
+        if name in tied or leaves_out(name) or any(re.search(pattern, name) for pattern in ignored):
+            return True
+        return name in buffers and torch.equal(reader.read(name).to(buffers[name]), buffers[name])
+
+    left = [name for name in names if not is_known(name)]
+    if scale := next(filter(_QUANTISED.search, left), None):
+        return _quantised(f"it holds {scale}")
+    if not left:
+        return None
+    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # the class that FSDP extends
+    return (
+        f"it holds {counted(len(left), 'tensor')} that {own.__name__} does not have, such as {left[0]}; they "
+        "would be left out. Use a model whose class has them, or a checkpoint without them"
+    )
+
+
+def _tied(model: nn.Module) -> Mapping[str, str]:
+    """Return tied parameters of a transformers model, each with the name of the parameter that it is tied to."""
+    return model.get_expanded_tied_weights_keys(all_submodels=True) if isinstance(model, PreTrainedModel) else {}
+
+
+def _quantised(reason: str) -> str:
+    return (
+        f"the checkpoint is quantised ({reason}); rlite reads float32, float16 and bfloat16. Use the original, or "
+        "write one: load the model with transformers, call dequantize() and save_pretrained()"
+    )
+
 
 logger = getLogger(__name__)
 _warn_once = cache(logger.warning)

@@ -6,9 +6,11 @@ import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -116,3 +118,28 @@ def _with_block(value: Tensor, block: Tensor) -> Tensor:
     DTensors are built by their constructor, because the mesh's device is not the block's device here.
     """
     return DTensor(block, value._spec, requires_grad=False) if isinstance(value, DTensor) else block
+
+
+@dataclass(frozen=True)
+class DeviceUsage:
+    """A worker's device and its peak memory since the previous query."""
+
+    name: str
+    """name of the device in torch; "cpu" for a CPU slot"""
+    peak_bytes: int
+    """most memory that torch held there in the worker's process; on a CPU slot, what the process holds resident now"""
+
+
+def device_usage(device: torch.device) -> DeviceUsage:
+    """Return this process's usage and, on a GPU, start counting the peak again."""
+    if device.type != "cuda":
+        return DeviceUsage(device.type, psutil.Process().memory_info().rss)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return DeviceUsage(torch.cuda.get_device_name(device), peak)
+
+
+def give_back_cached_memory() -> None:
+    """Return GPU memory that torch only caches in this process to the driver, for other processes."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

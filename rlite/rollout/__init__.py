@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
-    from rlite.rollout.chat.conversation import Conversation
-    from rlite.rollout.chat.multi_turn import MultiTurnWorkflow
+    from rlite.rollout.chat.conversation import Conversation, MultiTurnWorkflow
     from rlite.rollout.chat.transcript import Transcript
     from rlite.rollout.collector.collector import RolloutCollector
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
-    from rlite.rollout.environments.errors import (
+    from rlite.rollout.environments.gym import GymEnvironment
+    from rlite.rollout.environments.step import (
+        Environment,
         EnvironmentCrash,
         EnvironmentFailure,
         EnvironmentInvalid,
@@ -21,11 +22,10 @@ if TYPE_CHECKING:
         EnvironmentRaised,
         EnvironmentTimeout,
     )
-    from rlite.rollout.environments.gym import GymEnvironment
-    from rlite.rollout.environments.step import Environment
     from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
     from rlite.rollout.rewards.adapters import from_trl, from_verl
-    from rlite.rollout.rewards.errors import (
+    from rlite.rollout.rewards.function import RewardFunction
+    from rlite.rollout.rewards.score import (
         RewardCrash,
         RewardError,
         RewardInvalid,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         RewardRaised,
         RewardTimeout,
     )
-    from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow

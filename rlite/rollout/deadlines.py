@@ -2,19 +2,23 @@
 
 `asyncio.timeout` asks its victim: a bare `except:` around an `await` swallows the cancellation, and the caller waits
 forever. Here the caller waits beside the task, and not for its end.
+
+Threads for long texts, so that one long message does not freeze the episodes that share an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
-from functools import partial
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from rlite.sandbox.calls import ErrorKinds
 from rlite.sandbox.child import describe
-from rlite.sandbox.errors import ErrorKinds
 from rlite.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -152,3 +156,28 @@ def stack_of(task: asyncio.Task[Any]) -> str:
             lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}")
         awaited = getattr(awaited, "cr_await", None)
     return "\n".join(lines)
+
+
+SHORT_TEXT = 16_384
+"""characters that are worked on in the event loop: that takes milliseconds, and keeps requests in their order"""
+NUM_THREADS = 4
+"""long texts that are worked on at the same time; further ones wait"""
+
+
+async def beside_loop(num_characters: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, called at once for a short text, else in a thread of a bounded pool.
+
+    Args:
+        num_characters: length of the text.
+        function: synchronous and thread-safe.
+        *arguments: its arguments.
+    """
+    if num_characters <= SHORT_TEXT:
+        return function(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_pool(os.getpid()), partial(function, *arguments))
+
+
+@cache
+def _pool(pid: int) -> ThreadPoolExecutor:
+    """Return the threads of a process; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="rlite-text")

@@ -35,10 +35,8 @@ from typing import Any, BinaryIO
 
 from rlite.errors import own_traceback
 from rlite.sandbox import wire
-from rlite.sandbox.confine import children, confine, end_descendants, number_in, part, silence
-from rlite.sandbox.landlock import restrict
-from rlite.sandbox.made_code import MadeCodeWatch
-from rlite.sandbox.state import ProcessState
+from rlite.sandbox.confine import children, confine, end_descendants, number_in, part, restrict, silence
+from rlite.sandbox.state import MadeCodeWatch, ProcessState
 
 READY, STARTED, TAINTED, PIECE, JUDGED = "ready", "started", "tainted", "piece", "judged"
 VALUE, RAISED, MEMORY, ENDED = "value", "raised", "memory", "ended"

@@ -16,9 +16,8 @@ import cloudpickle
 from rlite.errors import ConfigError, DataError
 from rlite.futures import result_of
 from rlite.observability import trace
-from rlite.sandbox.call import Call, Code
+from rlite.sandbox.calls import SANDBOX_ERRORS, Call, Code, ErrorKinds
 from rlite.sandbox.child import MAX_ANSWER, describe, same
-from rlite.sandbox.errors import SANDBOX_ERRORS, ErrorKinds
 from rlite.sandbox.pool import SandboxPool, shared_pool
 
 MIN_MEMORY_GIB = 0.0625

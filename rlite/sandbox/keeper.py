@@ -16,8 +16,7 @@ import resource
 import signal
 import sys
 
-from rlite.sandbox.confine import end_descendants, follow_parent
-from rlite.sandbox.landlock import restrict
+from rlite.sandbox.confine import end_descendants, follow_parent, restrict
 
 _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 

@@ -32,8 +32,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlite.errors import RliteError
-from rlite.sandbox import child, limits, wire
-from rlite.sandbox.call import Call, ending, take_chunk
+from rlite.sandbox import child, process, wire
+from rlite.sandbox.calls import Call, ending, take_chunk
 from rlite.sandbox.confine import number_in
 from rlite.sandbox.process import Worker
 
@@ -129,7 +129,7 @@ class SandboxPool:
 
     def _wait(self) -> None:
         """Wait for frames, ends of processes, new calls and deadlines, and handle the frames."""
-        for event, ready in self._selector.select(limits.seconds_to_next_check(self._workers, time.monotonic())):
+        for event, ready in self._selector.select(process.seconds_to_next_check(self._workers, time.monotonic())):
             worker = event.data
             if worker is None:
                 self._wake_reader.recv(4096)
@@ -205,7 +205,7 @@ class SandboxPool:
                 worker.answered.clear()
             self._requeue(worker)
         elif kind == child.MEMORY:
-            self._end(worker, *limits.out_of_memory(worker.calls[0], worker.calls[0].result))
+            self._end(worker, *process.out_of_memory(worker.calls[0], worker.calls[0].result))
         elif kind is not None:
             call = worker.calls[0]
             if kind == child.ENDED:
@@ -217,9 +217,9 @@ class SandboxPool:
 
     def _end_late_ones(self) -> None:
         now = time.monotonic()
-        for worker in [worker for worker in self._workers if limits.time_failure(worker, now)]:
+        for worker in [worker for worker in self._workers if process.time_failure(worker, now)]:
             self._receive(worker)  # the answer may be here
-            failure = limits.time_failure(worker, time.monotonic()) if worker in self._workers else None
+            failure = process.time_failure(worker, time.monotonic()) if worker in self._workers else None
             if failure is None:
                 continue
             if failure.outcome:
@@ -229,7 +229,7 @@ class SandboxPool:
 
     def _end_large_ones(self) -> None:
         for worker in list(self._workers):
-            if failure := limits.memory_failure(worker):
+            if failure := process.memory_failure(worker):
                 self._end(worker, *failure)
 
     def _lost(self, worker: Worker, how: str = "") -> None:

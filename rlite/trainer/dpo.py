@@ -19,7 +19,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.batch import with_keys
-from rlite.data.preferences import preference_rows
+from rlite.data.sft import preference_rows
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import DpoLoss
 from rlite.trainer.model.reference import Reference
@@ -29,7 +29,7 @@ from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, Supervi
 class DpoTrainer(SupervisedTrainer[DpoConfig]):
     """Trainer of a policy that prefers the chosen answer to the rejected one, relative to a reference.
 
-    Its rows are pairs (`rlite.data.preferences.preference_rows`).
+    Its rows are pairs (`rlite.data.sft.preference_rows`).
     """
 
     name = "dpo"

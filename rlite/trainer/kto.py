@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlite.algorithms import kto_reference_point
 from rlite.batch import with_keys
-from rlite.data.labels import labelled_rows, longest_mismatch, mismatched
+from rlite.data.sft import labelled_rows, longest_mismatch, mismatched
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
@@ -36,7 +36,7 @@ DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"
 class KtoTrainer(SupervisedTrainer[KtoConfig]):
     """Trainer of a policy that makes desirable answers likelier, and the others less likely, than a reference does.
 
-    Its rows are labelled answers (`rlite.data.labels.labelled_rows`).
+    Its rows are labelled answers (`rlite.data.sft.labelled_rows`).
     """
 
     name = "kto"

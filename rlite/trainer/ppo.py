@@ -28,7 +28,7 @@ from torch import Tensor
 from rlite import config
 from rlite.batch import with_keys
 from rlite.cluster.session import has_session
-from rlite.data.chat.clock import CLOCK
+from rlite.data.chat.template import CLOCK
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
@@ -43,24 +43,17 @@ from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.critic import Critic
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.evaluation import Ended, make_evaluations
-from rlite.trainer.rl.evaluation_sets import make_sets
-from rlite.trainer.rl.kl_coef_state import KlCoefficient
-from rlite.trainer.rl.lengths import check_lengths
-from rlite.trainer.rl.logprob_passes import LogprobPasses
-from rlite.trainer.rl.prompts import read_prompts
+from rlite.trainer.rl.evaluation import Ended, make_evaluations, make_sets, with_selected
+from rlite.trainer.rl.logprob_passes import Critic, KlCoefficient, LogprobPasses
 from rlite.trainer.rl.record import RunRecord
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
 from rlite.trainer.rl.report import batch_plan
-from rlite.trainer.rl.rollout_metrics import mean_reward
-from rlite.trainer.rl.rollouts import make_rollouts
-from rlite.trainer.rl.selection import with_selected
-from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
+from rlite.trainer.rl.rollouts import make_rollouts, mean_reward, read_prompts
+from rlite.trainer.rl.workflows import check_lengths, held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.launch import serve_if_worker, session_of
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.start_time import started_at
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 from typing import Any
 
-from rlite.data.preferences import preference_rows
+from rlite.data.sft import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer
@@ -29,7 +29,7 @@ from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, Supervi
 class RmTrainer(SupervisedTrainer[RmConfig]):
     """Trainer of a reward model that scores the chosen answer above the rejected one.
 
-    Its rows are pairs (`rlite.data.preferences.preference_rows`).
+    Its rows are pairs (`rlite.data.sft.preference_rows`).
     """
 
     name, key = "rm", "critic"

@@ -9,8 +9,7 @@ A row of data holds `prompt` and `response`, or `messages`, of which every turn 
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import run_module
-from rlite.trainer.run.program_objects import ProgramObjects
+from rlite.trainer.run.command import ProgramObjects, run_module
 from rlite.trainer.supervised_options import SftConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
@@ -27,10 +26,8 @@ from rlite.evaluation.sets import Evaluation, EvaluationSet
 from rlite.nn.pretrained import load_tokenizer
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.answered_sets import Generation, read_generated, stopping
-from rlite.trainer.held_out.evaluation_plan import answers_plan, topic_of
-from rlite.trainer.held_out.options import prefixed
-from rlite.trainer.held_out.prompt_options import GeneratedOptions
-from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
+from rlite.trainer.held_out.options import GeneratedOptions, prefixed
+from rlite.trainer.held_out.prompt_sets import ACCURACIES, answers_plan, reported_metrics, topic_of
 from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.run.evaluation_record import EvaluationRecord

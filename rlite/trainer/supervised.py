@@ -14,34 +14,30 @@ from torch import Tensor
 
 import rlite
 from rlite import config
-from rlite.data.chat.clock import CLOCK
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.template import check_template_options
+from rlite.data.chat.template import CLOCK, check_template_options
 from rlite.data.formats.table import RowKind
-from rlite.data.loader import BatchLoader
+from rlite.data.loader import BatchLoader, StreamLoader
 from rlite.data.packs import sequence_lengths
 from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
-from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
-from rlite.group_names import UNNAMED
 from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.observability import stats_tracker
+from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.evaluation_plan import losses_plan, topic_of
 from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
-from rlite.trainer.held_out.schedule import EvaluationSchedule
+from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, losses_plan, topic_of
 from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.model.reference import Reference
 from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.launch import serve_if_worker, session_of
-from rlite.trainer.run.model_plan import data_plan, model_plan
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
-from rlite.trainer.run.report import ReportedMetrics
+from rlite.trainer.run.report import ReportedMetrics, data_plan, model_plan
 from rlite.trainer.run.start_time import started_at
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig

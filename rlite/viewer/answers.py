@@ -12,13 +12,9 @@ import pyarrow.compute as pc
 
 from rlite.arguments import flat
 from rlite.viewer.advisories import RECENT, advisories
-from rlite.viewer.evaluation import results
-from rlite.viewer.lanes import timeline
-from rlite.viewer.plain import jsonable
-from rlite.viewer.prompts import item, items
-from rlite.viewer.query import Query, UnknownPlace
-from rlite.viewer.run import ViewedRun
-from rlite.viewer.tables import (
+from rlite.viewer.prompts import item, items, results
+from rlite.viewer.query import Query, UnknownPlace, jsonable
+from rlite.viewer.results import (
     columns,
     evaluated_scores,
     lost_rows,
@@ -31,6 +27,8 @@ from rlite.viewer.tables import (
     statuses_by_step,
     train_rewards,
 )
+from rlite.viewer.run import ViewedRun
+from rlite.viewer.trace import timeline
 
 TRAIN = "train"
 MAX_HITS = 200

@@ -15,9 +15,8 @@ import pyarrow.compute as pc
 
 from rlite.errors import DataError
 from rlite.observability.record.reader import MAX_PART, read_file_part
-from rlite.sandbox.call import Call, Code
+from rlite.sandbox.calls import Call, Code, SandboxError
 from rlite.sandbox.child import printable
-from rlite.sandbox.errors import SandboxError
 from rlite.sandbox.pool import shared_pool
 
 MEMORY = 2 << 30

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from rlite.errors import ConfigError
 from rlite.observability.record.reader import SEGMENTS
+from rlite.viewer.results import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
-from rlite.viewer.tables import PARTS, reward_parts
 
 try:
     import pandas as pd

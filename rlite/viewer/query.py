@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from rlite.errors import DataError
 
@@ -69,3 +70,21 @@ class Query:
         if not math.isfinite(found):
             raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
         return found
+
+
+def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: None) -> Any:
+    """Return a value of which `json.dumps(..., allow_nan=False)` makes JSON. Values of unknown types become texts.
+
+    Args:
+        value: any value.
+        not_finite: what stands for a number that is not finite; nothing by default.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else not_finite(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item, not_finite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item, not_finite) for item in value]
+    return str(value)

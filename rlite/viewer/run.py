@@ -10,7 +10,7 @@ from rlite import files
 from rlite.arguments import read_saved
 from rlite.errors import ConfigError
 from rlite.observability.record.files import FOLDER as RECORD
-from rlite.observability.record.gaps import read_gaps
+from rlite.observability.record.files import read_gaps
 from rlite.observability.record.reader import RecordReader, is_recorded
 from rlite.owner import LOCK, read_owner
 from rlite.viewer.aside import read_part_aside

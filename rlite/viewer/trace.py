@@ -1,20 +1,285 @@
-"""The trace of a run, read while it grows."""
+"""The trace of a run, read while it grows.
+
+Lanes of a trace: who was busy, who waited, and how much was in flight. No files here.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlite import files
 from rlite.observability.trace import earlier_traces
-from rlite.viewer.lanes import Layout, layout
 from rlite.wording import counted
+
+Event = Mapping[str, Any]
+Span = tuple[float, float, str, int]
+"""start and end in seconds, name, and depth: the number of spans around it"""
+PIXELS = 1500
+"""spans of a window that are narrower than this share of it are drawn together"""
+BINS = 300
+"""number of bins in a lane of concurrent work"""
+TOP = 12
+"""names in the table of times"""
+WAITS = re.compile("wait|held|idle")
+"""names of spans in which nothing is done"""
+
+
+@dataclass
+class Lane:
+    """A row of the trace, whose spans nest."""
+
+    process: str
+    name: str
+    spans: list[Span] = field(default_factory=list)
+    """in the order of their starts"""
+
+    def between(self, start: float, end: float) -> Sequence[Span]:
+        """Return the spans that overlap a time, and perhaps some that ended before it."""
+        return self.spans[bisect_left(self._reach, start) : bisect_right(self._starts, end)]
+
+    @cached_property
+    def _starts(self) -> list[float]:
+        return [span[0] for span in self.spans]
+
+    @cached_property
+    def _reach(self) -> list[float]:
+        """The latest end among the spans up to each one."""
+        return list(accumulate((span[1] for span in self.spans), max))
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a trace, in seconds."""
+
+    start: float
+    end: float
+
+    def cut(self, lane: Lane) -> Iterator[Span]:
+        """Return the spans of a lane that overlap the window."""
+        return (span for span in lane.between(self.start, self.end) if span[1] >= self.start)
+
+    def within(self, start: float, end: float) -> float:
+        """Return the seconds of a span that lie in the window."""
+        return max(0.0, min(end, self.end) - max(start, self.start))
+
+    @property
+    def length(self) -> float:
+        """Seconds of the window, at least a microsecond."""
+        return max(self.end - self.start, 1e-6)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A trace as lanes, from which every window is cut."""
+
+    lanes: Sequence[Lane] = ()
+    flights: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """spans of work in flight by kind and stage"""
+
+    @cached_property
+    def first(self) -> float:
+        """Start of the first span, in seconds."""
+        return min((start for start, _ in self._times()), default=0.0)
+
+    @cached_property
+    def last(self) -> float:
+        """End of the last span, in seconds."""
+        return max((end for _, end in self._times()), default=0.0)
+
+    def _times(self) -> Iterator[tuple[float, float]]:
+        yield from (span[:2] for lane in self.lanes for span in lane.spans)
+        yield from (span for own in self.flights.values() for span in own)
+
+
+def layout(events: Sequence[Event]) -> Layout:
+    """Return the lanes of a trace.
+
+    Args:
+        events: events of the trace.
+    """
+    return Layout(lanes_of(events), flights_of(events))
+
+
+def timeline(trace: Layout, start: float | None = None, end: float | None = None) -> dict[str, Any]:
+    """Return what a window of a trace shows.
+
+    Args:
+        trace: lanes of the trace.
+        start: begin of the window in seconds; None is the trace's.
+        end: end of the window in seconds; None is the trace's.
+
+    Returns:
+        The window, lanes of spans, lanes of concurrent work, and the names that took the most time.
+    """
+    window = Window(trace.first if start is None else start, trace.last if end is None else end)
+    return {
+        "start": window.start,
+        "end": window.end,
+        "first": trace.first,
+        "last": trace.last,
+        "lanes": [_drawn(lane, window) for lane in trace.lanes],
+        "flights": [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())],
+        "times": _times(trace.lanes, window),
+    }
+
+
+def lanes_of(events: Iterable[Event]) -> list[Lane]:
+    """Return the rows of a trace that have spans, by process and row."""
+    names: dict[tuple[Any, ...], str] = {}
+    rows: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "M":
+            names[event["name"], event["pid"], event["tid"]] = str(event["args"]["name"])
+        elif event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append(event)
+    return [
+        Lane(
+            names.get(("process_name", pid, 0), f"process {pid}"),
+            names.get(("thread_name", pid, tid), f"row {tid}"),
+            list(_nested(rows[pid, tid])),
+        )
+        for pid, tid in sorted(rows)
+    ]
+
+
+def flights_of(events: Iterable[Event]) -> dict[str, list[tuple[float, float]]]:
+    """Return the spans of work in flight by kind and stage, such as "group: running"."""
+    begun: dict[Any, list[tuple[str, float]]] = defaultdict(list)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    last = 0.0
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        last = max(last, event.get("ts", 0.0) / 1e6)
+        if event["ph"] == "b":
+            begun[event["id"]].append((_stage(event), event["ts"] / 1e6))
+        elif event["ph"] == "e" and begun[event["id"]]:
+            stage, start = begun[event["id"]].pop()
+            found[stage].append((start, event["ts"] / 1e6))
+    for spans in begun.values():  # the trace goes on, or was cut off
+        for stage, start in spans:
+            found[stage].append((start, last))
+    return dict(found)
+
+
+def _stage(event: Event) -> str:
+    kind, name = str(event.get("cat", "")), str(event["name"])
+    return kind if not kind or name == kind or name.startswith(f"{kind} ") else f"{kind}: {name}"
+
+
+def _nested(events: Iterable[Event]) -> Iterator[Span]:
+    ends: list[float] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        start = event["ts"] / 1e6
+        end = start + event["dur"] / 1e6
+        while ends and ends[-1] <= start + 1e-9:
+            ends.pop()
+        yield start, end, str(event["name"]), len(ends)
+        ends.append(end)
+
+
+def _drawn(lane: Lane, window: Window) -> dict[str, Any]:
+    """Return a lane with its spans in a window; narrow neighbours of one depth become one span without a name."""
+    narrow = window.length / PIXELS
+    spans: list[list[Any]] = []
+    newest: dict[int, list[Any]] = {}
+    for start, end, name, depth in window.cut(lane):
+        before = newest.get(depth)
+        if before and end - start < narrow and before[2] is None and start - before[1] < narrow:
+            before[1], before[4] = max(before[1], end), before[4] + 1
+            continue
+        drawn = [start, end, name if end - start >= narrow else None, depth, 1, name]
+        newest[depth] = drawn
+        spans.append(drawn)
+    for span in spans:
+        span[2] = span[2] or (span[5] if span[4] == 1 else f"{span[4]} short spans")
+    kept = [[round(span[0], 6), round(span[1], 6), span[2], span[3]] for span in spans]
+    return {"process": lane.process, "name": lane.name, "busy": _busy(lane, window) / window.length, "spans": kept}
+
+
+def _most_at_once(spans: Iterable[tuple[float, float]], window: Window) -> int:
+    """Return how many spans are open at most at one time of a window."""
+    inside = [span for span in spans if span[1] >= window.start and span[0] <= window.end]
+    changes = sorted([*((start, 1) for start, _ in inside), *((end, -1) for _, end in inside)])
+    return max(accumulate(change for _, change in changes), default=0)
+
+
+def _busy(lane: Lane, window: Window) -> float:
+    """Return the seconds of a lane in which a span is open that does not wait, and no span inside of it waits."""
+    total, outermost = 0.0, None
+    for start, end, name, depth in window.cut(lane):
+        if outermost is not None and depth > outermost:
+            continue  # inside of a wait
+        outermost = depth if WAITS.search(name) else None
+        if depth == 0 and outermost is None:
+            total += window.within(start, end)
+        elif depth > 0 and outermost is not None:
+            total -= window.within(start, end)
+    return total
+
+
+def _own_seconds(lane: Lane, window: Window) -> Iterator[tuple[str, float, float]]:
+    """Return name and seconds of each span of a lane, with and without the spans inside of it."""
+    spans = list(window.cut(lane))
+    seconds = [window.within(start, end) for start, end, _, _ in spans]
+    own = list(seconds)
+    around: list[int] = []  # indices of the open spans
+    for index, (_, _, _, depth) in enumerate(spans):
+        del around[depth:]
+        if around:
+            own[around[-1]] -= seconds[index]
+        around.append(index)
+    return zip((name for _, _, name, _ in spans), seconds, own, strict=True)
+
+
+def _concurrency(name: str, spans: Sequence[tuple[float, float]], window: Window) -> dict[str, Any]:
+    """Return how many spans are open in each bin of a window, on average."""
+    edges = np.linspace(0.0, window.length, BINS + 1)
+    times = np.array(spans, float).reshape(-1, 2) - window.start
+    begun, ended = (_seconds_since(column, edges) for column in np.clip(times, 0.0, window.length).T)
+    counts = (np.diff(begun - ended) * BINS / window.length).round(3)
+    return {"name": name, "counts": counts.tolist(), "most": _most_at_once(spans, window), "number": len(spans)}
+
+
+def _seconds_since(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return for each edge the sum of the seconds that have passed since each earlier time."""
+    ordered = np.sort(times)
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    passed = np.searchsorted(ordered, edges)
+    return passed * edges - sums[passed]
+
+
+def _times(lanes: Iterable[Lane], window: Window) -> list[dict[str, Any]]:
+    """Return the names that took the most time of each process, with and without the time of spans inside of them."""
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for lane in lanes:
+        for name, whole, own in _own_seconds(lane, window):
+            seconds[lane.process, name].append((whole, own))
+    totals = [(sum(own for _, own in spans), sum(whole for whole, _ in spans), key) for key, spans in seconds.items()]
+    return [
+        {
+            "process": process,
+            "name": name,
+            "seconds": whole,
+            "own": own,
+            "count": len(seconds[process, name]),
+            "share": own / window.length,
+        }
+        for own, whole, (process, name) in sorted(totals, reverse=True)[:TOP]
+    ]
+
 
 TRACE = "trace.json"
 MAX_EVENTS = 300_000

@@ -21,13 +21,12 @@ BATCHES = {"batch", "packed", "trajectory", "rows", "row", "joined", "spare", "c
 PACKS = {"data"}
 """name of a pack in losses and modules; elsewhere it is an item"""
 OTHERS = {
-    "rlite/data/preferences.py": {"messages", "prompt", "tools"},
+    "rlite/data/sft.py": {"completion", "messages", "prompt", "tools"},
     "rlite/engine/fsdp2/batch_runner.py": {"params"},
-    "rlite/evaluation/rows.py": {
+    "rlite/evaluation/sets.py": {
         *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
-        "score",
-    }
-    | {"tokens"},
+        *("score", "tokens"),
+    },
     "rlite/rollout/record/tables.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
@@ -60,7 +59,7 @@ def keys_in(path: Path) -> Iterator[tuple[str, str]]:
 def modules() -> list[Path]:
     parts = ("chat", "collector", "environments", "openai", "record", "tools")
     folders = (*(f"rollout/{part}" for part in parts), "evaluation", "trainer", "engine", "nn", "algorithms")
-    files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/preferences.py"]
+    files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
     found = [path for folder in folders for path in (ROOT / "rlite" / folder).rglob("*.py")]
     return [*found, *(ROOT / "rlite" / name for name in files)]
 

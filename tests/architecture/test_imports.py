@@ -17,7 +17,7 @@ HOMES = {
     "ray": "rlite/cluster/ray/",
     "vllm": "rlite/engine/vllm/",
     "sglang": "rlite/engine/sglang/",
-    "peft": ("rlite/nn/lora.py", "rlite/nn/lora_merge.py"),
+    "peft": ("rlite/nn/lora.py", "rlite/nn/lora.py"),
     "liger_kernel": "rlite/nn/liger.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",

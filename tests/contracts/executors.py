@@ -15,7 +15,7 @@ from rlite.cluster.group import WorkerGroup
 from rlite.engine.embedded.replica import PumpedWorker
 from rlite.engine.registry import register_executor
 from rlite.engine.sglang.replica import ServerWorker
-from rlite.engine.vllm.replica import FetchedWorker
+from rlite.engine.vllm.backend import FetchedWorker
 from tests.third_party_executor.replica import PushedWorker
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from rlite import NeedParallel, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.engine.registry import find_backend, register_executor, registered_executors
-from rlite.engine.train_executor import TrainBackend, TrainExecutor
+from rlite.engine.train_lifecycle import TrainBackend, TrainExecutor
 from rlite.errors import ConfigError, ResidencyError, RliteError
 from rlite.parallel.dims import ParallelDims
 from tests import third_party_pipeline as pipeline

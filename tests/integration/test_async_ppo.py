@@ -6,7 +6,7 @@ import pytest
 
 import rlite
 from rlite.errors import ConfigError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer

@@ -16,10 +16,9 @@ import rlite
 from rlite import RliteInferenceEngine
 from rlite.cluster.group import apply_on_processes
 from rlite.config import load
-from rlite.data.preferences import preference_rows
-from rlite.data.sft import sft_rows
+from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CheckpointError, DivergedError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.ppo import PpoTrainer

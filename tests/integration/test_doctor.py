@@ -9,9 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from rlite.cli import main
-from rlite.doctor.machine import GIB, space_of
-from rlite.doctor.packages import needed, state_of
-from rlite.doctor.run import attempt
+from rlite.doctor.run import GIB, attempt, needed, space_of, state_of
 
 REQUIREMENTS = [
     Requirement(line)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import rlite
 from rlite.errors import ConfigError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.options import TrainerOptions

@@ -14,7 +14,7 @@ import pytest
 
 import rlite
 from rlite.imports import import_own_code
-from rlite.quickstart.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, LLMRequest, ScriptedEngine
 from rlite.rollout.environments.file import EnvironmentFile
 from rlite.rollout.registry import WORKFLOWS

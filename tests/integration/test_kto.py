@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite.config import load
-from rlite.data.labels import labelled_rows
+from rlite.data.sft import labelled_rows
 from rlite.errors import ConfigError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.kto import KtoTrainer
 from rlite.trainer.supervised_options import KtoConfig
 from tests.integration.worlds import world

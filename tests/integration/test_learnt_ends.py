@@ -13,7 +13,7 @@ import rlite
 from rlite.config import load
 from rlite.engine.vllm import worker as vllm_worker
 from rlite.nn.pretrained import end_ids
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.kto import KtoConfig, KtoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.config import load
-from rlite.data.preferences import preference_rows
-from rlite.data.sft import sft_rows
+from rlite.data.sft import preference_rows, sft_rows
 from rlite.engine.weight_sync import Transport, sync_weights
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.losses import OwnLogprobs

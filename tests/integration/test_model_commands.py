@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import rlite
 from rlite.cli import main
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from tests.tiny import build_model_dir
 
 IDS = torch.tensor([[11, 12, 13, 200, 7, 91, 4, 77, 8]])

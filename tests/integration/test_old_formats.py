@@ -30,8 +30,7 @@ from rlite.nn import LoraOptions
 from rlite.observability.record.files import record_files
 from rlite.observability.record.reader import RecordReader
 from rlite.observability.sinks.jsonl import read_metrics
-from rlite.recovery.record import load_record
-from rlite.recovery.store import FileStore
+from rlite.recovery.record import FileStore, load_record
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.kto import KtoConfig
 from rlite.trainer.model.modules import policy_module

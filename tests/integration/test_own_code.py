@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 
 import rlite
 from rlite.config import load
-from rlite.data.preferences import preference_rows
-from rlite.data.sft import sft_rows
+from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CallbackError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer

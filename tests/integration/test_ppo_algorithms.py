@@ -9,7 +9,7 @@ import torch
 
 import rlite
 from rlite.batch import KEYS
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
 from rlite.trainer.options import TrainerOptions

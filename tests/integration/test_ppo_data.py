@@ -11,7 +11,7 @@ import pytest
 
 import rlite
 from rlite.errors import DataError
-from rlite.quickstart.tiny import CHATML
+from rlite.quickstart.run import CHATML
 from rlite.trainer import ppo
 from tests.agents import tokenizer_with
 from tests.recorded import recorded

@@ -14,7 +14,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, next_token, on_logprobs
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import critic_module, policy_module

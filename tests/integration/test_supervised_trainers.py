@@ -23,15 +23,13 @@ import rlite
 from rlite import cli, viewer
 from rlite.cluster.session import Session
 from rlite.config import load
-from rlite.data.labels import labelled_rows
 from rlite.data.loader import BatchLoader
-from rlite.data.preferences import preference_rows
-from rlite.data.sft import sft_rows
+from rlite.data.sft import labelled_rows, preference_rows, sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.cpo import CpoConfig, CpoTrainer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.kto import KtoConfig, KtoTrainer

@@ -21,7 +21,7 @@ import torch
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.placement import Device
 from rlite.control.role_group import RoleGroup, role_groups
-from rlite.control.roles import RLRoleType
+from rlite.control.spec import RLRoleType
 from rlite.control.workload import WorkloadFactory
 from tests.peers import conftest
 from tests.peers.conftest import ABSENT, stand_ins

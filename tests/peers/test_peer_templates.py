@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from rlite.data.chat.masks import ChatEncoder
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 
 pytestmark = pytest.mark.peers
 FOLDER = Path(sys.prefix) / "peers/trl/chat_templates"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rlite.cluster.host import WorkerContext
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError
-from rlite.nn.meta import real_tensors
+from rlite.nn.base import real_tensors
 from rlite.parallel.shards import ParameterShard
 from rlite.types import PromptLogprobs
 

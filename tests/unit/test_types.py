@@ -11,7 +11,7 @@ import torch
 from transformers import BatchEncoding
 
 from rlite.errors import DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.types import LLMRequest
 

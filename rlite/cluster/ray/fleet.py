@@ -26,7 +26,7 @@ from rlite.cluster.host import Outcome, WorkerKey
 from rlite.cluster.placement import DeviceKind
 from rlite.cluster.ray.host import HostActor, RayHandle
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, PlacementError, RliteError
-from rlite.recovery.store import FileStore, MemoryStore, StateStore
+from rlite.recovery.record import FileStore, MemoryStore, StateStore
 
 NAMESPACE = "rlite"
 SERVICE_KEY: WorkerKey = ("service", 0)

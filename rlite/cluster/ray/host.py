@@ -17,7 +17,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from rlite.cluster.group import AbsentHandle
 from rlite.cluster.guard import end_at_sigterm
 from rlite.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
-from rlite.cluster.interface import Interface, Method
+from rlite.cluster.launcher import Interface, Method
 from rlite.cluster.preemption import TerminationNotice
 from rlite.cluster.ray.connection import ControlService
 from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError

@@ -1,11 +1,17 @@
-"""The ends of learnt answers, compared with the tokens at which the model stops."""
+"""The ends of learnt answers, compared with the tokens at which the model stops.
+
+Special tokens in messages: a chat template would turn `<|im_end|>` in a message into the end of a turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlite.errors import ConfigError, DataError
 from rlite.wording import counted
@@ -128,3 +134,129 @@ class LearntEnds:
 
     def _names(self, tokens: Collection[int]) -> str:
         return ", ".join(repr(self._tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens)) or "none"
+
+
+BREAK = f"\U000f1ce5{secrets.randbits(64)}\U000f1ce6"
+"""stands within the name of a special token that is plain text; random, so that no text holds it"""
+_ALIAS = f"\U000f1ce7{secrets.randbits(64)}-"
+"""begins the other names of special tokens"""
+
+
+class EscapingTokenizer:
+    """Tokenizer whose chat template leaves special tokens in messages as plain text.
+
+    Use it in place of the tokenizer in workflows, sessions and `ChatEncoder`. Tools are escaped, and every message
+    except the assistant's. Text without special tokens gives the same tokens as before. Raw text is not escaped.
+
+    Args:
+        tokenizer: a fast tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer is slow.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.is_fast:
+            raise ConfigError(f"{type(tokenizer).__name__} is no fast tokenizer, which escape_special_tokens needs")
+        self._tokenizer = tokenizer
+        special = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._names = sorted(filter(None, special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        # a copy that knows the special tokens of the template by other names, and by their own names none
+        self._aliases = {name: f"{_ALIAS}{number}-" for number, name in enumerate(self._names)}
+        self._plain: Any = copy.deepcopy(tokenizer)
+        self._plain.add_tokens([_renamed(special[name], alias) for name, alias in self._aliases.items()])
+        self._plain.split_special_tokens = True
+        self._plain.backend_tokenizer.encode_special_tokens = True  # now: no call of any thread changes it later
+        self._ids = {
+            self._plain.convert_tokens_to_ids(alias): tokenizer.convert_tokens_to_ids(name)
+            for name, alias in self._aliases.items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # a copy in the making
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any) -> Any:
+        """Render a conversation as the tokenizer does, with special tokens in messages escaped.
+
+        Args:
+            conversation: the messages.
+            tools: JSON schemas, or None.
+            tokenize: return a list of tokens instead of text.
+            options: further keyword arguments for the tokenizer's `apply_chat_template`.
+
+        Returns:
+            A list of tokens, or text with BREAK in the names of special tokens that are plain text.
+        """
+        messages = [message if message["role"] == "assistant" else self._escaped(message) for message in conversation]
+        kept = {key: value for key, value in options.items() if key not in ("return_dict", "return_tensors")}
+        text = self._tokenizer.apply_chat_template(messages, tools=self._escaped(tools), tokenize=False, **kept)
+        return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        """Tokenise rendered text, or a list of texts.
+
+        Args:
+            text: as `apply_chat_template` rendered it. Offsets refer to this text.
+            options: keyword arguments for the tokenizer.
+
+        Returns:
+            `input_ids` and the other keys that the tokenizer returns.
+        """
+        if not isinstance(text, str):
+            rows = [self(one, **options) for one in text]
+            return {key: [row[key] for row in rows] for key in (rows[0] if rows else ("input_ids",))}
+        if BREAK not in text:
+            return dict(self._tokenizer(text, **options))
+        renamed, origin = self._rename(text)
+        encoded: dict[str, Any] = dict(self._plain(renamed, **options))
+        encoded["input_ids"] = [self._ids.get(token, token) for token in encoded["input_ids"]]
+        if "offset_mapping" in encoded:
+            encoded["offset_mapping"] = [
+                (origin[start], origin[end - 1] + 1) if end > start else (origin[start], origin[start])
+                for start, end in encoded["offset_mapping"]
+            ]
+        return encoded
+
+    def _rename(self, text: str) -> tuple[str, list[int]]:
+        """Return the text without BREAK and with aliases of special tokens, and the old place of each character."""
+        parts: list[str] = []
+        origin: list[int] = []
+        at = 0
+        for found in re.finditer(f"{BREAK}|{self._special.pattern}", text):
+            start, end = found.span()
+            parts.append(text[at:start])
+            origin += range(at, start)
+            if found[0] != BREAK:
+                alias = self._aliases[found[0]]
+                parts.append(alias)
+                origin += [start] * (len(alias) - 1) + [end - 1]
+            at = end
+        return "".join([*parts, text[at:]]), [*origin, *range(at, len(text) + 1)]
+
+    def _escaped(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._escaped_text(value)
+        if isinstance(value, Mapping):
+            return {key: part if key == "role" else self._escaped(part) for key, part in value.items()}
+        if isinstance(value, Sequence):
+            return [self._escaped(part) for part in value]
+        return value
+
+    def _escaped_text(self, text: str) -> str:
+        text = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+        # what the template writes next to it may make a name of it
+        ends = any(text.endswith(name[:size]) for name in self._names for size in range(1, len(name)))
+        begins = any(text.startswith(name[-size:]) for name in self._names for size in range(1, len(name)))
+        return BREAK * begins + text + BREAK * ends
+
+
+def plain_text(text: str) -> str:
+    """Return a rendered text as a person reads it, without BREAK."""
+    return text.replace(BREAK, "")
+
+
+def _renamed(token: Any, name: str) -> AddedToken:
+    return AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False)

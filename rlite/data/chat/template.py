@@ -1,11 +1,15 @@
-"""The chat template of a tokenizer: the one place that renders conversations and finds messages in the text."""
+"""The chat template of a tokenizer: the one place that renders conversations and finds messages in the text.
+
+The time that templates write is that of the clock, or a fixed time, so that a run has one date.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
@@ -13,12 +17,59 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.clock import CLOCK
 from rlite.data.chat.forms import Message, forms_of
 from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
-from rlite.data.chat.raw import TextTokenizer
 from rlite.data.chat.template_limits import check_constants, limited
+from rlite.data.tokens import TextTokenizer
 from rlite.errors import ConfigError, DataError
+
+_FUNCTION = "strftime_now"
+"""function of the clock in templates"""
+_FORMATS = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdDeFGhHIjmMnpSTuUVwWxXyYzZf"]
+
+
+class TemplateClock:
+    """The time that chat templates of this process write."""
+
+    def __init__(self) -> None:
+        self._fixed: datetime | None = None
+
+    def now(self) -> datetime:
+        """Return the fixed time, or the present if no time is fixed."""
+        return self._fixed or datetime.now()
+
+    @contextmanager
+    def fixed(self, time: datetime) -> Iterator[None]:
+        """Fix the time inside the `with` block, in all threads.
+
+        Args:
+            time: the time that templates write.
+
+        Yields:
+            None.
+        """
+        before, self._fixed = self._fixed, time
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    def in_template(self, source: str) -> str:
+        """Return a template that writes the fixed time. A template that writes no time, or the present, is unchanged.
+
+        Args:
+            source: the template. transformers lets a template see plain data alone, so a macro replaces the function.
+        """
+        if self._fixed is None or _FUNCTION not in source:
+            return source
+        values = {form: self._fixed.strftime(form) for form in _FORMATS}
+        filters = "".join(f"|replace({form!r}, {value!r})" for form, value in values.items())
+        # The newline after a tag is not written, so the template begins as it does without the macro.
+        return f"{{%- macro {_FUNCTION}(form) %}}{{{{- form{filters} -}}}}{{%- endmacro %}}\n{source}"
+
+
+CLOCK = TemplateClock()
+
 
 STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""

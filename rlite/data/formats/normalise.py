@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from rlite.data.columnar import MESSAGE_COLUMNS, without_nulls
-from rlite.data.formats.conversations import SYSTEM_ROLES
+from rlite.data.formats.conversions import SYSTEM_ROLES
 from rlite.data.formats.table import FORMATS, Format, RowKind, format_of
-from rlite.data.tables import NULL, Row, is_null
+from rlite.data.tables import MESSAGE_COLUMNS, NULL, Row, is_null, without_nulls
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 

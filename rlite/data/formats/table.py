@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rlite.data.formats.conversations import alpaca_prompt, chat, sharegpt
 from rlite.data.formats.conversions import (
     alpaca,
+    alpaca_prompt,
     asked,
+    chat,
     completed,
     conversation,
     has_chat,
@@ -19,6 +20,7 @@ from rlite.data.formats.conversions import (
     pair,
     plain_text,
     prompted_pair,
+    sharegpt,
 )
 from rlite.data.tables import Row
 

@@ -14,7 +14,7 @@ from rlite.engine.embedded.deterministic import DECODE_ROWS
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.errors import ConfigError
 from rlite.nn.architecture import rope_limit
-from rlite.parallel.memory_usage import give_back_cached_memory
+from rlite.parallel.host_memory import give_back_cached_memory
 from rlite.parallel.tensor_plan import attention_shape
 
 CONTEXT_LIMIT = 4096

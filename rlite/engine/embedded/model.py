@@ -12,11 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan, TilePlan
 from rlite.engine.embedded.lean_decoder import LeanDecoder
 from rlite.errors import CheckpointError
+from rlite.nn.base import real_tensors
 from rlite.nn.batch_invariant import make_invariant, obstacle
-from rlite.nn.checkpoint_fit import check_fit
 from rlite.nn.linear import speed_up_linear_layers
-from rlite.nn.meta import real_tensors
-from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
+from rlite.nn.pretrained import check_fit, end_ids, load_config, meta_model, stored_dtype
 from rlite.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.parallel.tensor_inference import TensorParallelPlan
 

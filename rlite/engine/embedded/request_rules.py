@@ -8,7 +8,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.turns import length_at_stop
+from rlite.data.chat.answers import length_at_stop
 from rlite.engine.embedded.memory_plan import CONTEXT_LIMIT
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.scheduler import RunningSequence

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlite.engine.embedded.kept_caches import KeptCaches, Move
+from rlite.engine.embedded.cache import KeptCaches, Move
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlite.cluster.session import current_session, has_gpus
-from rlite.engine.fsdp2.materialize import check_module_fits, reader_of
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.engine.fsdp2.worker import Fsdp2Worker
-from rlite.engine.train_executor import TrainBackend
+from rlite.engine.fsdp2.worker import Fsdp2Worker, check_module_fits, reader_of
+from rlite.engine.train_lifecycle import TrainBackend
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.nn.liger import check_liger

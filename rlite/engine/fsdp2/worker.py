@@ -1,34 +1,198 @@
-"""The worker of the train executor "fsdp2": it holds a shard of a user's module and runs its methods."""
+"""The worker of the train executor "fsdp2": it holds a shard of a user's module and runs its methods.
+
+Materialization of a user's meta module: shard it, allocate this rank's part, and read its weights.
+
+Export of a sharded module as a Hugging Face checkpoint, with its adapters beside it.
+"""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
-from rlite.checkpoint import sharded
+from rlite.checkpoint import huggingface, sharded
 from rlite.cluster.host import WorkerContext
 from rlite.engine.fsdp2.batch_runner import BatchRunner
-from rlite.engine.fsdp2.export import export
-from rlite.engine.fsdp2.materialize import make_module, read_weights
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.engine.redefinition import take_class
 from rlite.engine.workers import Part
-from rlite.errors import ConfigError
-from rlite.nn.meta import real_tensors
+from rlite.errors import CheckpointError, ConfigError, why_not_written
+from rlite.nn.base import BaseTrainModule, CheckpointSource, real_tensors
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
+from rlite.nn.liger import use_liger_kernels
+from rlite.nn.linear import speed_up_linear_layers
+from rlite.nn.lora import LoraTrainModule
+from rlite.nn.pretrained import add_end_ids, check_fit, local_checkpoint
+from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.parallel.dims import ParallelDims
-from rlite.parallel.fsdp import full_tensor, local_shard, local_tensor, resharded
-from rlite.parallel.host_memory import HostMemory, keep_on_host_between_steps, move_state
-from rlite.parallel.memory_usage import DeviceUsage, device_usage, give_back_cached_memory
-from rlite.parallel.mesh import make_mesh
+from rlite.parallel.fsdp import allocate, full_tensor, local_shard, local_tensor, resharded, shard
+from rlite.parallel.host_memory import (
+    DeviceUsage,
+    HostMemory,
+    device_usage,
+    give_back_cached_memory,
+    keep_on_host_between_steps,
+    move_state,
+)
+from rlite.parallel.mesh import TrainMesh, make_mesh
 from rlite.parallel.processes import subgroup
-from rlite.parallel.shards import ParameterShard, nonfinite_names
+from rlite.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.parallel.shared_memory import SharedArena
+
+
+def make_module(
+    source: bytes, options: Fsdp2Options, mesh: TrainMesh, device: torch.device
+) -> tuple[BaseTrainModule, SharedArena | None]:
+    """Return the sharded module with unwritten weights, and on CPU the shared memory that holds them.
+
+    Args:
+        source: the pickled module, on the meta device.
+        options: options of the executor.
+        mesh: this rank's place in the mesh.
+        device: device of this rank's part of the weights.
+    """
+    param_dtype = getattr(torch, options.param_dtype)
+    default = "bfloat16" if device.type == "cuda" else options.param_dtype
+    module: BaseTrainModule = cloudpickle.loads(source)
+    if isinstance(module, HuggingFaceFsdp2TrainModule):
+        module.tie_weights()  # type: ignore[operator]
+    if options.use_liger_kernel:
+        use_liger_kernels(module)
+    if options.gradient_checkpointing:
+        module.recompute_activations()
+    if options.deterministic:
+        module.make_deterministic()
+    elif device.type == "cpu":
+        speed_up_linear_layers(module)
+    if mesh.dims.tensor > 1:
+        module.parallelize(mesh.tensor)
+    if mesh.dims.seq > 1:
+        module.context_group = mesh.seq
+    shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
+    return module, allocate(module, device, param_dtype)
+
+
+@torch.no_grad()
+def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
+    """Fill this rank's boxes from a Hugging Face folder or the module's own source. Only these boxes are read.
+
+    Args:
+        module: the sharded module.
+        path: a Hugging Face folder; None is the module's own source.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not finite.
+    """
+    source = module.materialization_source() if path is None else path
+    reader = reader_of(source)
+    check_module_fits(module, reader, source)
+    boxes = {name: local_shard(parameter) for name, parameter in module.named_parameters()}
+    for name, box in boxes.items():
+        stored = module.checkpoint_name(name)
+        if stored not in reader.names():
+            missing = module.missing_parameter(name, box.global_shape)
+            if missing is not None:
+                box.tensor.copy_(missing[box.box])
+                continue
+        shape = reader.shape(stored)
+        if shape != box.global_shape:
+            raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
+        box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+    if names := nonfinite_names(boxes):
+        where = "materialization_source()" if isinstance(source, Mapping) else source
+        raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
+
+
+def reader_of(source: CheckpointSource) -> Any:
+    """Return a reader of the tensors of a source."""
+    return _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+
+
+def check_module_fits(module: BaseTrainModule, reader: Any, source: CheckpointSource) -> None:
+    """Refuse tensors that the module would leave out or read as other numbers; see `rlite.nn.pretrained`.
+
+    Args:
+        module: the module, on any device.
+        reader: reader of the source.
+        source: the source, for messages.
+
+    Raises:
+        CheckpointError: the message names a tensor and the remedy.
+    """
+    names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    where = "materialization_source()" if isinstance(source, Mapping) else source
+    check_fit(reader, names, where, module, module.leaves_out)
+
+
+class _Tensors(dict[str, Tensor]):
+    """A dict of tensors with the interface of `CheckpointReader`."""
+
+    names = dict.keys
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self:
+            raise CheckpointError(f"materialization_source() has no tensor named {name!r}")
+        return tuple(self[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
+        return self[name][box]
+
+
+def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.ProcessGroup) -> None:
+    """Write a Hugging Face checkpoint; a collective of all ranks.
+
+    Args:
+        module: the sharded module.
+        path: the folder to make.
+        is_writer: whether this rank writes.
+        group: process group of all ranks.
+
+    Raises:
+        CheckpointError: on the writer, the checkpoint could not be written. `path` is unchanged.
+    """
+    trained: dict[str, Tensor] = {}
+    if isinstance(module, LoraTrainModule) and module.lora is not None:
+        trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
+    tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
+    served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
+    try:
+        if is_writer:
+            _write(module, path, served, trained)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: could not be written: {why_not_written(error)}") from error
+    finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
+        for _ in served:
+            pass
+        dist.barrier(group=group)
+
+
+def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
+    is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
+    writer = huggingface.Writer(path, module.config.dtype if is_transformer else None)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    if is_transformer:
+        source = module.config._name_or_path
+        folder = local_checkpoint(source, weights=False) if source else None
+        writer.add_config(module.exported_config(), exported_class(module), folder)
+        add_end_ids(writer.folder, module.further_end_ids)
+    if isinstance(module, HuggingFaceFsdp2ScoreModule):
+        pad_apart(writer.folder, module.row_ends)
+    if isinstance(module, LoraTrainModule) and adapter:
+        module.save_adapter(writer.folder / "adapter", adapter)
+    writer.finish()
 
 
 class Fsdp2Worker(BatchRunner):

@@ -1,24 +1,235 @@
-"""Replacement of lost replicas while an inference engine serves."""
+"""Replacement of lost replicas while an inference engine serves.
+
+Replacement of lost replicas in the background, within a budget.
+
+    serving ──lost──> the router moves its requests ──> new processes, current weights ──> serving
+                                                              └── failed: again, while the budget lasts
+
+Calls that need every replica go on without a replica that is being replaced: a replica that joins takes over the state
+of the engine. If the budget is used up, the lost replica stays lost, and these calls raise its failure.
+
+Weights from one replica to another that joins it: rank by rank, bucket by bucket, while the first replica serves.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.engine.base import Weights
 from rlite.engine.inference_executor import Replica
 from rlite.engine.inference_lifecycle import InferenceLifecycle
-from rlite.engine.replicas.peer_weights import copy_weights
 from rlite.engine.replicas.router import Router, loss_of
-from rlite.engine.replicas.supervisor import ReplicaReplaced, ReplicaSupervisor
-from rlite.engine.workers import Executor, T, together
-from rlite.errors import ConfigError, WorkerDied, WorkerError
-from rlite.recovery.budget import RestartBudget
+from rlite.engine.transport import Broadcast, Bucket, Layout, Meeting, Piece, describe, leave_meeting, take_part
+from rlite.engine.weight_sync import make_buckets, make_plan
+from rlite.engine.workers import Executor, T, Worker, on_each_process, together
+from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
+from rlite.observability import trace
+from rlite.parallel.processes import open_store
+from rlite.recovery.record import RestartBudget
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReplaced:
+    """The end of one replacement: the replica serves again, in new processes."""
+
+    replica: int
+    seconds: float
+    """from the detection of the loss until the new replica serves"""
+    version: int
+    """policy version of its weights"""
+
+
+class ReplicaSupervisor:
+    """Runs a replacement for each lost replica, in a thread of its own.
+
+    Args:
+        name: name of the engine, for messages.
+        budget: bound of the replacements.
+        replace: replace(index, lost) starts the replica again and lets it join; returns the version of its
+            weights, or None if it joins at the next weight sync.
+        give_up: give_up(index, replica) records that the replica stays lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budget: RestartBudget,
+        replace: Callable[[int, Replica], int | None],
+        give_up: Callable[[int, Replica], None],
+    ) -> None:
+        self.replaced: list[ReplicaReplaced] = []
+        self.under_way: set[int] = set()
+        """numbers of the replicas that are being replaced"""
+        self._name = name
+        self._budget = budget
+        self._replace = replace
+        self._give_up = give_up
+        self._began: list[float] = []
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    @property
+    def has_budget(self) -> bool:
+        """True if a replica that is lost now would be replaced."""
+        return not self.is_closed and self._budget.allows(self._began, time.monotonic())
+
+    def take_over(self, index: int, replica: Replica) -> bool:
+        """Begin to replace a lost replica.
+
+        Args:
+            index: number of the replica.
+            replica: the lost replica.
+
+        Returns:
+            False if the budget is used up, or the engine is being released.
+        """
+        with self._lock:
+            if not self._spend():
+                return False
+            args = (index, replica, time.monotonic())
+            thread = threading.Thread(target=self._run, args=args, name=f"replacing {self._name} {index}", daemon=True)
+            self.under_way.add(index)
+            thread.start()
+            self._threads.append(thread)  # which others join
+        return True
+
+    def settle(self) -> None:
+        """Wait until no replacement is under way."""
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Begin no further replacements. The replacements under way fail, because the engine is released."""
+        self.is_closed = True
+
+    def _spend(self) -> bool:
+        if not self.has_budget:
+            return False
+        self._began.append(time.monotonic())
+        return True
+
+    def _run(self, index: int, replica: Replica, lost_at: float) -> None:
+        try:
+            self._try_to_replace(index, replica, lost_at)
+        finally:
+            self.under_way.discard(index)
+
+    def _try_to_replace(self, index: int, replica: Replica, lost_at: float) -> None:
+        while True:
+            try:
+                version = self._replace(index, replica)
+            except Exception as error:  # of a launcher or of any executor: it costs an attempt, not the engine
+                if self.is_closed:
+                    return
+                logger.warning("%s: replica %d could not be replaced: %s", self._name, index, error)
+                with self._lock:
+                    if self._spend():
+                        continue
+                logger.error("%s: replica %d stays lost: the budget of replacements is used up", self._name, index)
+                self._give_up(index, replica)
+                return
+            if version is None:
+                logger.warning("%s: replica %d was started and joins at the next weight sync", self._name, index)
+                return
+            seconds = time.monotonic() - lost_at
+            self.replaced.append(ReplicaReplaced(replica=index, seconds=seconds, version=version))
+            logger.warning(
+                "%s: replica %d was replaced in %.1f s, with weights of version %d", self._name, index, seconds, version
+            )
+            trace.instant("replica replaced", engine=self._name, replica=index, seconds=seconds)
+            return
+
+
+LEAVE_S = 10.0
+"""time limit in seconds for a process to leave a process group"""
+
+
+def copy_weights(source: Executor, target: Executor) -> int:
+    """Copy the weights of a replica that serves into one that does not yet. Each source worker pauses for a bucket.
+
+    Args:
+        source: workers of the one replica.
+        target: workers of the other one, of the same group and as many.
+
+    Returns:
+        The number of bytes written.
+    """
+    group = source.group
+    pairs = list(zip(source.ranks, target.ranks, strict=True))
+    layouts = _layouts(group, pairs)
+    plans = [_plan(group, pair, *of_pair) for pair, of_pair in zip(pairs, layouts, strict=True)]
+    try:
+        written = 0
+        for buckets in zip_longest(*(plan.buckets for plan, _ in plans)):
+            calls: list[Any] = []
+            for (giver, taker), (plan, pieces), bucket in zip(pairs, plans, buckets, strict=True):
+                if bucket is not None:
+                    part = _part_of(plan, pieces, bucket)
+                    calls.append((group, giver, (group.key(giver), None), part))
+                    calls.append((group, taker, (None, group.key(taker)), part))
+            written += sum(apply_on_processes(calls, hand_over, [group], "copy weights", group.call_timeout))
+        return written
+    finally:
+        for pair, (plan, _) in zip(pairs, plans, strict=True):
+            with suppress(RliteError):  # who died takes the process group along
+                serving = [(group, rank) for rank in pair if group.is_serving(rank)]
+                on_each_process(serving, leave_meeting, (plan.meeting,), "leave", LEAVE_S)
+
+
+def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, pieces: list[Piece]) -> int:
+    """Send, or receive, one bucket.
+
+    Args:
+        giver: the worker that serves, in its process.
+        taker: the worker that joins, in its process.
+        plan: the bucket and the process group.
+        pieces: pieces of the bucket.
+
+    Returns:
+        The number of bytes written.
+    """
+    shards = None if giver is None else giver.parameter_shards
+    source: Any = shards and SimpleNamespace(parameter_shards=shards, served_shards=shards)  # of its own weights
+    return take_part(source, taker, plan, 0 if taker is None else 1, pieces if taker is not None else [])
+
+
+def _part_of(plan: Broadcast, pieces: list[Piece], bucket: Bucket) -> tuple[Broadcast, list[Piece]]:
+    return replace(plan, buckets=(bucket,)), [piece for piece in pieces if piece.source_name in bucket.names]
+
+
+def _plan(group: WorkerGroup, pair: tuple[int, int], giver: Layout, taker: Layout) -> tuple[Broadcast, list[Piece]]:
+    ip = group.devices[pair[0]].ip
+    (port,) = apply_on_processes([(group, pair[0], (), (ip,))], open_store, [group], "open a rendezvous", 60.0)
+    is_on_host = "cpu" in (giver.device, taker.device)
+    meeting = Meeting(ip, port, 2, group.call_timeout)
+    plan = Broadcast(meeting, make_buckets([giver]), roots=(0,), is_on_host=is_on_host)
+    (pieces,) = make_plan([giver], [taker], group.describe(pair[1]))
+    return plan, pieces
+
+
+def _layouts(group: WorkerGroup, pairs: list[tuple[int, int]]) -> list[Any]:
+    """Return the layouts of the weights of each pair of ranks."""
+    calls: list[Any] = [(group, rank, (group.key(rank),), (False, False)) for pair in pairs for rank in pair]
+    results = apply_on_processes(calls, describe, [group], "describe weights", group.call_timeout)
+    return list(zip(results[::2], results[1::2], strict=True))
+
 
 END_S = 10.0
 """seconds that a lost replica's processes may take to end"""

@@ -1,16 +1,83 @@
-"""Registration of the inference executor "vllm", and the checks before it starts."""
+"""Registration of the inference executor "vllm", and the checks before it starts.
+
+The replica of the vLLM executor: a thread that fetches tokens from an engine that generates by itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rlite.engine.embedded.replica import PumpedReplica, PumpedWorker
 from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.engine.vllm import releases
 from rlite.engine.vllm.options import VllmOptions
-from rlite.engine.vllm.replica import FetchingReplica
 from rlite.engine.vllm.worker import VllmWorker
 from rlite.engine.workers import RankChoice
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, WorkerDied, WorkerError
 from rlite.nn.pretrained import load_config
 from rlite.parallel.tensor_plan import attention_shape
+from rlite.types import TokenChunk
+
+
+class FetchedWorker(PumpedWorker, Protocol):
+    """A worker whose engine generates between the calls, too. `advance` waits a moment and returns the tokens."""
+
+    def pause(self) -> list[TokenChunk]:
+        """Rest at a token boundary, and return the tokens before it that no call has returned."""
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+
+    def shut_down(self) -> None:
+        """End the engine and all its processes."""
+
+
+class FetchingReplica(PumpedReplica):
+    """A replica whose thread fetches tokens while there are requests. The engine generates between the calls too.
+
+    To pause, the thread makes no further call, the engine rests, and the tokens before that are delivered.
+    """
+
+    def pause(self) -> None:
+        """Let the engine rest at a token boundary, and deliver every token before it."""
+        super().pause()
+        with self._calling:
+            self._try_to(lambda: self._deliver(self.executor.ask(FetchedWorker.pause)))
+
+    def resume(self) -> None:
+        """Let the engine continue, and fetch its tokens."""
+        self._try_to(lambda: self.executor.ask(FetchedWorker.resume))
+        super().resume()
+
+    def close(self) -> None:
+        """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
+        super().close()
+        with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
+            self.executor.call(FetchedWorker.shut_down)
+
+    def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
+        left = self._in_flight.take(chunks)
+        with self._changed:
+            self._cancelled += left
+
+    def _try_to(self, act: Callable[[], Any]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            act()
+        except Exception as error:  # the replica's, or a worker's own: it belongs to everyone who waits
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Accept no further requests. If vLLM is gone, its worker serves no calls either."""
+        if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
+            group, first = self.executor.group, self.executor.ranks[0]
+            error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
+        if isinstance(error, WorkerError):
+            self.executor.group.mark_lost(self.executor.ranks, error)
+        super()._fail(error)
 
 
 def check_served(path: str, tensor_parallel_size: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from rlite.data.chat.turns import length_at_stop
+from rlite.data.chat.answers import length_at_stop
 from rlite.engine.vllm.releases import Release, Table
 from rlite.engine.vllm.requests import objection, sampling_arguments, scored_prompt
 from rlite.engine.vllm.steps import TokenStep

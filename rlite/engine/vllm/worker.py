@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from rlite.cluster.host import WorkerContext
-from rlite.engine.scoring import check_lengths
+from rlite.engine.outputs import check_lengths
 from rlite.engine.vllm.options import VllmOptions
 from rlite.engine.vllm.process import EngineProcess
 from rlite.engine.vllm.server import Server

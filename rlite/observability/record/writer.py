@@ -14,18 +14,20 @@ from pathlib import Path
 import pyarrow as pa
 
 from rlite.errors import StorageError
-from rlite.observability.record import rewrite
+from rlite.observability.record import files
 from rlite.observability.record.files import (
     FOLDER,
+    Gap,
     Kind,
     all_files,
     damaged_files,
     path_of,
+    read_gaps,
     size_of,
     used_bytes,
+    write_gaps,
     write_table,
 )
-from rlite.observability.record.gaps import Gap, read_gaps, write_gaps
 
 MAX_PENDING = 2
 """steps that wait to be written; a further one waits for the first of them"""
@@ -141,7 +143,7 @@ class RecordWriter:
 
     def _compact(self, before: int) -> None:
         try:
-            rewrite.compact(self._folder, before, self._has_room)
+            files.compact(self._folder, before, self._has_room)
         except StorageError as error:  # nothing is lost: the next checkpoint tries again
             logger.warning("the files of the record are not merged: %s", error)
         self._size = used_bytes(self._folder)
@@ -156,7 +158,7 @@ class RecordWriter:
             if len(table):
                 self._size += size_of(write_table(self._folder, source, step, kind, table))
             else:
-                rewrite.delete([path])
+                files.delete([path])
         if self._size > self._limit:
             self._trim()
 
@@ -176,6 +178,6 @@ class RecordWriter:
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""
         oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        yield from ((path, partial(rewrite.delete, [path])) for path in damaged_files(self._folder))
-        yield from ((file.path, partial(rewrite.strip, file)) for file in oldest)
-        yield from ((file.path, partial(rewrite.delete, [file.path])) for file in oldest)
+        yield from ((path, partial(files.delete, [path])) for path in damaged_files(self._folder))
+        yield from ((file.path, partial(files.strip, file)) for file in oldest)
+        yield from ((file.path, partial(files.delete, [file.path])) for file in oldest)

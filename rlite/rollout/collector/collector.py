@@ -22,16 +22,12 @@ from tensordict import TensorDict
 from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.rollout.collector.consumer import GroupConsumer
-from rlite.rollout.collector.ended_groups import Ended
-from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept, aborted
+from rlite.rollout.collector.group import Ended, Group, Item, Queue, RolloutProgress, ShouldAccept, aborted
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
-from rlite.rollout.collector.lost_groups import LostGroups
+from rlite.rollout.collector.lost_groups import LostGroups, Selection
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.progress import RolloutProgress
-from rlite.rollout.collector.runner import GroupRunner
+from rlite.rollout.collector.runner import GroupRunner, status_of
 from rlite.rollout.collector.seeds import group_seed
-from rlite.rollout.collector.selection import Selection
-from rlite.rollout.collector.status import status_of
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.sandbox.pool import close_shared_pool
 from rlite.types import AsyncInference

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import reprlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,12 +18,83 @@ from tensordict import TensorDict
 from rlite.errors import CheckpointError, DataError
 from rlite.observability import trace
 from rlite.observability.record.schema import Status
-from rlite.rollout.collector.columns import short_columns
-from rlite.rollout.collector.ended_groups import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.episode import Episode
 from rlite.rollout.trajectories import from_columns
 from rlite.rollout.workflow import RolloutWorkflow
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ended:
+    """A group that was lost or consumed, or that is under way at the end of a run. Its episodes may still run."""
+
+    group: int
+    item: str
+    """name of the data item"""
+    status: Status | None
+    """None: consumed; the consumer sets it"""
+    reason: str
+    """why the group is lost"""
+    episodes: list[Episode]
+    num_tokens: dict[int, int]
+    """tokens that each episode has generated, by its number"""
+    first_sample: int = 0
+    """number of the first episode among those of the item"""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """columns of the data item, shortened"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        return {
+            "group": self.group,
+            "item": self.item,
+            "status": self.status,
+            "reason": self.reason,
+            "num_tokens": dict(self.num_tokens),
+            "columns": dict(self.columns),
+            "episodes": [
+                {
+                    **episode.state_dict(),
+                    "trajectory": None if episode.trajectory is None else dict(episode.trajectory.items()),
+                }
+                for episode in self.episodes
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Ended:
+        """Return the group that was saved."""
+        return cls(
+            **{name: state[name] for name in ("group", "item", "status", "reason")},
+            episodes=[Episode.from_state(each, each["trajectory"]) for each in state["episodes"]],
+            num_tokens=dict(state["num_tokens"]),
+            columns=state.get("columns", {}),
+        )
+
+
+MAX_COLUMNS = 16
+MAX_NAME = 100
+MAX_VALUE = 300
+"""characters of a value"""
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = MAX_VALUE
+
+
+def short_columns(item: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first columns of a data item but its `id`, cut to a few hundred characters each.
+
+    Args:
+        item: a row of the data; its values may be of any type and size.
+    """
+    names = islice((name for name in item if name != "id"), MAX_COLUMNS)
+    return {str(name)[:MAX_NAME]: _short(item[name])[:MAX_VALUE] for name in names}
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if value is None or isinstance(value, bool | int | float) else _REPR.repr(value)
+
 
 Item = Mapping[str, Any]
 ShouldAccept = Callable[[TensorDict], bool]
@@ -282,3 +356,33 @@ def _plain_key(key: Any, where: str) -> Any:
     if isinstance(key, list | torch.Tensor):
         raise DataError(f"{where} has the key {key!r}, which a checkpoint cannot keep: expected a text or a number")
     return key
+
+
+@dataclass(frozen=True)
+class RolloutProgress:
+    """Counts of the episodes that a call waits for."""
+
+    what: str
+    """ "rollout" or "evaluation" """
+    num_episodes: int
+    """episodes of the call"""
+    num_finished: int
+    """episodes that have ended, lost ones included"""
+    num_tokens: int
+    """tokens generated so far"""
+
+    @classmethod
+    def of(cls, what: str, groups: Sequence[Group], num_episodes: int) -> RolloutProgress:
+        """Return the counts of groups, which may run meanwhile.
+
+        Args:
+            what: "rollout" or "evaluation".
+            groups: groups of the call.
+            num_episodes: episodes that the call waits for.
+        """
+        finished = sum(group.size if group.has_ended else group.num_finished for group in groups)
+        num_tokens = sum(sum(list(group.tokens.values())) for group in groups)  # the list is copied in one step
+        return cls(what, num_episodes, min(finished, num_episodes), num_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.num_finished} of {self.num_episodes} episodes, {self.num_tokens:,} tokens"

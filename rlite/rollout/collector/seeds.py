@@ -1,18 +1,118 @@
-"""Random numbers that depend on what is generated, not on when: keyed by seed, policy version, item, sample, turn."""
+"""Random numbers that depend on what is generated, not on when: keyed by seed, policy version, item, sample, turn.
+
+Answers that an episode has drawn. Another attempt gets the same answers, and repeats only the work after them.
+
+A new answer after each failure would select answers: a grader that fails on half of the answers would see up to four of
+each episode, and the metrics would count the one that it can grade.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
 
-from rlite.rollout.collector.draws import Draw, Draws, chunks_of, copied
 from rlite.rollout.collector.group import Group
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
+
+Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
+
+
+@dataclass(eq=False)
+class Draw:
+    """The answer to one request, as far as it is drawn."""
+
+    key: int
+    """hash of the request"""
+    seed: int | None
+    version: int | None
+    """policy version that draws all tokens; None: another generation would draw others"""
+    has_begun: bool = False
+    """tokens have arrived, or the wait for them was cancelled"""
+    is_repeated: bool = False
+    """the draw repeats one of an earlier attempt"""
+    answer: LLMResponse | list[TokenChunk] | None = None
+    """the complete answer in lists of its own, as it was asked for"""
+
+
+@dataclass(eq=False)
+class Draws:
+    """The draws of one episode over all of its attempts."""
+
+    _earlier: list[Draw] = field(default_factory=list)
+    """draws of earlier attempts that the current attempt has not asked for"""
+    _own: list[Draw] = field(default_factory=list)
+
+    def are_other(self, version: int) -> bool:
+        """Return whether the current attempt has other answers than an earlier one.
+
+        Args:
+            version: current policy version.
+        """
+        is_missing = any(draw.has_begun for draw in self._earlier)
+        return is_missing or any(draw.is_repeated and draw.version != version for draw in self._own)
+
+    def begin_attempt(self) -> None:
+        """Offer all draws to the next attempt."""
+        self._earlier, self._own = [*self._own, *self._earlier], []
+
+    def begin(self, request: LLMRequest, is_stream: bool, seed: int | None, version: int) -> Draw:
+        """Return the draw of an earlier attempt for the same request if it is complete, else a new draw.
+
+        Args:
+            request: as the workflow has made it.
+            is_stream: it asks for chunks, and not for a response.
+            seed: seed of a new draw.
+            version: current policy version.
+        """
+        key = hash((is_stream, tuple(request.input_ids), request.gconfig, tuple(request.extras)))
+        draw = Draw(key, seed, None if seed is None and not request.gconfig.greedy else version)
+        if (earlier := next((each for each in self._earlier if each.key == key), None)) is not None:
+            self._earlier.remove(earlier)
+            if earlier.answer is not None:
+                draw = earlier
+            elif earlier.has_begun:
+                draw.seed, draw.is_repeated = earlier.seed, True
+                draw.version = version if version == earlier.version else None
+        self._own.append(draw)
+        return draw
+
+
+def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Answer:
+    """Return an answer, or a chunk of one, with lists of its own.
+
+    Args:
+        answer: answer or chunk.
+        kind: `tuple` for an answer that is kept, since Python's garbage collector does not look at tuples of numbers.
+    """
+    own = copy.copy(answer)
+    columns = {name: kind(values) for name, values in vars(own).items() if isinstance(values, list | tuple)}
+    vars(own).update(columns, extras={name: kind(column) for name, column in answer.extras.items()})
+    return own
+
+
+def chunks_of(answer: LLMResponse) -> Iterator[TokenChunk]:
+    """Yield the tokens of an answer, in a chunk for each run of one policy version."""
+    begin = 0
+    for version, run in groupby(answer.output_versions or [0]):  # an empty answer is one empty chunk
+        own = slice(begin, begin := begin + len(list(run)))
+        yield TokenChunk(
+            request_id=0,
+            version=version,
+            token_ids=answer.output_tokens[own],
+            logprobs=answer.output_logprobs[own],
+            sampling_logprobs=answer.sampling_logprobs[own],
+            finish_reason=answer.stop_reason if begin >= len(answer.output_tokens) else None,
+            extras={name: column[own] for name, column in answer.extras.items()},
+        )
+
 
 REFUSAL_DELAY = 1.0
 """seconds until a request of an attempt that is over is refused"""

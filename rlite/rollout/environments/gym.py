@@ -12,8 +12,7 @@ from typing import Any, Unpack
 
 from rlite.errors import ConfigError
 from rlite.rollout.environments.child import GymFunction, MakeFile, Turn, advance, close, read_turn, start
-from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS, EnvironmentFailure
-from rlite.rollout.environments.step import ProcessOptions, sandboxed
+from rlite.rollout.environments.step import ENVIRONMENT_ERRORS, EnvironmentFailure, ProcessOptions, sandboxed
 from rlite.sandbox.function import limited
 
 

@@ -14,10 +14,9 @@ from tensordict import TensorDict
 from rlite.data.chat.template import has_chat_template
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import ConversationOptions, ConversationWorkflow
-from rlite.rollout.environments.errors import noting
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.gym import GymEnvironment
-from rlite.rollout.environments.step import Environment, ProcessOptions
+from rlite.rollout.environments.step import Environment, ProcessOptions, noting
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
 

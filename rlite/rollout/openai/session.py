@@ -10,20 +10,27 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlite.data.chat.raw import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal
+from rlite.data.tokens import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.collector.seeds import mix
+from rlite.rollout.deadlines import beside_loop
 from rlite.rollout.openai import responses
-from rlite.rollout.openai.prompt_logprob_limits import check_num_scored, slices
-from rlite.rollout.openai.prompts import ChatPrompts
 from rlite.rollout.openai.recording import Recording, RecordingOwner, Turn
-from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion, unknown_model
-from rlite.rollout.openai.responses import Choice, Delta, Exchange, Reply
-from rlite.rollout.openai.text import TextStream
-from rlite.rollout.text_threads import beside_loop
+from rlite.rollout.openai.requests import (
+    ApiError,
+    ChatPrompts,
+    ModelRequest,
+    check_num_scored,
+    parse_json,
+    read_chat,
+    read_completion,
+    slices,
+    unknown_model,
+)
+from rlite.rollout.openai.responses import Choice, Delta, Exchange, Reply, TextStream
 from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.probe import tool_call_format
+from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.workflow import Tokenizer, context_length, end_ids
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 

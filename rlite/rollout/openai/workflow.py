@@ -16,7 +16,7 @@ from rlite.rollout.openai.recording import Style, check_style
 from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.probe import tool_call_format
+from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
 

@@ -13,9 +13,8 @@ from tensordict import TensorDict
 
 from rlite.observability.record.files import TRAIN
 from rlite.observability.record.writer import RecordWriter
-from rlite.rollout.collector.ended_groups import Ended
-from rlite.rollout.record.tables import make_tables
-from rlite.rollout.record.texts import TokenTexts
+from rlite.rollout.collector.group import Ended
+from rlite.rollout.record.tables import TokenTexts, make_tables
 
 logger = logging.getLogger(__name__)
 Amount = Literal["all", "sample", "none"]

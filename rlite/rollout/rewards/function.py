@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rlite.errors import ConfigError, shortened
 from rlite.observability import trace
+from rlite.rollout.deadlines import side_by_side
 from rlite.rollout.episode import current_episode, in_reward
 from rlite.rollout.rewards.adapters import TrlReward
-from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.judges import JudgeLoop, Slots
-from rlite.rollout.rewards.score import Reward, read_batch, read_score, score, score_batch
+from rlite.rollout.rewards.score import (
+    REWARD_ERRORS,
+    Reward,
+    RewardError,
+    RewardInvalid,
+    read_batch,
+    read_score,
+    score,
+    score_batch,
+)
 from rlite.sandbox.function import SandboxFunction, limited
 
 _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]
@@ -278,3 +288,56 @@ def noted(source: object, reward: float) -> float:
     if (episode := current_episode()) is not None:
         episode.take_answer(source, reward.answer if isinstance(reward, Reward) else None)
     return reward
+
+
+class Part(NamedTuple):
+    """One of several rewards."""
+
+    function: RewardFunction
+    weight: float
+
+
+class WeightedRewards:
+    """The weighted sum of several reward functions, which run concurrently.
+
+    A function with TRL's signature may return None for a completion to which it does not apply. It then does not count.
+
+    Args:
+        parts: the rewards by name. The name is that of the metric `reward/NAME`, the mean before the weight.
+    """
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self.parts = dict(parts)
+
+    async def __call__(self, /, **arguments: Any) -> Reward:
+        """Return the sum, with its parts.
+
+        Args:
+            **arguments: arguments of each function.
+
+        Raises:
+            RewardError: a part failed. The other parts are cancelled.
+            RewardInvalid: all parts are None.
+        """
+        rewards = await side_by_side([part.function(**arguments) for part in self.parts.values()])
+        values = dict(zip(self.parts, map(_value, rewards), strict=True))
+        counted = [self.parts[name].weight * value for name, value in values.items() if not math.isnan(value)]
+        if not counted:
+            raise RewardInvalid(f"none of the rewards {', '.join(values)} applies to the completion: all are None")
+        reward = Reward(math.fsum(counted))
+        reward.parts = values
+        reward.answer = next((each.answer for each in rewards if isinstance(each, Reward) and each.answer), None)
+        noted(self, reward)
+        return reward
+
+
+def has_trl_signature(reward: RewardFunction | WeightedRewards) -> bool:
+    """Return whether a reward function, or one of several, has TRL's signature and so takes lists of completions."""
+    parts = reward.parts.values() if isinstance(reward, WeightedRewards) else [Part(reward, 1.0)]
+    return any(isinstance(part.function.fn, TrlReward) for part in parts)
+
+
+def _value(reward: float) -> float:
+    """Return a part's reward; NaN if its function returned None, which `TrlReward.is_part` reports as its one part."""
+    parts = list(reward.parts.values()) if isinstance(reward, Reward) else []
+    return math.nan if len(parts) == 1 and math.isnan(parts[0]) else float(reward)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlite.rollout.deadlines import converted
 from rlite.rollout.loop import LoopThread
-from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardTimeout
+from rlite.rollout.rewards.score import REWARD_ERRORS, RewardTimeout
 
 BLOCKED_AFTER = 5.0
 """seconds beyond its time-out after which a call's loop counts as blocked"""

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlite import config
 from rlite.checkpoint.atomic import discard, publish, staging
 from rlite.errors import ConfigError
-from rlite.nn.lora_merge import adapter_config, merge_adapter
+from rlite.nn.lora import adapter_config, merge_adapter
 from rlite.nn.transformers_warnings import quiet_transformers
 from rlite.trainer.commands.options import MergeConfig
 

@@ -10,8 +10,7 @@ from annotated_types import Ge
 from rlite.config import Count, Positive
 from rlite.engine.fsdp2.options import Dtype
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
-from rlite.trainer.options import AnnouncedOptions, EngineOptions
-from rlite.trainer.sampling_options import SamplingOptions
+from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions
 
 
 class GenerateConfig(SamplingOptions, AnnouncedOptions):

@@ -21,27 +21,35 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config, files
-from rlite.data.chat.clock import CLOCK
+from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.compare import compare
 from rlite.evaluation.journal import differences
 from rlite.evaluation.metrics import summary
-from rlite.evaluation.results import EvaluatedModel, EvaluationResult
-from rlite.evaluation.rows import sample_of, write_record
-from rlite.trainer.evaluate.earlier_results import EarlierResult, earlier_result
-from rlite.trainer.evaluate.folder import RESULTS, check_alone, check_no_run, held, remove_others
-from rlite.trainer.evaluate.generation import Generation
-from rlite.trainer.evaluate.models import Answered, Candidate, begin, candidate, is_of_tasks, rows_of
+from rlite.evaluation.sets import EvaluatedModel, EvaluationResult, sample_of, write_record
+from rlite.trainer.evaluate.folder import (
+    RESULTS,
+    Answered,
+    Candidate,
+    EarlierResult,
+    begin,
+    candidate,
+    check_alone,
+    check_no_run,
+    earlier_result,
+    held,
+    is_of_tasks,
+    remove_others,
+    rows_of,
+    settings_of,
+)
+from rlite.trainer.evaluate.generation import Generation, Items, read_questions
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.evaluate.questions import Items, read_questions
-from rlite.trainer.evaluate.recording import recorded
-from rlite.trainer.evaluate.report import print_result
-from rlite.trainer.evaluate.settings import settings_of
-from rlite.trainer.evaluate.task_metrics import lowest_tasks, summary_of_tasks, task_of
-from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
+from rlite.trainer.evaluate.report import print_result, recorded
+from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks, lowest_tasks, summary_of_tasks, task_of
+from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 
 Answers = Generation | TaskAnswers
 SAME = ("questions", "scores", "tasks")

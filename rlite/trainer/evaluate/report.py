@@ -1,18 +1,31 @@
-"""The table of an evaluation."""
+"""The table of an evaluation.
+
+Progress of an evaluation on the standard error: on a terminal a line that changes, in a file a line every 10 s.
+
+The record of an evaluation that is under way, for readers of its folder.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlite.errors import RliteError
 from rlite.evaluation.metrics import selection_of, standard_error_of
-from rlite.evaluation.results import EvaluatedModel, EvaluationResult
+from rlite.evaluation.sets import EvaluatedModel, EvaluationResult, write_record
+from rlite.observability.console import ConsoleReporter
 from rlite.rollout.collector.lost_groups import in_a_line
+from rlite.trainer.evaluate.folder import Candidate, rows_of
 from rlite.trainer.evaluate.options import default_temperature
 from rlite.wording import counted
 
@@ -111,3 +124,83 @@ def difference(result: EvaluationResult) -> str | None:
         f"paired items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} items, worse at "
         f"{found.worse}"
     )
+
+
+QUIET_S = 10.0
+"""seconds between two lines in a file or a pipe"""
+
+
+@contextmanager
+def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
+    """Show the progress of the evaluation until the end of the block.
+
+    Args:
+        progress: returns it in words; called in another thread.
+
+    Yields:
+        None.
+    """
+    console = ConsoleReporter(file=sys.stderr, quiet_s=QUIET_S)
+    console.follow(progress)
+    try:
+        yield
+    finally:
+        console.close()
+
+
+def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
+    """Print that an evaluation continues, if a part of it exists.
+
+    Args:
+        name: name of the model.
+        num_there: parts that an earlier command has written.
+        num_expected: parts of the whole evaluation.
+        what: the parts, such as "samples".
+    """
+    if num_there:
+        print(f"{name}: continuing: {num_there} of {num_expected} {what} are there", file=sys.stderr, flush=True)
+
+
+PAUSE_S = 0.5
+"""least seconds between two versions of the record"""
+COST = 0.05
+"""share of the time that goes into the record, which is longer to write the more samples it has"""
+
+
+@contextmanager
+def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
+    """Keep the record of a model up to date during the block, and write it once more at the end of the block.
+
+    Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill, the record
+    lacks the samples that have ended since its last version. The continued evaluation writes it again.
+
+    Args:
+        candidate: the model, whose journal grows.
+        folder: folder of the evaluation.
+
+    Yields:
+        None.
+    """
+    stopped = threading.Event()
+    thread = threading.Thread(target=_follow, args=(candidate, folder, stopped), name="eval-record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        with suppress(RliteError):  # the block's own error counts, or the next error of the same cause
+            write_record(folder, candidate.name, rows_of(candidate))
+
+
+def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> None:
+    num_written, pause = 0, 0.0
+    while not stopped.wait(pause):
+        begun = time.monotonic()
+        if len(candidate.lines) > num_written:
+            num_written = len(candidate.lines)
+            try:
+                write_record(folder, candidate.name, rows_of(candidate))
+            except RliteError:
+                return  # the record that is written at the end raises it; until then only readers lack something
+        pause = max(PAUSE_S, (time.monotonic() - begun) / COST)

@@ -19,12 +19,11 @@ from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
-from rlite.trainer.held_out.options import held_out_sources, key_of
-from rlite.trainer.held_out.prompt_options import GeneratedOptions
+from rlite.trainer.held_out.options import GeneratedOptions, held_out_sources, key_of
 from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
+from rlite.trainer.options import SamplingOptions
 from rlite.trainer.prompt_lengths import longest_prompt, vocab_size_of
-from rlite.trainer.run.program_objects import ProgramObjects
-from rlite.trainer.sampling_options import SamplingOptions
+from rlite.trainer.run.command import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlite.rollout.collector.lost_groups import kind_of
-from rlite.rollout.collector.selection import Selection
+from rlite.rollout.collector.lost_groups import Selection, kind_of
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
 

@@ -12,13 +12,13 @@ import rlite
 from rlite import config
 from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
-from rlite.group_names import single_or_named
 from rlite.nn.options import LoraOptions
 from rlite.registry import algorithms
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
-from rlite.rollout.environments.options import EnvironmentOptions
+from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
-from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.suggestions import single_or_named
+from rlite.trainer.held_out.options import HeldOutPromptOptions
 from rlite.trainer.model.options import (
     FrozenModelOptions,
     ModelOptions,
@@ -26,9 +26,17 @@ from rlite.trainer.model.options import (
     ParameterGroupOptions,
     schedule_problems,
 )
-from rlite.trainer.options import LaunchOptions, ServingOptions, TableOptions, TrainerOptions
+from rlite.trainer.options import (
+    EvaluationSamplingOptions,
+    LaunchOptions,
+    SamplingOf,
+    SamplingOptions,
+    ServingOptions,
+    SetSamplingOptions,
+    TableOptions,
+    TrainerOptions,
+)
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.sampling_options import EvaluationSamplingOptions, SamplingOf, SamplingOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, Schedule
 
 Weight = Annotated[float, Ge(0)]

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.observability.record.schema import Status
 from rlite.rollout.collector.collector import RolloutCollector
-from rlite.rollout.collector.ended_groups import Ended
+from rlite.rollout.collector.group import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
 from rlite.trainer.rl.engines import Engines

@@ -12,7 +12,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.engine.train_lifecycle import MemorySnapshot
 from rlite.errors import SnapshotLost, WorkerError
 from rlite.observability import stats_tracker
-from rlite.recovery.budget import RestartBudget
+from rlite.recovery.record import RestartBudget
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 

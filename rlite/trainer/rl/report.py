@@ -8,14 +8,14 @@ import rlite
 from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
 from rlite.nn.pretrained import end_ids
-from rlite.rollout.rewards.weighted import has_trl_signature
+from rlite.rollout.rewards.function import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
-from rlite.trainer.held_out.evaluation_plan import answers_plan, sampling_plan, topic_of
-from rlite.trainer.held_out.prompt_options import HeldOutPromptOptions
+from rlite.trainer.held_out.options import HeldOutPromptOptions
+from rlite.trainer.held_out.prompt_sets import answers_plan, sampling_plan, topic_of
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.lengths import Context
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.model_plan import data_plan, model_plan
+from rlite.trainer.rl.workflows import Context
+from rlite.trainer.run.report import data_plan, model_plan
 from rlite.wording import counted
 
 WHERE = {

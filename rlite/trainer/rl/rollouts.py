@@ -1,23 +1,202 @@
-"""The source of a reinforcement-learning trainer's batches: generated in turns with training, or ahead of it."""
+"""The source of a reinforcement-learning trainer's batches: generated in turns with training, or ahead of it.
+
+The prompts of the command `rlite ppo`: tables in any known format, one or several that are mixed.
+
+Dynamic filtering (DAPO, arXiv:2503.14476): groups whose rewards are all equal teach nothing and are replaced.
+
+Metrics of everything that a step has generated, including trajectories that a filter has dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from rlite.batch import check_has, check_one_per_row
+from rlite.batch import NAMED_REWARD, check_has, check_one_per_row
 from rlite.data.prompts import Prompt, PromptStream
+from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
-from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.filtering import VariedGroups, num_uniform, replace_uniform_groups
+from rlite.rollout.trajectories import first_rows, join_batches, layout, trajectory_index
+from rlite.trainer.held_out.options import held_out_sources
+from rlite.trainer.rl.engines import Engines, check_kept
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rl.replay import check_kept
-from rlite.trainer.rl.rollout_metrics import Generated
+from rlite.trainer.run.command import NOTHING, ProgramObjects
+
+
+def read_prompts(options: PpoConfig, given: ProgramObjects = NOTHING) -> tuple[Rows, dict[str, Rows]]:
+    """Return the rows of train_data, and the rows of each set of test_data.
+
+    Args:
+        options: the run's config.
+        given: rows of a program, in place of those of the paths.
+    """
+    data = options.train_data
+    sources = {name: given.source(source) for name, source in data.sources("train_data").items()}
+    if data.streaming:
+        rows = streamed_source(sources[""], "prompts", data.shuffle_buffer)
+    else:
+        parts = {name: read_source(source, "prompts") for name, source in sources.items()}
+        rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
+    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
+
+
+SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
+"""keys of a whole trajectory that workflows may write, each with the metric that its mean is"""
+PERCENTILES = {"p50": 0.5, "p95": 0.95}
+
+
+class Generated:
+    """Gathers the trajectories of one step from each batch that was generated for it."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+
+    def add(self, batch: TensorDict, is_one_group: bool = False) -> None:
+        """Count every trajectory of a batch, by `group_ids` or all of them as one group. Safe in any thread."""
+        first, index = first_rows(batch), trajectory_index(batch)
+        zeros, rewards = torch.zeros(len(first)), _rewards(batch)
+        groups = torch.zeros(len(first), dtype=torch.int64) if is_one_group else batch["group_ids"][first]
+        part = {
+            "reward": rewards,
+            "response_length": zeros.index_add(0, index, batch["loss_mask"].sum(-1).float()),
+            "uniform_groups": _are_uniform(rewards, groups),
+        }
+        # a user's workflow may leave these out
+        if "truncated" in batch:
+            part["truncated"] = zeros.index_add(0, index, batch["truncated"].float()) > 0
+        names = {name: name for name in map(str, batch.keys()) if name.startswith(NAMED_REWARD)}
+        part |= {name: batch[key][first] for key, name in (SAID_ONCE | names).items() if key in batch}
+        self._parts.append(part)
+
+    def metrics(self) -> dict[str, float]:
+        """Return statistics of the trajectories since the last call.
+
+        Means of all values, the spread of rewards and response lengths, and the share of groups with equal rewards
+        among the groups of several trajectories.
+        """
+        parts, self._parts = self._parts, []
+        keys = dict.fromkeys(key for part in parts for key in part)
+        values = {key: torch.cat([part[key].double() for part in parts if key in part]) for key in keys}
+        metrics = {key: value.nanmean().item() for key, value in values.items() if not value.isnan().all()}
+        for key in ("reward", "response_length"):
+            metrics |= {f"{key}_min": values[key].min().item(), f"{key}_max": values[key].max().item()}
+        metrics["reward_std"] = values["reward"].std(correction=0).item()
+        for name, share in PERCENTILES.items():
+            metrics[f"response_length_{name}"] = values["response_length"].quantile(share).item()
+        return metrics
+
+
+def mean_reward(batch: TensorDict) -> float:
+    """Return the mean reward of the trajectories of a batch."""
+    return _rewards(batch).mean().item()
+
+
+def _rewards(batch: TensorDict) -> Tensor:
+    """Return the reward of each trajectory [M], also if it is given token by token."""
+    rewards = batch["rewards"][first_rows(batch)].double()
+    return rewards if rewards.dim() == 1 else rewards.sum(1)
+
+
+def _are_uniform(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return for each group of several trajectories whether all its rewards are equal."""
+    members = [rewards[groups == group] for group in groups.unique()]
+    return torch.tensor([len(own.unique()) == 1 for own in members if len(own) > 1])
+
+
+def replace_uniform_groups(
+    batch: TensorDict, num_groups: int, generate: Callable[[int], TensorDict | None], max_rounds: int
+) -> TensorDict:
+    """Return a batch in which the rewards of each group differ, as far as such groups are found.
+
+    Uniform groups, whose trajectories all have the same reward, are replaced, and so are lost groups. If some are still
+    missing at the end, uniform groups fill the batch up.
+
+    Args:
+        batch: generated first.
+        num_groups: groups that the result should have.
+        generate: returns so many new groups, or None if all of them were lost.
+        max_rounds: calls of `generate` at most.
+    """
+    kept, uniform, num_missing, num_dropped, rounds = [], [], num_groups, 0, 0
+    found: TensorDict | None = batch
+    while True:
+        if found is not None and layout(found) == layout(batch):  # others cannot be joined
+            is_varied = torch.isin(found["group_ids"], varied_groups(found))
+            num_varied = len(found["group_ids"][is_varied].unique())
+            kept.append(found[is_varied])
+            uniform.append(found[~is_varied])
+            num_missing -= num_varied
+            num_dropped += len(found["group_ids"].unique()) - num_varied
+        elif found is not None:
+            num_odd = len(found["group_ids"].unique())
+            stats_tracker.count(**{"rollout/num_lost": num_odd, "rollout/lost/unlike_the_first_batch": num_odd})
+        if num_missing <= 0 or rounds == max_rounds:
+            break
+        rounds += 1
+        found = generate(num_missing)
+    if num_missing > 0 and num_dropped:
+        spare = join_batches([part for part in uniform if len(part)])
+        ids = list(dict.fromkeys(spare["group_ids"].tolist()))[:num_missing]
+        kept.append(spare[torch.isin(spare["group_ids"], torch.tensor(ids))])
+        num_dropped -= len(ids)
+    stats_tracker.scalar(num_filtered=num_dropped, num_refills=rounds)
+    return join_batches([part for part in kept if len(part)])
+
+
+def varied_groups(batch: TensorDict) -> Tensor:
+    """Return the ids of the groups whose trajectories have different rewards."""
+    first = first_rows(batch)
+    rewards, groups = batch["rewards"][first], batch["group_ids"][first]
+    found = [int(group) for group in groups.unique() if len(rewards[groups == group].unique()) > 1]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def num_uniform(batch: TensorDict) -> int:
+    """Return the number of groups whose trajectories all have the same reward."""
+    return len(batch["group_ids"].unique()) - len(varied_groups(batch))
+
+
+def is_varied(group: TensorDict) -> bool:
+    """Return whether the trajectories of one group have different rewards."""
+    return len(group["rewards"][first_rows(group)].unique()) > 1
+
+
+class VariedGroups:
+    """Accepts groups with different rewards, and every group once the budget of one batch is spent.
+
+    Args:
+        budget: groups that may be refused per batch.
+        generated: counts the refused groups.
+    """
+
+    def __init__(self, budget: int, generated: Generated) -> None:
+        self._budget = budget
+        self._generated = generated
+        self._num_refused = self._num_before = 0  # the first is written by the collector's thread alone
+
+    def __call__(self, group: TensorDict) -> bool:
+        """Return whether the group is accepted."""
+        check_one_per_row(group, "rewards")
+        if is_varied(group) or self._num_refused - self._num_before >= self._budget:
+            return True
+        self._num_refused += 1
+        self._generated.add(group, is_one_group=True)
+        return False
+
+    def next_batch(self) -> int:
+        """Return the number of refused groups, and begin with a new budget."""
+        refused = self._num_refused - self._num_before
+        self._num_before += refused
+        return refused
+
 
 TRAINED_ON = ("loss_mask", "logprobs", "rewards")
 """keys that a workflow must give a trajectory so that it can be trained on"""

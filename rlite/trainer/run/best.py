@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from rlite import files
 from rlite.checkpoint.atomic import publish
 from rlite.errors import ConfigError, did_you_mean, writing
 from rlite.evaluation.samples import reaches
-from rlite.observability.columns import number
+from rlite.observability import trace
+from rlite.observability.console import number
 from rlite.trainer.held_out.options import KEY
 from rlite.trainer.options import RunOptions
 
@@ -216,3 +219,29 @@ def check_evaluated(options: RunOptions, evaluated: Sequence[str]) -> None:
         if name not in evaluated:
             shown = ", ".join(evaluated) if len(evaluated) <= 12 else did_you_mean(name, evaluated)
             raise ConfigError(f"trainer.{option}={name}: expected a metric of the evaluation, {shown}")
+
+
+class EvaluationTime:
+    """Adds up the time of evaluations until it is logged."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the time of the `with` block.
+
+        Yields:
+            None.
+        """
+        began = time.perf_counter()
+        try:
+            with trace.span("evaluate"):
+                yield
+        finally:
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """Return the time since the last call, as the metric `seconds_evaluate`."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"seconds_evaluate": seconds}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rlite.rollout.collector.ended_groups import Ended
+from rlite.rollout.collector.group import Ended
 from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.training_run import TrainingRun

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlite.control.invocation import DEFAULT, Invocation, invocation_of, trainer_invocation
+from rlite.control.role_group import DEFAULT, Invocation, invocation_of, trainer_invocation
 from rlite.errors import ConfigError, UnknownOptionError
 
 

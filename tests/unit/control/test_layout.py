@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rlite.control.layout import RoleSize, Seat, check_capacity, lay_out
-from rlite.control.roles import RLRoleType
+from rlite.control.spec import RLRoleType, RoleSize, Seat, check_capacity, lay_out
 from rlite.errors import PlacementError
 
 ACTOR, ROLLOUT, CRITIC = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.CRITIC

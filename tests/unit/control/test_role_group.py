@@ -13,7 +13,7 @@ from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import WorkerHost
 from rlite.cluster.placement import Device
 from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
-from rlite.control.roles import RLRoleType
+from rlite.control.spec import RLRoleType
 from rlite.control.workload import BaseWorkload, WorkloadFactory, hold_port
 from rlite.dispatch import NeedParallel
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied
@@ -62,7 +62,7 @@ def test_a_method_that_the_class_lacks_fails_locally(group: WorkerGroup) -> None
 
 def test_a_late_workload_is_named_and_reported(group: WorkerGroup) -> None:
     class Slow(Actor):
-        from rlite.control.invocation import trainer_invocation
+        from rlite.control.role_group import trainer_invocation
 
         @trainer_invocation(is_async=True, timeout=0.2)
         def wait(self) -> None: ...

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlite.data.labels import labelled_rows, mismatched
+from rlite.data.sft import labelled_rows, mismatched
 from rlite.errors import DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "q"}]

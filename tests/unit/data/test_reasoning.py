@@ -10,7 +10,7 @@ import pytest
 
 from rlite.data.reasoning import build_problems, held_out_split, question_of
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.teacher import impatient_demonstrations
+from rlite.quickstart.run import impatient_demonstrations
 
 
 def test_problems_are_distinct_and_depend_on_the_seed_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rlite.data.rows import NO_TEMPLATE, described, read_source
 from rlite.data.source import Source
-from rlite.quickstart.tiny import CHATML
+from rlite.quickstart.run import CHATML
 from tests.agents import tokenizer_with
 
 TOKENIZER = tokenizer_with()

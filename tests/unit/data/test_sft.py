@@ -11,7 +11,7 @@ from rlite.data.formats.normalise import normalise
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()

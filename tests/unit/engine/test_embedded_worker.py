@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, DivergedError, ResidencyError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import build_model_dir
 

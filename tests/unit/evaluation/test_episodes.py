@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
+from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, Place
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
 from rlite.evaluation.metrics import selection_of, summary
-from rlite.evaluation.rows import row_of, sample_of
 from rlite.evaluation.samples import Sample
-from rlite.evaluation.sets import EvaluationSet, evaluate
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate, row_of, sample_of
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,
@@ -25,7 +23,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.openai import AgentWorkflow
-from rlite.rollout.record.texts import TokenTexts
+from rlite.rollout.record.tables import TokenTexts
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with(WITH_TOOLS)

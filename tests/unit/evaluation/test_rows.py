@@ -9,12 +9,11 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import DataError
-from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
-from rlite.evaluation.rows import Row, row_of, sample_of
 from rlite.evaluation.samples import Sample
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, Place, Row, row_of, sample_of
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.record.texts import TokenTexts
+from rlite.rollout.record.tables import TokenTexts
 
 
 class Ask(RolloutWorkflow):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import CheckpointError
-from rlite.nn.lora_merge import merge_adapter
+from rlite.nn.lora import merge_adapter
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir

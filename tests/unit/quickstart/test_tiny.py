@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.errors import ConfigError
-from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlite.recovery.faultpoints import FaultBoard, InjectedError
-from rlite.recovery.faults import PhaseFault
+from rlite.recovery.faults import FaultBoard, InjectedError, PhaseFault
 
-REACH = (
-    "import sys; from rlite.recovery.faultpoints import FaultBoard; FaultBoard(sys.argv[1]).reach('reward', 'JUDGE')"
-)
+REACH = "import sys; from rlite.recovery.faults import FaultBoard; FaultBoard(sys.argv[1]).reach('reward', 'JUDGE')"
 
 
 def test_an_error_is_raised_once_in_its_phase_and_role(tmp_path: Path) -> None:

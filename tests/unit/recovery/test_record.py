@@ -10,8 +10,18 @@ import pytest
 
 from rlite.errors import ConfigError, RliteError, StorageError
 from rlite.recovery.failover import JobState, RoleState
-from rlite.recovery.record import MAX_ENDED, MAX_ENTRIES, JobRecord, LogEntry, forget_old, load_record, save_record
-from rlite.recovery.store import FileStore, MemoryStore, StateStore
+from rlite.recovery.record import (
+    MAX_ENDED,
+    MAX_ENTRIES,
+    FileStore,
+    JobRecord,
+    LogEntry,
+    MemoryStore,
+    StateStore,
+    forget_old,
+    load_record,
+    save_record,
+)
 
 RECORD = JobRecord("id", JobState(stage="RUNNING", roles={"ACTOR": RoleState(1, {3: 2}, (4,), 5)})).noted(
     LogEntry(1.0, "RUNNING", "ACTOR rank 3 dead", "restart it", "line 1\nline 2")

@@ -15,8 +15,7 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
-from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
-from rlite.evaluation.sets import EvaluationSet, evaluate
+from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate
 from rlite.rollout import (
     CollectorOptions,
     LLMRequest,
@@ -28,7 +27,7 @@ from rlite.rollout import (
 )
 from rlite.rollout.deadlines import ABANDONED, Abandoned, Overdue, UserExit, by_deadline
 from rlite.rollout.loop import LoopThread
-from rlite.rollout.rewards.errors import RewardRaised, RewardTimeout
+from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.toolbox import Toolbox
 

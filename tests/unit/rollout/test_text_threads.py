@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from rlite.data.chat.raw import TooManyTokens
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.data.tokens import TooManyTokens
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
-from rlite.rollout.text_threads import NUM_THREADS, SHORT_TEXT, beside_loop
+from rlite.rollout.deadlines import NUM_THREADS, SHORT_TEXT, beside_loop
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=8)
 

@@ -16,12 +16,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlite.sandbox.call import Call, Code
-from rlite.sandbox.confine import passed_environment
-from rlite.sandbox.errors import SandboxError
-from rlite.sandbox.landlock import version
+from rlite.sandbox.calls import Call, Code, SandboxError
+from rlite.sandbox.confine import Instruction, filter_program, passed_environment, version
 from rlite.sandbox.pool import SandboxPool
-from rlite.sandbox.syscalls import Instruction, filter_program
 from tests import hostile_rewards as hostile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -208,7 +205,7 @@ def test_variables_that_bind_threads_to_cores_do_not_pass() -> None:
 
 FILTER_ALONE = """
 import fcntl, os, subprocess, sys, termios
-from rlite.sandbox.syscalls import refuse_calls
+from rlite.sandbox.confine import refuse_calls
 parent = os.getppid()
 found = [refuse_calls(os.getpid(), (-1, parent, -parent))]
 for target in (parent, -parent, -1):
@@ -232,12 +229,12 @@ print(*found)
 """
 SMALL_VERSION = """
 import os, sys
-from rlite.sandbox import landlock
-known = landlock.version()
-landlock.version = lambda: min(int(sys.argv[1]), known)
+from rlite.sandbox import confine
+known = confine.version()
+confine.version = lambda: min(int(sys.argv[1]), known)
 folder = sys.argv[2]
 open(folder + "/file", "w").close()
-found = [landlock.restrict(landlock.writable_paths()), landlock.restrict()]
+found = [confine.restrict(confine.writable_paths()), confine.restrict()]
 os.mkdir(folder + "/a")
 try:
     os.rename(folder + "/file", folder + "/a/file")
@@ -256,9 +253,9 @@ print(*found)
 
 WITHOUT = """
 import os
-from rlite.sandbox import confine, landlock, syscalls
-landlock.version = confine.version = lambda: 0
-syscalls.os.uname = lambda: os.uname_result(("Linux", "", "", "", "riscv64"))
+from rlite.sandbox import confine
+confine.version = lambda: 0
+confine.os.uname = lambda: os.uname_result(("Linux", "", "", "", "riscv64"))
 print(confine.confine(os.getppid()))
 """
 

@@ -10,7 +10,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from rlite.sandbox.errors import SandboxCrash, SandboxRaised
+from rlite.sandbox.calls import SandboxCrash, SandboxRaised
 from rlite.sandbox.function import stream
 
 

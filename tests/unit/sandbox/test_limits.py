@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rlite.sandbox.call import Call, Code
+from rlite.sandbox.calls import Call, Code
 from rlite.sandbox.child import READY
-from rlite.sandbox.limits import LOAD_TIMEOUT, seconds_to_next_check, time_failure
-from rlite.sandbox.process import Worker
+from rlite.sandbox.process import LOAD_TIMEOUT, Worker, seconds_to_next_check, time_failure
 
 
 def worker(**state: Any) -> Worker:

@@ -17,26 +17,26 @@ from rlite.config import load
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.evaluation.compare import Comparison
 from rlite.evaluation.metrics import clustered_standard_error
-from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
+from rlite.evaluation.sets import EvaluatedModel, EvaluationResult
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
-from rlite.trainer.evaluate import progress
+from rlite.trainer.evaluate import report
 from rlite.trainer.evaluate.command import advice, evaluate, result_of
-from rlite.trainer.evaluate.earlier_results import EarlierResult
+from rlite.trainer.evaluate.folder import EarlierResult, code_of, digest_of
+from rlite.trainer.evaluate.generation import context_limit, item_ids, unknown_context
 from rlite.trainer.evaluate.options import EvalConfig, check_name
-from rlite.trainer.evaluate.questions import context_limit, item_ids, unknown_context
 from rlite.trainer.evaluate.report import difference, print_result, shown, shown_metrics, title
-from rlite.trainer.evaluate.scorer_digest import code_of, digest_of
-from rlite.trainer.evaluate.task_metrics import (
+from rlite.trainer.evaluate.tasks import (
     directions,
+    find_tasks,
     lower_is_better,
     summary_of_tasks,
     task_metrics,
+    task_rows,
     task_values,
 )
-from rlite.trainer.evaluate.tasks import find_tasks, task_rows
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.command import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
 
 
@@ -449,8 +449,8 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlite.observability.console._POLL_S", 0.001)
-    assert progress.QUIET_S <= 10
-    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    assert report.QUIET_S <= 10
+    monkeypatch.setattr(report, "QUIET_S", 0.0)
     has_said = threading.Event()
     texts = iter(["grpo: 3 of 12 samples", "grpo: 7 of 12 samples"])
 
@@ -460,7 +460,7 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
             has_said.set()
         return found
 
-    with progress.showing_progress(text):
+    with report.showing_progress(text):
         assert has_said.wait(10)
     assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
 
@@ -478,8 +478,8 @@ def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    progress.continuing("new", 0, 12, "samples")
-    progress.continuing("grpo", 5, 12, "samples")
+    report.continuing("new", 0, 12, "samples")
+    report.continuing("grpo", 5, 12, "samples")
     assert capsys.readouterr().err == "grpo: continuing: 5 of 12 samples are there\n"
 
 

@@ -14,13 +14,24 @@ import pytest
 
 from rlite.errors import ConfigError, DataError, FolderInUse
 from rlite.evaluation.journal import Journal
-from rlite.evaluation.rows import write_record
+from rlite.evaluation.sets import write_record
 from rlite.observability.record.files import all_files, write_table
-from rlite.trainer.evaluate import recording
-from rlite.trainer.evaluate.earlier_results import earlier_result
-from rlite.trainer.evaluate.folder import CACHE, LOCK, RESULTS, SAMPLES, check_alone, check_no_run, held, remove_others
-from rlite.trainer.evaluate.models import Candidate, begin, rows_of
-from rlite.trainer.evaluate.recording import recorded
+from rlite.trainer.evaluate import report
+from rlite.trainer.evaluate.folder import (
+    CACHE,
+    LOCK,
+    RESULTS,
+    SAMPLES,
+    Candidate,
+    begin,
+    check_alone,
+    check_no_run,
+    earlier_result,
+    held,
+    remove_others,
+    rows_of,
+)
+from rlite.trainer.evaluate.report import recorded
 from rlite.viewer.run import open_runs
 
 SETTINGS: dict[str, Any] = {
@@ -159,7 +170,7 @@ def test_a_record_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         replaced.append(files_of(tmp_path))
         return write_table(*arguments)
 
-    monkeypatch.setattr("rlite.evaluation.rows.write_table", written)
+    monkeypatch.setattr("rlite.evaluation.sets.write_table", written)
     write_record(tmp_path, "a", [row(0), row(1)])
     assert replaced == [{"eval.a rows"}]
 
@@ -176,7 +187,7 @@ def recorded_items(folder: Path) -> list[str]:
 
 
 def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "PAUSE_S", 0.001)
+    monkeypatch.setattr(report, "PAUSE_S", 0.001)
     candidate = begun(tmp_path)
     with recorded(candidate, tmp_path):
         for number in range(2):
@@ -194,7 +205,7 @@ def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypat
 
 
 def test_interrupted_evaluations_record_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "PAUSE_S", 1000)
+    monkeypatch.setattr(report, "PAUSE_S", 1000)
 
     def interrupted(candidate: Candidate, number: int) -> None:
         with recorded(candidate, tmp_path):
@@ -210,7 +221,7 @@ def test_interrupted_evaluations_record_each_sample_once(tmp_path: Path, monkeyp
 
 
 def test_the_record_of_a_model_is_complete_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "PAUSE_S", 1000)
+    monkeypatch.setattr(report, "PAUSE_S", 1000)
     candidate = begun(tmp_path)
     with recorded(candidate, tmp_path):
         for number in range(3):

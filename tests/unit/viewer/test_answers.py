@@ -17,8 +17,8 @@ from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
 from rlite.viewer.export import export
 from rlite.viewer.prompts import MAX_ITEMS, shortened
 from rlite.viewer.query import Query, UnknownPlace
+from rlite.viewer.results import means_by_step
 from rlite.viewer.run import ViewedRun, open_runs
-from rlite.viewer.tables import means_by_step
 
 
 @pytest.fixture(scope="module")

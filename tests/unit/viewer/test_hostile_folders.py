@@ -17,7 +17,7 @@ import pytest
 from rlite.files import MAX_LINE
 from rlite.observability.record.reader import read_file_part
 from rlite.observability.record.schema import ROWS, TOKENS
-from rlite.sandbox.call import Code
+from rlite.sandbox.calls import Code
 from rlite.viewer import aside
 from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import MAX_NAMES

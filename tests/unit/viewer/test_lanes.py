@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.observability import trace
-from rlite.viewer.lanes import BINS, flights_of, lanes_of, layout, timeline
-from rlite.viewer.trace import TRACE, TraceLog
+from rlite.viewer.trace import BINS, TRACE, TraceLog, flights_of, lanes_of, layout, timeline
 
 
 def span(name: str, start: float, end: float, pid: int = 1) -> dict[str, Any]:

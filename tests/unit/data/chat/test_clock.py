@@ -6,10 +6,9 @@ from datetime import datetime
 
 import pytest
 
-from rlite.data.chat.clock import CLOCK
 from rlite.data.chat.masks import ChatEncoder
-from rlite.data.chat.template import ChatTemplate
-from rlite.quickstart.tiny import CHATML
+from rlite.data.chat.template import CLOCK, ChatTemplate
+from rlite.quickstart.run import CHATML
 from rlite.rollout.workflow import prompt_text
 from tests.agents import tokenizer_with
 

@@ -9,12 +9,10 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.labels import labelled_rows
-from rlite.data.preferences import preference_rows
-from rlite.data.sft import sft_rows
+from rlite.data.sft import labelled_rows, preference_rows, sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.run import CHATML, byte_tokenizer
 
 MARKS_WITHOUT_END = CHATML.replace(
     "{{ message['content'] }}<|im_end|>",

@@ -13,7 +13,7 @@ from rlite.data.chat.masks import ChatEncoder
 from rlite.data.chat.template import ChatTemplate
 from rlite.data.prompts import check_prompts
 from rlite.errors import DataError
-from rlite.quickstart.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout.workflow import prompt_text
 
 CONTENT = "{{ message['content'] }}"

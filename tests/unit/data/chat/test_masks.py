@@ -17,7 +17,7 @@ from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.sft import sft_rows
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.run import CHATML, byte_tokenizer
 
 ORACLE = json.loads((Path(__file__).parents[3] / "oracles/10_chat_assistant_masks.json").read_text())
 

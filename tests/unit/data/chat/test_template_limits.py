@@ -6,7 +6,7 @@ import pytest
 
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, check_template_limits
 from rlite.data.chat.template_limits import TemplateLimit, limited
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 
 QUESTION = [{"role": "user", "content": "hello"}]
 

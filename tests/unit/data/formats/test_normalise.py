@@ -13,16 +13,15 @@ from datasets import Dataset, Features, Json, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.columnar import without_nulls
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import FORMATS, RowKind
-from rlite.data.preferences import preference_rows
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import read_source, streamed_source
-from rlite.data.sft import sft_rows
+from rlite.data.sft import preference_rows, sft_rows
 from rlite.data.source import Source
+from rlite.data.tables import without_nulls
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rlite.data.source import Source
-from rlite.data.streaming.files import open_files
-from rlite.data.streaming.program import ProgramRows
+from rlite.data.streaming.table import ProgramRows, open_files
 from rlite.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [{"n": number} for number in range(50)]

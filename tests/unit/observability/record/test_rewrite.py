@@ -11,9 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import StorageError
-from rlite.observability.record.files import path_of, record_files, write_table
-from rlite.observability.record.gaps import Gap, read_gaps, write_gaps
-from rlite.observability.record.rewrite import compact, drop_later, strip
+from rlite.observability.record.files import (
+    Gap,
+    compact,
+    drop_later,
+    path_of,
+    read_gaps,
+    record_files,
+    strip,
+    write_gaps,
+    write_table,
+)
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION_KEY
 from tests.recorded import recorded
 
@@ -74,7 +82,7 @@ def test_a_merged_file_has_few_parts_of_a_bounded_size(tmp_path: Path, monkeypat
     size = pq.read_table(path_of(tmp_path, "train", "tokens", 1, 100)).nbytes
     for step in range(101, 201):
         write(tmp_path, step)
-    monkeypatch.setattr("rlite.observability.record.rewrite.PART_BYTES", size // 4)
+    monkeypatch.setattr("rlite.observability.record.files.PART_BYTES", size // 4)
     compact(tmp_path, before=201)
     file = pq.ParquetFile(path_of(tmp_path, "train", "tokens", 101, 200))
     assert 4 <= file.num_row_groups <= 8
@@ -219,7 +227,7 @@ def test_texts_are_removed_and_rows_stay(tmp_path: Path) -> None:
 
 
 def test_a_text_is_searched_only_up_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.observability.record.rewrite.PART_BYTES", 1)  # a part of the file for each step
+    monkeypatch.setattr("rlite.observability.record.files.PART_BYTES", 1)  # a part of the file for each step
     for step in range(1, 101):
         write(tmp_path, step, segments=[{"role": "model", "text": "4"}] if step > 5 else None)
     compact(tmp_path, before=101)

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 
 from rlite.observability.record import writer as module
-from rlite.observability.record.files import path_of
-from rlite.observability.record.gaps import read_gaps
+from rlite.observability.record.files import path_of, read_gaps
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.observability.record.writer import RecordWriter, Tables
 from tests.recorded import recorded

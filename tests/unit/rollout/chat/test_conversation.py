@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, RolloutError, ScriptedEngine
 from tests.tiny import tokenizer_with_bos
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     GenerationHyperparameters,
     LLMRequest,

@@ -20,11 +20,11 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.collector.ended_groups import Ended
+from rlite.rollout.collector.group import Ended
 from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
-from rlite.rollout.collector.status import status_of
+from rlite.rollout.collector.runner import status_of
 from rlite.rollout.episode import current_episode
-from rlite.rollout.rewards.errors import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
+from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
 from rlite.rollout.workflow import EngineAborted, RolloutError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     EnvironmentRaised,

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlite.rollout.collector.draws import Draws
 from rlite.rollout.collector.group import Group
-from rlite.rollout.collector.seeds import SampleInference
+from rlite.rollout.collector.seeds import Draws, SampleInference
 from rlite.rollout.openai import AgentSession
-from rlite.rollout.openai.prompt_logprob_limits import SLICE_TOKENS
-from rlite.rollout.openai.requests import ApiError
+from rlite.rollout.openai.requests import SLICE_TOKENS, ApiError
 from rlite.rollout.openai.responses import Reply
 from rlite.types import PromptLogprobs
 from tests.agents import Speaker, tokenizer_with

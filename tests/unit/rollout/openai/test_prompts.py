@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlite.quickstart.tiny import CHATML, byte_tokenizer
-from rlite.rollout.openai.prompts import ChatPrompts
+from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout.openai.recording import Turn
+from rlite.rollout.openai.requests import ChatPrompts
 from tests.agents import ADD, WITH_TOOLS
 
 QUESTION = {"role": "user", "content": "a"}

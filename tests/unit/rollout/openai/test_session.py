@@ -17,7 +17,7 @@ from rlite.rollout import GenerationHyperparameters, RolloutError, check_traject
 from rlite.rollout.openai import AgentClient, AgentSession
 from rlite.rollout.openai.recording import Recording, Turn, export
 from rlite.rollout.openai.requests import ApiError
-from rlite.rollout.openai.text import TextStream
+from rlite.rollout.openai.responses import TextStream
 from rlite.types import LLMRequest
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 

@@ -12,13 +12,10 @@ import torch
 from tensordict import TensorDict
 
 from rlite.observability.record.schema import ROWS, TOKENS, Status
-from rlite.quickstart.tiny import byte_tokenizer
-from rlite.rollout.collector.columns import MAX_COLUMNS, MAX_VALUE
-from rlite.rollout.collector.ended_groups import Ended
-from rlite.rollout.collector.group import Group
+from rlite.quickstart.run import byte_tokenizer
+from rlite.rollout.collector.group import MAX_COLUMNS, MAX_VALUE, Ended, Group
 from rlite.rollout.record.recorder import NUM_GROUPS, FileRecorder, sampled
-from rlite.rollout.record.tables import MAX_EVENTS, make_tables
-from rlite.rollout.record.texts import TokenTexts
+from rlite.rollout.record.tables import MAX_EVENTS, TokenTexts, make_tables
 from rlite.rollout.trajectories import TokenHistory, check_trajectory, join_histories, of_trajectory, pad_trajectories
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import TokenChunk

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rlite.quickstart.tiny import byte_tokenizer
-from rlite.rollout.record.texts import TokenTexts
+from rlite.quickstart.run import byte_tokenizer
+from rlite.rollout.record.tables import TokenTexts
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlite.errors import ConfigError, ImportFailed
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     RewardFunction,
@@ -23,8 +23,8 @@ from rlite.rollout import (
 )
 from rlite.rollout.registry import REWARDS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
-from rlite.rollout.rewards.errors import RewardInvalid, RewardRaised
 from rlite.rollout.rewards.options import RewardOptions, name_of
+from rlite.rollout.rewards.score import RewardInvalid, RewardRaised
 
 CALL = {"prompt": "2+2=", "completions": "four", "prompt_ids": [1], "completion_ids": [2]}
 OWN = """

@@ -23,7 +23,7 @@ import tenacity
 from benchmarks.reward_faults import FAULTS, REWARD, misbehave
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout import RewardFunction, from_trl, from_verl
-from rlite.rollout.rewards.errors import (
+from rlite.rollout.rewards.score import (
     RewardCrash,
     RewardError,
     RewardInvalid,
@@ -31,10 +31,9 @@ from rlite.rollout.rewards.errors import (
     RewardRaised,
     RewardTimeout,
 )
-from rlite.sandbox import limits
-from rlite.sandbox.call import MAX_TIMEOUTS, Call, Code
+from rlite.sandbox import process
+from rlite.sandbox.calls import MAX_TIMEOUTS, Call, Code, SandboxCrash, SandboxTimeout
 from rlite.sandbox.child import describe
-from rlite.sandbox.errors import SandboxCrash, SandboxTimeout
 from rlite.sandbox.pool import SandboxPool, close_shared_pool
 from tests import forked_python
 
@@ -154,7 +153,7 @@ def test_a_process_that_ends_after_its_answer_is_no_crash_of_the_next_call() -> 
 
 
 def test_an_answer_that_is_read_together_with_garbage_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SEND_TIMEOUT", 4.0)
+    monkeypatch.setattr(process, "SEND_TIMEOUT", 4.0)
 
     def end(seconds: float, fault: str) -> Any:
         time.sleep(seconds)

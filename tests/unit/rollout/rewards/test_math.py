@@ -13,8 +13,8 @@ pytest.importorskip("math_verify")
 
 from rlite.errors import DataError
 from rlite.rollout.rewards import math_verify_reward
-from rlite.rollout.rewards.errors import RewardRaised, RewardTimeout
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
 from rlite.sandbox.pool import close_shared_pool
 
 

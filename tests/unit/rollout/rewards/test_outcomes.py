@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,

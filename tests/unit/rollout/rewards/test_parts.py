@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, RolloutCollector, ScriptedEngine, SingleTurnWorkflow, from_trl
-from rlite.rollout.chat.multi_turn import MultiTurnWorkflow
+from rlite.rollout.chat.conversation import MultiTurnWorkflow
 from rlite.rollout.rewards.score import read_score
-from rlite.trainer.rl.rollout_metrics import Generated
+from rlite.trainer.rl.rollouts import Generated
 
 
 @pytest.mark.parametrize("options", [{}, {"in_process": True}, {"batch_size": 2}])

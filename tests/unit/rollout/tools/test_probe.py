@@ -9,12 +9,12 @@ import pytest
 from tokenizers import AddedToken
 
 from rlite.errors import ConfigError
-from rlite.quickstart.tiny import CHATML
+from rlite.quickstart.run import CHATML
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, ToolUseWorkflow
 from rlite.rollout.openai import AgentWorkflow
 from rlite.rollout.tools import response_template
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat
-from rlite.rollout.tools.probe import tool_call_format
+from rlite.rollout.tools.response_template import tool_call_format
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
 
 

@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, LLMRequest, RewardFunction, ScriptedEngine, Tool, ToolUseWorkflow
 from rlite.sandbox.pool import close_shared_pool
 

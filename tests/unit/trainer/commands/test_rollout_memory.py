@@ -12,7 +12,7 @@ import rlite
 from rlite.config import load
 from rlite.errors import ConfigError
 from rlite.trainer.commands.options import PlanConfig, RolloutPlanOptions
-from rlite.trainer.commands.rollout_memory import RolloutMemory, rollout_memory
+from rlite.trainer.commands.plan import RolloutMemory, rollout_memory
 from tests.tiny import build_model_dir
 
 CONFIG = Qwen2Config(

@@ -9,10 +9,10 @@ import pytest
 
 from rlite.config import describe, load, save, schema
 from rlite.errors import ConfigError, RliteError
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, RewardFunction, SingleTurnWorkflow
 from rlite.trainer.held_out.options import held_out_sources, prefixed, without_sets
-from rlite.trainer.rl.evaluation_sets import make_sets
+from rlite.trainer.rl.evaluation import make_sets
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.supervised_options import SftConfig
 

@@ -1,8 +1,7 @@
 import torch
 from tensordict import TensorDict
 
-from rlite.trainer.rl.filtering import VariedGroups, replace_uniform_groups
-from rlite.trainer.rl.rollout_metrics import Generated
+from rlite.trainer.rl.rollouts import Generated, VariedGroups, replace_uniform_groups
 
 
 def group(number, rewards, num_rows=1):

@@ -15,12 +15,10 @@ from tensordict import TensorDict
 from rlite.batch import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
-from rlite.observability.record.gaps import read_gaps
-from rlite.observability.record.rewrite import drop_later
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.observability.record.files import drop_later, read_gaps
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.ended_groups import Ended
-from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.group import Ended, Group
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.record.tables import NO_TOKENS, NOT_FINITE
 from rlite.rollout.trajectories import TokenHistory, of_trajectory

@@ -19,8 +19,8 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.trajectories import TokenHistory
 from rlite.trainer.losses import BothLogprobs, OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.engines import check_engine, check_kept
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions, RolloutOptions, SamplingOptions
-from rlite.trainer.rl.replay import check_engine, check_kept
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 NUM_DRAWS = 200_000

@@ -14,8 +14,7 @@ from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollout_metrics import Generated, mean_reward
-from rlite.trainer.rl.rollouts import make_rollouts
+from rlite.trainer.rl.rollouts import Generated, make_rollouts, mean_reward
 
 
 def batch(rewards: list[float], groups: list[int], lengths: list[int], **columns: list[float]) -> TensorDict:

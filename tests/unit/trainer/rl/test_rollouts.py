@@ -13,10 +13,8 @@ from tensordict import TensorDict
 from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.trainer.rl.filtering import VariedGroups
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollout_metrics import Generated
-from rlite.trainer.rl.rollouts import Rollouts, RolloutsAhead, make_rollouts
+from rlite.trainer.rl.rollouts import Generated, Rollouts, RolloutsAhead, VariedGroups, make_rollouts
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 

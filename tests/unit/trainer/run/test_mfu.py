@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlite.nn import LoraOptions
 from rlite.trainer.model.modules import critic_module, policy_module
-from rlite.trainer.run.mfu import ModelSize, mfu, peak_flops, training_flops
+from rlite.trainer.run.report import ModelSize, mfu, peak_flops, training_flops
 from tests.tiny import build_model_dir
 
 QWEN3_0_6B = {

@@ -9,13 +9,13 @@ import pytest
 
 from rlite.config import load
 from rlite.engine.train import RliteTrainEngine
-from rlite.quickstart.tiny import byte_tokenizer
+from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow, from_trl
-from rlite.rollout.rewards.weighted import Part, WeightedRewards
+from rlite.rollout.rewards.function import Part, WeightedRewards
 from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.report import reward_plan
-from rlite.trainer.run.model_plan import data_plan, model_plan
+from rlite.trainer.run.report import data_plan, model_plan
 from rlite.trainer.supervised_options import DataOptions, SftConfig
 from tests.tiny import build_model_dir
 

@@ -1,4 +1,4 @@
-"""Represent calls of user code on the driver's side."""
+"""Calls of sandboxed functions: what is sent, its limits, and the errors that a call ends with."""
 
 from __future__ import annotations
 
@@ -6,15 +6,64 @@ import hashlib
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
+from rlite.errors import RliteError
 from rlite.sandbox.child import MAX_ANSWER, CallMessage, same
-from rlite.sandbox.errors import SANDBOX_ERRORS, ErrorKinds
+
+
+class SandboxError(RliteError):
+    """Failure of a call of user code. `outcome` names the kind of failure in one word."""
+
+    outcome = "error"
+
+
+class SandboxTimeout(SandboxError, TimeoutError):
+    """Time-out of a call. Its process was killed."""
+
+    outcome = "timeout"
+
+
+class SandboxCrash(SandboxError, RuntimeError):
+    """End of the process during the call. The message has the exit code or the signal."""
+
+    outcome = "crash"
+
+
+class SandboxMemory(SandboxError, MemoryError):
+    """Use of more memory than the process's limit, or than the machine has."""
+
+    outcome = "memory"
+
+
+class SandboxRaised(SandboxError, RuntimeError):
+    """Exception raised by the user code. The message begins with the exception and ends with its traceback."""
+
+    outcome = "raised"
+
+
+class SandboxInvalid(SandboxError, ValueError):
+    """Return value of the wrong kind from the user code."""
+
+    outcome = "invalid"
+
+
+ErrorKinds = Mapping[str, type[SandboxError]]
+"""the class that is raised for each outcome"""
+
+
+def error_kinds(*classes: type[SandboxError]) -> ErrorKinds:
+    """Return a table of error classes by their outcomes."""
+    return {one.outcome: one for one in classes}
+
+
+SANDBOX_ERRORS = error_kinds(SandboxTimeout, SandboxCrash, SandboxMemory, SandboxRaised, SandboxInvalid)
+
 
 CHUNK_SECONDS = 0.005
 """calls are sent in chunks of about this much work; a function whose speed is unknown goes alone"""
