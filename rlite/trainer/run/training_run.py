@@ -21,8 +21,9 @@ from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, EvaluationTime, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
+from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, clear, lock
-from rlite.trainer.run.interruption import INTERRUPTION, NOT_FINITE, WATCHED, DivergenceWatch
+from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.report import ReportedMetrics, RunReport, usage_metrics
 from rlite.trainer.run.start_time import STARTED, wanted_checkpoint
 from rlite.trainer.run.step_trace import StepTrace
