@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import RliteError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences, summary
 from rlite.nn.huggingface import causal_lm_class
-from rlite.quickstart.run import byte_tokenizer
 from tests.integration.worlds import world
 
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "WRONG", "not built"

@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 from benchmarks.chaos_attacks import ATTACKS
 from benchmarks.injectors import FileSizeFault, NoTarget, ProcessFault, SignalFault, inject
 from benchmarks.model import build_model
-from rlite.cluster.guard import marked
+from rlite.runtime.cluster.guard import marked
 
 ROOT = Path(__file__).parents[1]
 MARK = "RLITE_CHAOS_RUN"

@@ -29,11 +29,11 @@ import cloudpickle
 import psutil
 
 from benchmarks.injectors import FloodFault, HalfOpenFault, flood_descriptors, hold_half_open
-from rlite.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, ScriptedEngine
 from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
-from rlite.sandbox.calls import Call, Code
-from rlite.sandbox.pool import SandboxPool
+from rlite.runtime.sandbox.calls import Call, Code
+from rlite.runtime.sandbox.pool import SandboxPool
 from tests import hostile_rewards
 from tests.hostile_runs import lead_out, often, texts_often, write_bomb
 from tests.recorded_run import Shape, write_run

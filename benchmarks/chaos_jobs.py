@@ -23,10 +23,10 @@ import psutil
 import ray
 
 import rlite
-from rlite.cluster.ray.fleet import Fleet, RayStore, Service, keep_plan
 from rlite.control import BaseTrainer, BaseWorkload, JobHandle, RLJob, RLJobBuilder
 from rlite.control.job import connect
 from rlite.errors import ConfigError
+from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, Service, keep_plan
 
 END_S = 60.0
 

@@ -24,7 +24,7 @@ import rlite
 from rlite import files
 from rlite.control import BaseTrainer, BaseWorkload, JobResult, RLJobBuilder
 from rlite.control.spec import RLRoleType, RoleSize, check_capacity, lay_out
-from rlite.recovery.failover import (
+from rlite.services.recovery.failover import (
     FailoverPolicy,
     JobState,
     RolePolicy,

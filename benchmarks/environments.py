@@ -40,10 +40,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from transformers import AutoModelForCausalLM
 
+from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer, impatient_demonstrations
 from rlite.data.reasoning import held_out_split
-from rlite.observability.plots import plot_learning_curve
-from rlite.observability.record.files import FOLDER, TRAIN, record_files
-from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer, impatient_demonstrations
+from rlite.services.console.plots import plot_learning_curve
+from rlite.services.record.files import FOLDER, TRAIN, record_files
 
 try:
     from benchmarks.environments_gem import make as make_game

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import rlite
 from rlite.control import BaseTrainer, BaseWorkload, JobHandle, RLJobBuilder, trainer_invocation
 from rlite.errors import CallTimeout
-from rlite.recovery.record import LogEntry
+from rlite.services.recovery.record import LogEntry
 
 NUM_WORKLOADS = 2
 HELD_S = 5.0

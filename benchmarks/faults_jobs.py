@@ -22,16 +22,16 @@ from ray.exceptions import RayActorError
 
 import rlite
 from benchmarks.faults_program import BATCH, SAVE_FREQ, Actor, Reward, Rollout, Trainer
-from rlite.cluster.guard import marked
-from rlite.cluster.host import CallPosition
-from rlite.cluster.ray.fleet import NAMESPACE, Fleet
 from rlite.control import JobHandle, JobResult, RLJobBuilder
 from rlite.control.job import job_of
 from rlite.control.spec import HealthOptions, JobSpec
 from rlite.errors import CallTimeout
-from rlite.observability.record.files import record_files
-from rlite.observability.record.schema import ROWS
-from rlite.recovery.faults import KINDS, PHASES, FaultBoard, Kind, Phase, PhaseFault
+from rlite.runtime.cluster.guard import marked
+from rlite.runtime.cluster.host import CallPosition
+from rlite.runtime.cluster.ray.fleet import NAMESPACE, Fleet
+from rlite.services.record.files import record_files
+from rlite.services.record.schema import ROWS
+from rlite.services.recovery.faults import KINDS, PHASES, FaultBoard, Kind, Phase, PhaseFault
 from tests.tiny import build_model_dir
 
 CPUS = 3
@@ -277,7 +277,7 @@ class RolesJob(FaultJob):
 
 
 ENVIRONMENT = """
-from rlite.recovery.faults import FaultBoard
+from rlite.services.recovery.faults import FaultBoard
 
 async def step(state, action, extra_info):
     FaultBoard(extra_info["out"]).reach("reward", "SANDBOX")

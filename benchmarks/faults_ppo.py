@@ -21,10 +21,10 @@ import rlite
 from rlite import config
 from rlite.data.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
-from rlite.recovery import reporting
-from rlite.recovery.faults import FaultBoard
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
+from rlite.services.recovery import reporting
+from rlite.services.recovery.faults import FaultBoard
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.workflows import context_limit

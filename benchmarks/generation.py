@@ -47,8 +47,8 @@ import transformers
 
 import rlite
 from benchmarks.model import build_model
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, LLMRequest, SequenceRequest
 
 OURS = "rlite"

@@ -37,14 +37,14 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks import gpu_training
 from benchmarks.gpu_bringup import write_record
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.engine.transport import Layout, Place, read, share, unshare
 from rlite.engine.weight_sync import make_plan
 from rlite.nn.attention import PackedLayout, packed_attention
-from rlite.parallel.host_memory import device_usage
-from rlite.parallel.processes import process_identity
-from rlite.parallel.shards import ParameterShard
+from rlite.runtime.parallel.host_memory import device_usage
+from rlite.runtime.parallel.processes import process_identity
+from rlite.runtime.parallel.shards import ParameterShard
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions

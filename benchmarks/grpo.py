@@ -26,7 +26,7 @@ import transformers
 import rlite
 from benchmarks.model import build_model
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.rollout.record.recorder import Amount
+from rlite.services.record.recorder import Amount
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions

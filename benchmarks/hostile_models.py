@@ -28,7 +28,7 @@ from benchmarks.model import build_model_dir
 from rlite import cli
 
 for _module in ("generate", "merge", "plan"):
-    importlib.import_module(f"rlite.trainer.commands.{_module}")  # forks need not import them
+    importlib.import_module(f"rlite.assembly.commands.{_module}")  # forks need not import them
 for _module in ("evaluate.command", "grpo", "sft"):
     importlib.import_module(f"rlite.trainer.{_module}")
 

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlite.assembly.quickstart.run import build_tiny_qwen3, impatient_demonstrations
 from rlite.data.reasoning import held_out_split, question_of
-from rlite.observability.plots import plot_learning_curve
-from rlite.quickstart.run import build_tiny_qwen3, impatient_demonstrations
+from rlite.services.console.plots import plot_learning_curve
 
 NUM_TRAIN, NUM_HELD_OUT, NUM_DPO_PAIRS = 12_000, 512, 6_400
 PPO_STEPS, TEST_FREQ, NUM_TRIED = 40, 4, 256

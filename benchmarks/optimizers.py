@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import learning
-from rlite.quickstart.run import build_tiny_qwen3
+from rlite.assembly.quickstart.run import build_tiny_qwen3
 from rlite.trainer import sft
 
 OPTIMIZERS = ("adamw", "muon")

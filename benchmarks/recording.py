@@ -30,9 +30,9 @@ import rlite
 from benchmarks.grpo import STOP_PROBABILITY, grpo_trainer
 from benchmarks.model import build_model
 from rlite.data.prompts import PromptStream
-from rlite.observability.record.files import used_bytes
 from rlite.rollout import RolloutCollector
-from rlite.rollout.record.recorder import WHOLE_EVERY, Amount
+from rlite.services.record.files import used_bytes
+from rlite.services.record.recorder import WHOLE_EVERY, Amount
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.record import RunRecord
 from rlite.trainer.rl.rollouts import make_rollouts

@@ -30,9 +30,9 @@ from transformers import Qwen3ForCausalLM
 import rlite
 from benchmarks.model import build_model
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.cluster.group import apply_on_processes
 from rlite.errors import WorkerError
 from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.runtime.cluster.group import apply_on_processes
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 LIMITS_S = {"replica": 15.0, "train": 30.0}

@@ -35,7 +35,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 
 SHARES = {"timeout": 0.10, "crash": 0.10, "memory": 0.05, "invalid": 0.05, "raised": 0.05}
 REWARD = 0.5

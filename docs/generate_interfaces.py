@@ -38,8 +38,8 @@ MODULES = {
     "rlite.errors": "The error tree.",
 }
 OPTIONS = {
-    "torch": "rlite.engine.embedded.options:EmbeddedOptions",
-    "fsdp2": "rlite.engine.fsdp2.options:Fsdp2Options",
+    "torch": "rlite.backends.embedded.options:EmbeddedOptions",
+    "fsdp2": "rlite.backends.fsdp2.options:Fsdp2Options",
 }
 """executors whose options are a table; those of vllm and sglang depend on the installed package"""
 HEAD = """# Interfaces

@@ -9,7 +9,7 @@ The agent asks, looks at the answer, asks again, and returns what the conversati
 import sys
 
 import rlite
-from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
+from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout.openai import AgentWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer

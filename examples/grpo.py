@@ -8,7 +8,7 @@ Its pair, `grpo_from_engines.py`, writes the same loop out.
 import sys
 
 import rlite
-from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
+from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer

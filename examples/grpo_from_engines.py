@@ -15,7 +15,7 @@ import rlite
 import rlite.nn
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import LossInputs, group_advantages, masked_mean, next_token, on_logprobs, ppo_clip
-from rlite.quickstart.run import build_tiny_qwen3
+from rlite.assembly.quickstart.run import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.types import GenerationHyperparameters
 

@@ -10,8 +10,8 @@ import re
 import sys
 
 import rlite
+from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.data.reasoning import build_problems, question_of
-from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import GymEnvironment, GymWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.options import TrainerOptions

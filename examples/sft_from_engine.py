@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import rlite
 from rlite.algorithms import masked_mean, next_token, on_logprobs
+from rlite.assembly.quickstart.run import build_tiny_qwen3
 from rlite.data.sft import sft_rows
 from rlite.data.tables import read_rows
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.quickstart.run import build_tiny_qwen3
 
 QUESTION = {"role": "user", "content": "Which colour has the sky?"}
 CHATS = [{"messages": [QUESTION, {"role": "assistant", "content": "Blue."}]}] * 32

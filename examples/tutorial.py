@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 import rlite
 import rlite.nn
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
-from rlite.quickstart.run import build_tiny_qwen3
+from rlite.assembly.quickstart.run import build_tiny_qwen3
 
 IGNORE = -100
 

@@ -26,7 +26,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rlite.api import evaluate, train
-    from rlite.cluster.session import current_session, shutdown
     from rlite.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from rlite.engine.train import RliteTrainEngine
     from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker
+    from rlite.runtime.cluster.session import current_session, shutdown
 
 __all__, __getattr__, __dir__ = lazy.exports(
     submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types")

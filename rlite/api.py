@@ -25,21 +25,21 @@ from typing import Any, NamedTuple
 
 import rlite
 from rlite import config
-from rlite.cluster.session import has_session
+from rlite.assembly.commands.generate import prompt_item
+from rlite.assembly.evaluate.command import evaluate as run_evaluation
+from rlite.assembly.evaluate.options import EvalConfig
 from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.sets import EvaluationResult
-from rlite.observability.console import number
-from rlite.observability.sinks.jsonl import read_metrics
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
+from rlite.runtime.cluster.session import has_session
+from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.terminal import number
 from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.commands.generate import prompt_item
-from rlite.trainer.evaluate.command import evaluate as run_evaluation
-from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.held_out.options import KEY, key_of
 from rlite.trainer.presets import TRAINERS
 from rlite.trainer.run.command import IN_MEMORY, REWARD, ProgramObjects

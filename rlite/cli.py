@@ -68,14 +68,14 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "quickstart": Command("rlite.quickstart.run", "rlite.quickstart.options:QuickstartConfig"),
-    "doctor": Command("rlite.doctor.run", "rlite.doctor.run:DoctorConfig"),
+    "quickstart": Command("rlite.assembly.quickstart.run", "rlite.assembly.quickstart.options:QuickstartConfig"),
+    "doctor": Command("rlite.assembly.commands.doctor", "rlite.assembly.commands.doctor:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
-    "generate": Command("rlite.trainer.commands.generate", "rlite.trainer.commands.options:GenerateConfig"),
-    "eval": Command("rlite.trainer.evaluate.command", "rlite.trainer.evaluate.options:EvalConfig"),
-    "merge": Command("rlite.trainer.commands.merge", "rlite.trainer.commands.options:MergeConfig"),
-    "plan": Command("rlite.trainer.commands.plan", "rlite.trainer.commands.options:PlanConfig"),
+    "generate": Command("rlite.assembly.commands.generate", "rlite.assembly.commands.options:GenerateConfig"),
+    "eval": Command("rlite.assembly.evaluate.command", "rlite.assembly.evaluate.options:EvalConfig"),
+    "merge": Command("rlite.assembly.commands.merge", "rlite.assembly.commands.options:MergeConfig"),
+    "plan": Command("rlite.assembly.commands.plan", "rlite.assembly.commands.options:PlanConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
     "status": Command("rlite.control.command", "rlite.control.command:JobQuery", "status"),
     "logs": Command("rlite.control.command", "rlite.control.command:LogQuery", "logs"),

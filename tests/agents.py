@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rlite.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import ScriptedEngine
 from rlite.types import LLMRequest
 

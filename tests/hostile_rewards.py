@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlite.sandbox.confine import children
+from rlite.runtime.sandbox.confine import children
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD")
 FAIR = 0.25
@@ -55,7 +55,7 @@ def write_to_all(data: bytes) -> None:
 
 
 def frame(text: str, raw: bytes = b"") -> bytes:
-    """A frame of rlite.sandbox.wire."""
+    """A frame of rlite.runtime.sandbox.wire."""
     return struct.pack("<II", len(text), len(raw)) + text.encode() + raw
 
 

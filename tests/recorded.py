@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from rlite.observability.record.files import record_files
+from rlite.services.record.files import record_files
 
 OF_THE_CLOCK = ("ended", "events", "seconds_queue", "seconds_generate", "seconds_environment", "seconds_reward")
 """columns that differ between two runs that do the same"""

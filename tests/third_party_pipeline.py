@@ -20,11 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlite.algorithms.on_logprobs import OnLogprobs
-from rlite.checkpoint.atomic import publish, seal
-from rlite.checkpoint.huggingface import Writer
-from rlite.checkpoint.randomness import random_state, set_random_state
-from rlite.checkpoint.safe import load_values
-from rlite.cluster.host import WorkerContext
 from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import pack, pair_rows
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, own_tokens
@@ -35,9 +30,14 @@ from rlite.engine.workers import Part, RankChoice
 from rlite.errors import ConfigError
 from rlite.nn.base import real_tensors
 from rlite.nn.huggingface import exported_class
-from rlite.parallel.host_memory import DeviceUsage, device_usage
-from rlite.parallel.processes import subgroup
-from rlite.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.parallel.host_memory import DeviceUsage, device_usage
+from rlite.runtime.parallel.processes import subgroup
+from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
+from rlite.runtime.storage.atomic import publish, seal
+from rlite.runtime.storage.huggingface import Writer
+from rlite.runtime.storage.randomness import random_state, set_random_state
+from rlite.runtime.storage.safe import load_values
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.nn.transformers_warnings import quiet_transformers
-from rlite.quickstart.run import byte_tokenizer
 
 Kind = Literal["qwen2", "qwen3", "llama"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlite.observability.plots import plot_learning_curve
+from rlite.services.console.plots import plot_learning_curve
 from rlite.trainer.callbacks import Callback, register_callback
 
 USUAL = ("reward", "loss", "accuracy", "test_loss", "test_accuracy")

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import rlite
-from rlite.cluster.guard import Guard
 from rlite.control import BaseTrainer, BaseWorkload, RLJobBuilder
+from rlite.runtime.cluster.guard import Guard
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 NUM_RANKS = 2

@@ -16,8 +16,8 @@ import transformers
 import trl
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.control import BaseTrainer, BaseWorkload, RLJobBuilder
-from rlite.quickstart.run import byte_tokenizer
 
 SAVE_FREQ = 5
 TEXTS = [f"{a} + {b} = {a + b}" for a in range(20) for b in range(20)]

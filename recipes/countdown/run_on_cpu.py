@@ -16,8 +16,8 @@ from pathlib import Path
 
 import rlite.trainer.ppo
 import rlite.trainer.sft
-from rlite.observability.plots import plot_learning_curve
-from rlite.quickstart.run import build_tiny_qwen3
+from rlite.assembly.quickstart.run import build_tiny_qwen3
+from rlite.services.console.plots import plot_learning_curve
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[1] / "examples" / "environments" / "countdown.py"

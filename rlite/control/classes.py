@@ -14,11 +14,11 @@ from typing import Any
 
 import cloudpickle
 
-from rlite.cluster.launcher import Interface, interface_of
 from rlite.control.spec import RLRoleType
 from rlite.control.trainer_process import BaseTrainer
 from rlite.control.workload import BaseWorkload
 from rlite.errors import ConfigError, did_you_mean
+from rlite.runtime.cluster.launcher import Interface, interface_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def check_program(module: str) -> None:
 def _plain(given: Any) -> tuple[Any, dict[str, Any]]:
     if not hasattr(given, "__ray_metadata__"):
         return given, {}
-    return importlib.import_module("rlite.cluster.ray.host").plain_class(given)
+    return importlib.import_module("rlite.runtime.cluster.ray.host").plain_class(given)
 
 
 def _imported(where: str, given: Any) -> Any:

@@ -21,9 +21,9 @@ from rlite.control.plan import TRAINER
 from rlite.control.spec import JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.owner import Owner
-from rlite.recovery.failover import JobState
-from rlite.recovery.record import FileStore, JobRecord, load_record
-from rlite.recovery.reporting import clock
+from rlite.services.recovery.failover import JobState
+from rlite.services.recovery.record import FileStore, JobRecord, load_record
+from rlite.services.recovery.reporting import clock
 
 JOB_SERVERS = ("http://", "https://")
 STOPPED = 143
@@ -127,7 +127,7 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
         )
     inner = [str(Path(file).resolve().relative_to(folder)) for file in files]
     inner += [each for each in rest if not each.startswith(("address=", "wait="))]
-    server = importlib.import_module("rlite.cluster.ray.submission").JobServer(config.address)
+    server = importlib.import_module("rlite.runtime.cluster.ray.submission").JobServer(config.address)
     submission = server.submit(shlex.join(["python", "-m", "rlite.cli", "launch", *inner]), folder, config.name)
     if not config.wait:
         print(f"job {config.name} is submitted; follow it with: ray job logs {submission} --follow")
@@ -146,7 +146,7 @@ def status(arguments: Sequence[str]) -> None:
     on_cluster = set()
     with suppress(ConfigError) if known else nullcontext():  # the jobs from here may be all
         connect(None, query.address)
-        for name in importlib.import_module("rlite.cluster.ray.fleet").RayStore().names():
+        for name in importlib.import_module("rlite.runtime.cluster.ray.fleet").RayStore().names():
             handle = JobHandle(name)
             try:
                 record = handle.record()
@@ -242,7 +242,7 @@ class _Found:
     def wait(self, act: Callable[[JobRecord], object] = lambda record: None) -> None:
         """Wait for the end of the job, and call `act` with its record now and then, and at the end."""
         if self.is_held:
-            importlib.import_module("rlite.cluster.session").shutdown()  # that Ray would end this process, too
+            importlib.import_module("rlite.runtime.cluster.session").shutdown()  # that Ray would end this process, too
         while not self.record.state.has_ended:
             time.sleep(FOLLOW_S)
             if self.handle is None or self.is_held:

@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
-from rlite.cluster.guard import own_children
-from rlite.cluster.host import WorkerContext, WorkerFactory
 from rlite.errors import RliteError
 from rlite.owner import Owner
-from rlite.recovery.record import FileStore, JobRecord, LogEntry, load_record, save_record
+from rlite.runtime.cluster.guard import own_children
+from rlite.runtime.cluster.host import WorkerContext, WorkerFactory
+from rlite.services.recovery.record import FileStore, JobRecord, LogEntry, load_record, save_record
 
 logger = logging.getLogger(__name__)
 

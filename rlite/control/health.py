@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from rlite.recovery.failover import Condition, WorkloadId
+from rlite.services.recovery.failover import Condition, WorkloadId
 
 WATCH_S = 0.5
 """seconds between two checks of the master"""

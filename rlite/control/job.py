@@ -18,7 +18,7 @@ from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec, check_capacity
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
 from rlite.owner import Owner
-from rlite.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
+from rlite.services.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""
@@ -301,9 +301,9 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
         made = connection.RayConnection("cpu", None, address, may_start=False)
     else:
         made = connection.RayConnection(spec.device_kind, spec.node_num * spec.device_per_node, address)
-    importlib.import_module("rlite.cluster.session").at_shutdown(made.close)
+    importlib.import_module("rlite.runtime.cluster.session").at_shutdown(made.close)
 
 
 def _ray(module: str) -> Any:
     """Return a module that needs Ray, which is optional and heavy."""
-    return importlib.import_module(f"rlite.cluster.ray.{module}")
+    return importlib.import_module(f"rlite.runtime.cluster.ray.{module}")

@@ -22,8 +22,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlite.cluster.host import CallPosition
-from rlite.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, living_nodes, make_store, own_node
 from rlite.control.entry import keep_record
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
@@ -31,7 +29,9 @@ from rlite.control.processes import JobProcesses, ProcessView
 from rlite.control.role_group import StaleRendezvous
 from rlite.control.spec import RLRoleType
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
-from rlite.recovery.failover import (
+from rlite.runtime.cluster.host import CallPosition
+from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, living_nodes, make_store, own_node
+from rlite.services.recovery.failover import (
     JOB,
     Action,
     CreateJob,
@@ -55,8 +55,8 @@ from rlite.recovery.failover import (
     WorkloadsFailed,
     decide,
 )
-from rlite.recovery.record import JobRecord, LogEntry, StateStore, load_record, save_record
-from rlite.recovery.reporting import TrainerReport
+from rlite.services.recovery.record import JobRecord, LogEntry, StateStore, load_record, save_record
+from rlite.services.recovery.reporting import TrainerReport
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlite.control.classes import PackedClasses
 from rlite.control.spec import JobSpec, Layout, RLRoleType
-from rlite.recovery.failover import FailoverPolicy, WorkloadId
+from rlite.services.recovery.failover import FailoverPolicy, WorkloadId
 
 TRAINER = "TRAINER"
 """role of the trainer's process, in identities and names"""

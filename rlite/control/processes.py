@@ -10,10 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from rlite.cluster.group import WorkerGroup, worker_name
-from rlite.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
-from rlite.cluster.placement import Device
-from rlite.cluster.ray.fleet import (
+from rlite.control.entry import JobProcess
+from rlite.control.health import NodeAgent
+from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
+from rlite.control.program import Program
+from rlite.control.role_group import Rendezvous
+from rlite.control.spec import RLRoleType
+from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
+from rlite.control.workload import WorkloadFactory
+from rlite.runtime.cluster.group import WorkerGroup, worker_name
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
+from rlite.runtime.cluster.placement import Device
+from rlite.runtime.cluster.ray.fleet import (
     SERVICE_KEY,
     Fleet,
     Reserved,
@@ -23,16 +31,8 @@ from rlite.cluster.ray.fleet import (
     own_node,
     value_of,
 )
-from rlite.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
-from rlite.control.entry import JobProcess
-from rlite.control.health import NodeAgent
-from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
-from rlite.control.program import Program
-from rlite.control.role_group import Rendezvous
-from rlite.control.spec import RLRoleType
-from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
-from rlite.control.workload import WorkloadFactory
-from rlite.recovery.failover import WorkloadId
+from rlite.runtime.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
+from rlite.services.recovery.failover import WorkloadId
 
 GPU_SHARE = 0.02
 """share of a device's Ray resource for each workload, so that several workloads share the device"""

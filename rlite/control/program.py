@@ -26,14 +26,14 @@ from typing import Any
 
 import yaml
 
-from rlite.cluster.guard import Guard, reap
-from rlite.cluster.host import WorkerContext
 from rlite.control.health import Judge, NodeAgent
 from rlite.control.spec import HealthOptions
 from rlite.control.trainer_process import Progress, TrainerOutcome
-from rlite.recovery import reporting
-from rlite.recovery.failover import WorkloadId
-from rlite.recovery.injectors import find
+from rlite.runtime.cluster.guard import Guard, reap
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.process_tree import find
+from rlite.services.recovery import reporting
+from rlite.services.recovery.failover import WorkloadId
 
 SUBMISSION = "RLITE_SUBMISSION"
 """environment variable with the id of the job's submission, in every process of the program"""

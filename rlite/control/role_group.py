@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.control.spec import RLRoleType
 from rlite.control.workload import hold_port
 from rlite.dispatch import deal
 from rlite.errors import CallTimeout, ConfigError, RliteError, UnknownOptionError, WorkerDied, did_you_mean
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 
 Target = Literal["ALL", "RANK0"]
 Function = TypeVar("Function", bound=Callable[..., Any])

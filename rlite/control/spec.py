@@ -35,10 +35,10 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlite.cluster.placement import DeviceKind
 from rlite.config import Count, Natural, Options, Seconds
 from rlite.errors import ConfigError, PlacementError, did_you_mean
-from rlite.recovery.failover import FailoverPolicy, RolePolicy
+from rlite.runtime.cluster.placement import DeviceKind
+from rlite.services.recovery.failover import FailoverPolicy, RolePolicy
 
 
 class RLRoleType(StrEnum):

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
-from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import WorkerContext
-from rlite.cluster.placement import Device
 from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
 from rlite.control.spec import RLRoleType
 from rlite.errors import RliteError
-from rlite.recovery.reporting import TrainerReport
+from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.placement import Device
+from rlite.services.recovery.reporting import TrainerReport
 
 
 class BaseTrainer(ABC):

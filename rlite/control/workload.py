@@ -10,9 +10,9 @@ from typing import Any
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
-from rlite.cluster.host import WorkerContext
 from rlite.control.spec import RLRoleType
 from rlite.errors import RliteError
+from rlite.runtime.cluster.host import WorkerContext
 
 _held: list[socket.socket] = []
 """sockets that keep the rendezvous ports of this process's workloads"""

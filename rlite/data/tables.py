@@ -27,9 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlite.errors import ConfigError, DataError, did_you_mean, similar_file
-from rlite.sandbox.calls import SandboxError
-from rlite.sandbox.child import printable
-from rlite.sandbox.function import stream
+from rlite.runtime.sandbox.calls import SandboxError
+from rlite.runtime.sandbox.child import printable
+from rlite.runtime.sandbox.function import stream
 
 ROWS = 1024
 """rows of a batch"""

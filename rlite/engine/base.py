@@ -25,16 +25,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlite.cluster.group import WorkerGroup, apply_on_processes
-from rlite.cluster.host import WorkerContext
-from rlite.cluster.placement import PlacementRequest
-from rlite.cluster.session import Session, current_session, default_options
 from rlite.engine.registry import Backend, Kind, find_backend
 from rlite.engine.workers import Executor, Part, Resident, T, Worker, on_each_process, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
-from rlite.parallel.host_memory import give_back_cached_memory
-from rlite.parallel.processes import set_up_device
-from rlite.parallel.shared_memory import check_gpu_sharing
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.placement import PlacementRequest
+from rlite.runtime.cluster.session import Session, current_session, default_options
+from rlite.runtime.parallel.host_memory import give_back_cached_memory
+from rlite.runtime.parallel.processes import set_up_device
+from rlite.runtime.parallel.shared_memory import check_gpu_sharing
 
 
 class Weights(Enum):

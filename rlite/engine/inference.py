@@ -14,13 +14,13 @@ from typing import Any
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from rlite.backends.replicas.elastic import ElasticReplicas
+from rlite.backends.replicas.router import Policy, least_outstanding
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import check_template_options
 from rlite.data.tokens import raw_prompts
 from rlite.engine.inference_executor import InFlightRequest
 from rlite.engine.outputs import completion, response, score_prompts
-from rlite.engine.replicas.elastic import ElasticReplicas
-from rlite.engine.replicas.router import Policy, least_outstanding
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
 from rlite.nn.pretrained import load_tokenizer

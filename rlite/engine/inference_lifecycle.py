@@ -10,15 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from rlite.backends.replicas.router import Policy, ReplicaLost, Router, least_outstanding
 from rlite.engine.base import Engine, Weights
 from rlite.engine.inference_executor import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.registry import Backend, Kind
-from rlite.engine.replicas.router import Policy, ReplicaLost, Router, least_outstanding
 from rlite.engine.workers import Executor, Part, together
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.nn.pretrained import end_ids, load_config, local_checkpoint
 from rlite.observability import trace
-from rlite.parallel.tensor_plan import attention_shape
+from rlite.runtime.parallel.tensor_plan import attention_shape
 
 
 class InferenceLifecycle(Engine):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from rlite.cluster.host import WorkerContext
 from rlite.engine.workers import EVERY_RANK, RankChoice, Worker
 from rlite.errors import ConfigError, did_you_mean
+from rlite.runtime.cluster.host import WorkerContext
 
 Kind = Literal["train", "inference"]
 
@@ -31,10 +31,10 @@ class Backend:
 
 B = TypeVar("B", bound=Backend)
 _backends: dict[tuple[str, str], Backend | str] = {
-    ("train", "fsdp2"): "rlite.engine.fsdp2.backend:BACKEND",
-    ("inference", "torch"): "rlite.engine.embedded.backend:BACKEND",
-    ("inference", "sglang"): "rlite.engine.sglang.backend:BACKEND",
-    ("inference", "vllm"): "rlite.engine.vllm.backend:BACKEND",
+    ("train", "fsdp2"): "rlite.backends.fsdp2.backend:BACKEND",
+    ("inference", "torch"): "rlite.backends.embedded.backend:BACKEND",
+    ("inference", "sglang"): "rlite.backends.sglang.backend:BACKEND",
+    ("inference", "vllm"): "rlite.backends.vllm.backend:BACKEND",
 }
 
 

@@ -17,7 +17,7 @@ from rlite.engine.redefinition import changed_methods, own_methods, redefined, s
 from rlite.engine.train_lifecycle import TrainExecutor, TrainLifecycle
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, is_on_meta
-from rlite.parallel.host_memory import DeviceUsage
+from rlite.runtime.parallel.host_memory import DeviceUsage
 
 YIELDING = ("forward_backward", "optimizer_step")
 """methods of the engine that the module's methods of the same names replace"""

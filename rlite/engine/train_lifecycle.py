@@ -21,9 +21,6 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from rlite.checkpoint.atomic import is_staged, staging, verify
-from rlite.checkpoint.randomness import random_state, set_random_state
-from rlite.checkpoint.safe import load_values
 from rlite.engine.base import Engine, Weights
 from rlite.engine.microbatches import BatchShare, Loss, Weight
 from rlite.engine.registry import Backend, Kind
@@ -32,7 +29,10 @@ from rlite.engine.workers import Executor, SourceWorker
 from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import local_checkpoint
-from rlite.parallel.host_memory import DeviceUsage
+from rlite.runtime.parallel.host_memory import DeviceUsage
+from rlite.runtime.storage.atomic import is_staged, staging, verify
+from rlite.runtime.storage.randomness import random_state, set_random_state
+from rlite.runtime.storage.safe import load_values
 
 
 class WorkLayout(Protocol):
@@ -188,7 +188,7 @@ class TrainExecutor(SourceWorker, Protocol):
 
         Args:
             folder: folder in which every rank writes. The driver has made it and put its own file into it.
-            path: final name of the folder, after it is whole and sealed (`rlite.checkpoint.atomic`).
+            path: final name of the folder, after it is whole and sealed (`rlite.runtime.storage.atomic`).
             facts: JSON-serialisable facts, sealed with the checkpoint.
             is_asynchronous: copy the state and return; write while training continues.
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlite.engine.workers import SourceWorker, Worker
-from rlite.parallel.processes import close_store, connect_store, process_identity
-from rlite.parallel.shards import Box, ParameterShard
-from rlite.parallel.shared_memory import (
+from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
+from rlite.runtime.parallel.shards import Box, ParameterShard
+from rlite.runtime.parallel.shared_memory import (
     Arena,
     DeviceArena,
     SharedArena,

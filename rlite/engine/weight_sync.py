@@ -19,8 +19,6 @@ from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from rlite.cluster.group import WorkerGroup, apply_on_processes
-from rlite.cluster.session import current_session
 from rlite.engine.base import Engine
 from rlite.engine.transport import (
     Broadcast,
@@ -40,9 +38,11 @@ from rlite.engine.transport import (
 from rlite.engine.workers import Executor, on_each_process
 from rlite.errors import ConfigError, RliteError, WeightSyncError, WorkerError
 from rlite.observability import trace
-from rlite.parallel.processes import open_store
-from rlite.parallel.shards import Box, nonfinite_names
-from rlite.parallel.shared_memory import aligned_bytes, can_share_memory
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
+from rlite.runtime.cluster.session import current_session
+from rlite.runtime.parallel.processes import open_store
+from rlite.runtime.parallel.shards import Box, nonfinite_names
+from rlite.runtime.parallel.shared_memory import aligned_bytes, can_share_memory
 
 OnInflight = Literal["continue", "abort"]
 Transport = Literal["auto", "shared", "gathered", "broadcast"]

@@ -10,9 +10,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
-from rlite.cluster.group import WorkerGroup, apply_on_processes
-from rlite.parallel.shards import ParameterShard
-from rlite.parallel.shared_memory import SharedArena
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
+from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.shared_memory import SharedArena
 
 Part = Literal["all", "weights", "kv_cache"]
 P = ParamSpec("P")

@@ -21,8 +21,8 @@ from rlite.errors import ConfigError, RliteError, StorageError, why_not_written
 from rlite.nn.attention import PACKED, PackedLayout, attention, no_mask
 from rlite.nn.base import real_tensors
 from rlite.nn.transformers_warnings import quiet_transformers
-from rlite.parallel.shards import CheckpointReader
-from rlite.parallel.tensor_plan import attention_shape
+from rlite.runtime.parallel.shards import CheckpointReader
+from rlite.runtime.parallel.tensor_plan import attention_shape
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
 WINDOW = 5

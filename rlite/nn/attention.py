@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rlite.errors import ConfigError
-from rlite.parallel.context_parallel import ContextShare, Segment
+from rlite.runtime.parallel.context_parallel import ContextShare, Segment
 
 PACKED = "rlite_packed"
 TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -35,7 +35,7 @@ from rlite.algorithms.replay import KeptIds
 from rlite.errors import ConfigError
 from rlite.nn import batch_invariant
 from rlite.nn.linear import linear
-from rlite.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.context_parallel import ContextShare
 
 # logits that are worked on at once, and logits that wait for the backward pass instead of being computed again
 _CPU_BLOCK, _CPU_KEPT = 1 << 20, 1 << 26

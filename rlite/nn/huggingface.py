@@ -26,9 +26,9 @@ from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant,
 from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
 from rlite.nn.head_logprobs import logprobs_of
 from rlite.nn.pretrained import check_plain, load_config
-from rlite.parallel.context_parallel import ContextShare
-from rlite.parallel.fsdp import shard_group
-from rlite.parallel.tensor_training import check_split, parallelize
+from rlite.runtime.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.fsdp import shard_group
+from rlite.runtime.parallel.tensor_training import check_split, parallelize
 
 
 class HuggingFaceFsdp2TrainModule(BaseTrainModule):
@@ -178,7 +178,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         check_split(self, size)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
-        """Split the model by its own plan; see `rlite.parallel.tensor_training`."""
+        """Split the model by its own plan; see `rlite.runtime.parallel.tensor_training`."""
         parallelize(self, mesh)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

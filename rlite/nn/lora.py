@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlite.checkpoint.huggingface import copy_companions
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
 from rlite.nn.architecture import summary
@@ -36,7 +35,8 @@ from rlite.nn.base import BaseTrainModule, is_on_meta, meta_parameters
 from rlite.nn.options import ALL_LINEAR, LoraOptions
 from rlite.nn.pretrained import load_adapter, load_config, load_model, local_checkpoint, opening
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
-from rlite.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
+from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
+from rlite.runtime.storage.huggingface import copy_companions
 
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE = "score"

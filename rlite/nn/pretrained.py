@@ -30,7 +30,7 @@ from rlite.files import reading
 from rlite.nn.architecture import rope_parts, summary
 from rlite.nn.base import meta_parameters, real_tensors
 from rlite.nn.folders import model_folder
-from rlite.parallel.shards import CheckpointReader
+from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.wording import counted
 
 PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16}

@@ -17,8 +17,8 @@ from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from rlite.sandbox.calls import ErrorKinds
-from rlite.sandbox.child import describe
+from rlite.runtime.sandbox.calls import ErrorKinds
+from rlite.runtime.sandbox.child import describe
 from rlite.wording import counted
 
 logger = logging.getLogger(__name__)

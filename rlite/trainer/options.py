@@ -16,7 +16,7 @@ from rlite.arguments import named
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
 from rlite.data.source import Source
 from rlite.imports import import_own_code
-from rlite.observability.sinks.base import sink_problems
+from rlite.services.console.sinks.base import sink_problems
 from rlite.trainer.callbacks import CALLBACKS
 from rlite.types import LARGEST, SMALLEST, GenerationHyperparameters
 

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from rlite import config
 from rlite.batch import with_keys
-from rlite.cluster.session import has_session
 from rlite.data.chat.template import CLOCK
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
@@ -36,6 +35,7 @@ from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
+from rlite.runtime.cluster.session import has_session
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import key_of, prefixed
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.errors import DataError
-from rlite.observability.record.reader import MAX_PART, read_file_part
-from rlite.sandbox.calls import Call, Code, SandboxError
-from rlite.sandbox.child import printable
-from rlite.sandbox.pool import shared_pool
+from rlite.runtime.sandbox.calls import Call, Code, SandboxError
+from rlite.runtime.sandbox.child import printable
+from rlite.runtime.sandbox.pool import shared_pool
+from rlite.services.record.reader import MAX_PART, read_file_part
 
 MEMORY = 2 << 30
 """bytes that the process may take"""

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rlite import files
 from rlite.errors import ConfigError, writing
-from rlite.observability.record.reader import Place
+from rlite.services.record.reader import Place
 from rlite.viewer.answers import answer, sample_answer
 from rlite.viewer.page import single_page
 from rlite.viewer.query import Query

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlite.errors import ConfigError
-from rlite.observability.record.reader import SEGMENTS
+from rlite.services.record.reader import SEGMENTS
 from rlite.viewer.results import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from rlite import files
 from rlite.arguments import read_saved
 from rlite.errors import ConfigError
-from rlite.observability.record.files import FOLDER as RECORD
-from rlite.observability.record.files import read_gaps
-from rlite.observability.record.reader import RecordReader, is_recorded
 from rlite.owner import LOCK, read_owner
+from rlite.services.record.files import FOLDER as RECORD
+from rlite.services.record.files import read_gaps
+from rlite.services.record.reader import RecordReader, is_recorded
 from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.results import RESULTS, ResultsFile

@@ -22,12 +22,12 @@ PACKS = {"data"}
 """name of a pack in losses and modules; elsewhere it is an item"""
 OTHERS = {
     "rlite/data/sft.py": {"completion", "messages", "prompt", "tools"},
-    "rlite/engine/fsdp2/batch_runner.py": {"params"},
+    "rlite/backends/fsdp2/batch_runner.py": {"params"},
     "rlite/evaluation/sets.py": {
         *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
         *("score", "tokens"),
     },
-    "rlite/rollout/record/tables.py": {"ids", "mask", "offsets", "text"},
+    "rlite/services/record/rollout_tables.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
 """keys of data rows, records, saved groups and optimizers, in variables with the names of batches"""

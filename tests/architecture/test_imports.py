@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ["torch", "ray", "vllm", "transformers", "tensordict"]
 
 HOMES = {
-    "ray": "rlite/cluster/ray/",
-    "vllm": "rlite/engine/vllm/",
-    "sglang": "rlite/engine/sglang/",
+    "ray": "rlite/runtime/cluster/ray/",
+    "vllm": "rlite/backends/vllm/",
+    "sglang": "rlite/backends/sglang/",
     "peft": ("rlite/nn/lora.py", "rlite/nn/lora.py"),
     "liger_kernel": "rlite/nn/liger.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
@@ -24,13 +24,13 @@ HOMES = {
     "aiohttp": (
         "rlite/rollout/openai/endpoint.py",
         "rlite/rollout/openai/connections.py",
-        "rlite/engine/sglang/replica.py",
+        "rlite/backends/sglang/replica.py",
         "rlite/viewer/server.py",
     ),
     "openai": "rlite/rollout/openai/client.py",
-    "wandb": "rlite/observability/sinks/",
-    "tensorboard": "rlite/observability/sinks/",
-    "trackio": "rlite/observability/sinks/",
+    "wandb": "rlite/services/console/sinks/",
+    "tensorboard": "rlite/services/console/sinks/",
+    "trackio": "rlite/services/console/sinks/",
 }
 """places that may import each optional package: everything else must work without it"""
 

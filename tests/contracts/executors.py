@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlite.cluster.group import WorkerGroup
-from rlite.engine.embedded.replica import PumpedWorker
+from rlite.backends.embedded.replica import PumpedWorker
+from rlite.backends.sglang.replica import ServerWorker
+from rlite.backends.vllm.backend import FetchedWorker
 from rlite.engine.registry import register_executor
-from rlite.engine.sglang.replica import ServerWorker
-from rlite.engine.vllm.backend import FetchedWorker
+from rlite.runtime.cluster.group import WorkerGroup
 from tests.third_party_executor.replica import PushedWorker
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")

@@ -18,8 +18,8 @@ from rlite.engine import inference_executor, transport, workers
 from rlite.engine.inference_executor import InferenceBackend
 from rlite.engine.registry import find_backend, registered_executors
 from rlite.engine.train_lifecycle import TrainExecutor
-from rlite.parallel.shards import ParameterShard
-from rlite.parallel.shared_memory import SharedArena, aligned_bytes
+from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from tests.contracts.executors import EXECUTORS, declared, installed_executors, recorded_calls
 from tests.tiny import build_model_dir
 

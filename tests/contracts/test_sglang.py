@@ -24,15 +24,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.cluster.session import current_session
+from rlite.backends.replicas.router import Router
+from rlite.backends.sglang.options import SglangOptions, server_arguments
+from rlite.backends.sglang.replica import SglangReplica
+from rlite.backends.sglang.server import CallRefused, ServerProcess
+from rlite.backends.sglang.worker import SglangWorker
 from rlite.engine.inference_executor import InFlightRequest
-from rlite.engine.replicas.router import Router
-from rlite.engine.sglang.options import SglangOptions, server_arguments
-from rlite.engine.sglang.replica import SglangReplica
-from rlite.engine.sglang.server import CallRefused, ServerProcess
-from rlite.engine.sglang.worker import SglangWorker
 from rlite.engine.workers import Executor
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
+from rlite.runtime.cluster.session import current_session
 from rlite.types import SequenceRequest
 from tests import forked_python
 from tests.contracts import sglang_wheel as wheel
@@ -274,7 +274,7 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
 @pytest.mark.parametrize("is_keeper", [False, True])
 def test_a_server_ends_with_the_process_that_started_it(path: Path, installed: None, is_keeper: bool) -> None:
     program = (
-        "from rlite.engine.sglang.server import ServerProcess\n"
+        "from rlite.backends.sglang.server import ServerProcess\n"
         f"process = ServerProcess('127.0.0.1', {{'model_path': {str(path)!r}}}, None, [])\n"
         "process.wait_until_ready(60)\n"
         "print('ready', flush=True)\n"

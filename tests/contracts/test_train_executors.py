@@ -19,7 +19,7 @@ from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.engine.registry import find_backend, register_executor, registered_executors
 from rlite.engine.train_lifecycle import TrainBackend, TrainExecutor
 from rlite.errors import ConfigError, ResidencyError, RliteError
-from rlite.parallel.dims import ParallelDims
+from rlite.runtime.parallel.dims import ParallelDims
 from tests import third_party_pipeline as pipeline
 from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
@@ -426,7 +426,7 @@ def test_every_declared_operation_is_there_with_its_parameters(executor: str) ->
 
 
 def test_an_executor_that_was_registered_as_something_else_is_refused(model: Path) -> None:
-    register_executor("train", "wrong", "rlite.engine.embedded.backend:BACKEND")
+    register_executor("train", "wrong", "rlite.backends.embedded.backend:BACKEND")
     with pytest.raises(ConfigError, match="expected a TrainBackend"):
         RliteTrainEngine(on_meta(Learner, model), executor="wrong")
 

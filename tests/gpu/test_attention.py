@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.nn.attention import PackedLayout, packed_attention
-from rlite.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.context_parallel import ContextShare
 
 pytestmark = pytest.mark.gpu
 

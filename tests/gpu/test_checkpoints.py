@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlite.checkpoint import sharded
-from rlite.checkpoint.atomic import staging
-from rlite.parallel.processes import join_alone, leave
+from rlite.runtime.parallel.processes import join_alone, leave
+from rlite.runtime.storage import sharded
+from rlite.runtime.storage.atomic import staging
 
 pytestmark = pytest.mark.gpu
 

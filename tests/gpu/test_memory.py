@@ -12,8 +12,8 @@ import torch
 import rlite
 from benchmarks.gpu_bringup_steps import ipc
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.parallel.host_memory import HostMemory
-from rlite.parallel.shared_memory import aligned_bytes
+from rlite.runtime.parallel.host_memory import HostMemory
+from rlite.runtime.parallel.shared_memory import aligned_bytes
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.quickstart.run import CHATML
+from rlite.assembly.quickstart.run import CHATML
 from tests.tiny import build_model_dir
 
 collect_ignore_glob = [] if importlib.util.find_spec("lm_eval") else ["test_*.py"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from rlite.errors import ConfigError
-from rlite.recovery import reporting
+from rlite.services.recovery import reporting
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ import datasets
 import pytest
 
 import rlite
-from rlite.cluster.session import has_session
 from rlite.errors import ConfigError
+from rlite.runtime.cluster.session import has_session
 from tests import forked_python
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer

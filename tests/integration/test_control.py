@@ -20,11 +20,11 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 import rlite
-from rlite.cluster.ray.fleet import Fleet, RayStore, Service, drop_plan, keep_plan
 from rlite.control import JobHandle, JobResult, RLJobBuilder, command
 from rlite.errors import ConfigError, PlacementError, RliteError
-from rlite.recovery.failover import JobState
-from rlite.recovery.record import MAX_ENDED, JobRecord, LogEntry, load_record, save_record
+from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, Service, drop_plan, keep_plan
+from rlite.services.recovery.failover import JobState
+from rlite.services.recovery.record import MAX_ENDED, JobRecord, LogEntry, load_record, save_record
 from tests.integration.control_program import Actor, Rollout, Trainer
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import rlite
-from rlite.checkpoint.atomic import MANIFEST, seal
 from rlite.errors import CheckpointError
+from rlite.runtime.storage.atomic import MANIFEST, seal
 from tests.tiny import build_model_dir
 
 CLOCK_OF_TEMPLATE = "{{ strftime_now('%d %B %Y, %H:%M:%S.%f') }}"

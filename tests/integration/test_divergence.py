@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.cluster.group import apply_on_processes
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CheckpointError, DivergedError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
+from rlite.runtime.cluster.group import apply_on_processes
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from rlite.assembly.commands.doctor import GIB, attempt, needed, space_of, state_of
 from rlite.cli import main
-from rlite.doctor.run import GIB, attempt, needed, space_of, state_of
 
 REQUIREMENTS = [
     Requirement(line)

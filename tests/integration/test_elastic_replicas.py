@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.replicas.elastic import TargetInFlight
+from rlite.backends.replicas.elastic import TargetInFlight
 from rlite.errors import ConfigError, PlacementError
 from rlite.types import LLMRequest
 from tests.integration.modules import LlamaPolicy, on_meta

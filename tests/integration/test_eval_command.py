@@ -19,8 +19,8 @@ from rlite.cli import main
 from rlite.errors import UnknownOptionError
 from rlite.evaluation.compare import compare
 from rlite.evaluation.samples import Sample
-from rlite.observability.record.files import record_files
-from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.services.record.files import record_files
+from rlite.services.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 from rlite.viewer.run import UNFINISHED, open_runs
 from tests import forked_python
 from tests.integration.worlds import environment

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.options import TrainerOptions

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import rlite
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.imports import import_own_code
-from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, LLMRequest, ScriptedEngine
 from rlite.rollout.environments.file import EnvironmentFile
 from rlite.rollout.registry import WORKFLOWS
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 from rlite.trainer import ppo
 from tests.tiny import build_model_dir
 

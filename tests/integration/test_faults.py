@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.cluster import group
 from rlite.engine.base import Engine
 from rlite.errors import CallTimeout, ResidencyError, RliteError, WorkerDied, WorkerError
+from rlite.runtime.cluster import group
 from tests import forked_python
 from tests.integration.modules import Policy, on_meta
 from tests.integration.worlds import MARK, environment, free_port, process_of, processes_with, ray_session
@@ -343,7 +343,7 @@ def test_an_engine_under_torchrun_is_not_built_where_a_peer_is_stuck_and_says_so
 
 COLLECTIVES = """
 import torch, torch.distributed as dist
-from rlite.cluster import group
+from rlite.runtime.cluster import group
 from rlite.errors import CallTimeout
 
 group.UNEVEN_S = 0.5

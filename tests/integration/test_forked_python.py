@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlite.cluster.guard import Guard, marked
+from rlite.runtime.cluster.guard import Guard, marked
 from tests import forked_python
 from tests.integration.worlds import MARK, environment, processes_with
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.sft import labelled_rows
 from rlite.errors import ConfigError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.kto import KtoTrainer
 from rlite.trainer.supervised_options import KtoConfig
 from tests.integration.worlds import world

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.vllm import worker as vllm_worker
 from rlite.config import load
-from rlite.engine.vllm import worker as vllm_worker
 from rlite.nn.pretrained import end_ids
-from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.kto import KtoConfig, KtoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlite import RliteTrainEngine, gathered
 from rlite.algorithms import OnLogprobs, TokenLogprobs, gather_logprobs_entropy, next_token, on_logprobs
 from rlite.nn import BaseTrainModule, linear_logprobs
-from rlite.parallel.processes import subgroup
+from rlite.runtime.parallel.processes import subgroup
 from tests.integration.modules import LlamaPolicy, Policy, Qwen2Policy, make_batch, num_counted, on_meta
 from tests.integration.worlds import world
 from tests.replay import kept_columns, kept_sets, pairs_of, sets_of_pack, written_out

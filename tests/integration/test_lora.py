@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.engine.weight_sync import Transport, sync_weights
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.losses import OwnLogprobs

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.replicas.router import ReplicaLost
+from rlite.backends.replicas.router import ReplicaLost
 from rlite.errors import ResidencyError, WorkerDied
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse

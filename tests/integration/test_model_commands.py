@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.cli import main
-from rlite.quickstart.run import byte_tokenizer
 from tests.tiny import build_model_dir
 
 IDS = torch.tensor([[11, 12, 13, 200, 7, 91, 4, 77, 8]])

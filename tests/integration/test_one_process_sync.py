@@ -14,12 +14,12 @@ import torch
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
 from rlite.engine.transport import OwnTensor, open_handle, share
 from rlite.engine.weight_sync import Transport, sync_weights
-from rlite.parallel.processes import process_identity
-from rlite.parallel.shared_memory import SharedMemoryReader
+from rlite.runtime.cluster.group import apply_on_processes
+from rlite.runtime.parallel.processes import process_identity
+from rlite.runtime.parallel.shared_memory import SharedMemoryReader
 from tests.integration.modules import POLICIES, on_meta
 
 
@@ -54,7 +54,7 @@ def test_tensors_without_a_reader_are_not_shared(engines: tuple[RliteTrainEngine
 
 
 def test_a_process_with_the_same_id_is_another_process() -> None:
-    program = "import os; os.getpid = lambda: {}; from rlite.parallel import processes; print(processes.{}())"
+    program = "import os; os.getpid = lambda: {}; from rlite.runtime.parallel import processes; print(processes.{}())"
     command = program.format(process_identity().split("-")[0], "process_identity")
     other = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.strip()
     assert other.split("-")[0] == process_identity().split("-")[0]

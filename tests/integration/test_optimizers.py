@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlite import RliteTrainEngine
 from rlite.errors import CheckpointError
 from rlite.nn import LoraOptions
-from rlite.parallel.fsdp import dtensor_like, local_shard
+from rlite.runtime.parallel.fsdp import dtensor_like, local_shard
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.optimizers import make_optimizer, parameter_groups
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions

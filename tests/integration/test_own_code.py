@@ -12,10 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CallbackError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer

@@ -19,7 +19,7 @@ from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.lora import ALL_LINEAR
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
-from rlite.parallel.fsdp import local_tensor
+from rlite.runtime.parallel.fsdp import local_tensor
 from rlite.trainer.losses import DpoLoss, RewardModelLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.batch import KEYS
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
 from rlite.trainer.options import TrainerOptions

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rlite
+from rlite.assembly.quickstart.run import CHATML
 from rlite.errors import DataError
-from rlite.quickstart.run import CHATML
 from rlite.trainer import ppo
 from tests.agents import tokenizer_with
 from tests.recorded import recorded

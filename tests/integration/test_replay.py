@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import LLMRequest, MultiTurnWorkflow, RolloutWorkflow, SingleTurnWorkflow, trajectory
 from rlite.rollout.openai import AgentWorkflow
 from rlite.trainer.losses import OwnLogprobs

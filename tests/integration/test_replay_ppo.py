@@ -12,12 +12,12 @@ import pytest
 from tensordict import TensorDict
 
 import rlite
+from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.embedded.backend import BACKEND
 from rlite.engine import registry
-from rlite.engine.embedded.backend import BACKEND
 from rlite.engine.inference_executor import Capabilities
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, next_token, on_logprobs
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import critic_module, policy_module

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import rlite
 from rlite import cli, viewer
-from rlite.cluster.session import Session
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.loader import BatchLoader
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
@@ -29,7 +29,7 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker
-from rlite.quickstart.run import byte_tokenizer
+from rlite.runtime.cluster.session import Session
 from rlite.trainer.cpo import CpoConfig, CpoTrainer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.kto import KtoConfig, KtoTrainer

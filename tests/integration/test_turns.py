@@ -5,7 +5,7 @@ import json
 import pytest
 
 import rlite
-from rlite.quickstart.run import CHATML, byte_tokenizer
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, RewardFunction, ToolUseWorkflow
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat
 from rlite.trainer import ppo

@@ -18,11 +18,11 @@ import pytest
 import ray
 import torch
 
-from rlite.cluster.group import WorkerGroup
-from rlite.cluster.placement import Device
 from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.spec import RLRoleType
 from rlite.control.workload import WorkloadFactory
+from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.placement import Device
 from tests.peers import conftest
 from tests.peers.conftest import ABSENT, stand_ins
 from tests.unit.control.threads import ThreadHandle

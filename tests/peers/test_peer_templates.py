@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.chat.masks import ChatEncoder
-from rlite.quickstart.run import byte_tokenizer
 
 pytestmark = pytest.mark.peers
 FOLDER = Path(sys.prefix) / "peers/trl/chat_templates"

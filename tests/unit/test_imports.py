@@ -8,10 +8,10 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from rlite.assembly.commands.options import PlanConfig
 from rlite.config import load, save
 from rlite.errors import ConfigError, ImportFailed
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.trainer.commands.options import PlanConfig
 from rlite.trainer.supervised_options import SftConfig
 
 NEEDED = ["actor.model_name=x", "data.path=x"]

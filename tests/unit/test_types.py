@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import DataError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.types import LLMRequest
 

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from rlite.engine.vllm.process import session_members
+from rlite.backends.vllm.process import session_members
 from tests.integration.worlds import processes_with
 
 
@@ -17,7 +17,7 @@ def servers(mark: str, value: str) -> list[int]:
     for process in processes_with(mark, value):
         try:
             # a server leads its session; what it has just forked has the same command line
-            if "rlite.engine.vllm.server" in process.cmdline() and os.getsid(process.pid) == process.pid:
+            if "rlite.backends.vllm.server" in process.cmdline() and os.getsid(process.pid) == process.pid:
                 found.append(process.pid)
         except (psutil.Error, ProcessLookupError):
             continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rlite
-from rlite.trainer.evaluate.command import main
+from rlite.assembly.evaluate.command import main
 from tests.tiny import build_model_dir
 
 pytestmark = pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""The signatures of vLLM that `rlite/engine/vllm` relies on, read from vLLM's sources without importing it."""
+"""The signatures of vLLM that `rlite/backends/vllm` relies on, read from vLLM's sources without importing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlite.engine.vllm import releases
+from rlite.backends.vllm import releases
 
 SOURCES = Path(os.environ.get("VLLM_SOURCES") or releases.installed()[1])
 """VLLM_SOURCES=FOLDER checks another release than the installed one"""

@@ -11,7 +11,7 @@ import pytest
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.engine.vllm.process import root_cause
+from rlite.backends.vllm.process import root_cause
 from rlite.errors import ConfigError, UnknownOptionError
 from tests.tiny import build_model_dir
 

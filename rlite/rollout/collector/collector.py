@@ -29,7 +29,7 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner, status_of
 from rlite.rollout.collector.seeds import group_seed
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 from rlite.types import AsyncInference
 
 _open_collectors: set[RolloutCollector] = set()

@@ -17,11 +17,11 @@ from tensordict import TensorDict
 
 from rlite.errors import CheckpointError, DataError
 from rlite.observability import trace
-from rlite.observability.record.schema import Status
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.episode import Episode
 from rlite.rollout.trajectories import from_columns
 from rlite.rollout.workflow import RolloutWorkflow
+from rlite.services.record.schema import Status
 
 
 @dataclass(frozen=True, eq=False, slots=True)

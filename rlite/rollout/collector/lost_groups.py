@@ -18,8 +18,8 @@ from rlite.errors import shortened
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.group import Group, response_lengths
 from rlite.rollout.deadlines import ABANDONED
-from rlite.sandbox.calls import SandboxError
-from rlite.sandbox.child import text_of
+from rlite.runtime.sandbox.calls import SandboxError
+from rlite.runtime.sandbox.child import text_of
 
 MAX_FAILED = 0.1
 """share of the attempts at an episode that may fail without an alarm"""

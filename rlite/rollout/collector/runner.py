@@ -18,7 +18,6 @@ from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
 from rlite.observability import trace
-from rlite.observability.record.schema import Status
 from rlite.rollout.collector import lost_groups
 from rlite.rollout.collector.group import Ended, Group, Queue
 from rlite.rollout.collector.ledger import FailureStreaks
@@ -31,8 +30,9 @@ from rlite.rollout.loop import LoopThread
 from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardTimeout
 from rlite.rollout.trajectories import check_alike, check_trajectory, pad_checked
 from rlite.rollout.workflow import EngineAborted, RolloutError
-from rlite.sandbox.calls import SandboxError
-from rlite.sandbox.child import text_of
+from rlite.runtime.sandbox.calls import SandboxError
+from rlite.runtime.sandbox.child import text_of
+from rlite.services.record.schema import Status
 from rlite.types import AsyncInference
 
 FINAL = (DataError, ConfigError)

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from rlite.errors import ConfigError
 from rlite.rollout.environments.child import GymFunction, MakeFile, Turn, advance, close, read_turn, start
 from rlite.rollout.environments.step import ENVIRONMENT_ERRORS, EnvironmentFailure, ProcessOptions, sandboxed
-from rlite.sandbox.function import limited
+from rlite.runtime.sandbox.function import limited
 
 
 @dataclass(frozen=True)

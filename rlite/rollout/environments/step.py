@@ -11,8 +11,8 @@ from typing import TypedDict, Unpack
 
 from rlite.errors import shortened
 from rlite.rollout.environments.child import MAX_MEMORY, StepFile, Turn, read_turn
-from rlite.sandbox import calls as sandbox
-from rlite.sandbox.function import SandboxFunction
+from rlite.runtime.sandbox import calls as sandbox
+from rlite.runtime.sandbox.function import SandboxFunction
 
 
 class EnvironmentFailure(sandbox.SandboxError):

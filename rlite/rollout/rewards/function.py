@@ -27,7 +27,7 @@ from rlite.rollout.rewards.score import (
     score,
     score_batch,
 )
-from rlite.sandbox.function import SandboxFunction, limited
+from rlite.runtime.sandbox.function import SandboxFunction, limited
 
 _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]
 """calls of a batch: keyword arguments by the future of the result"""

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlite.sandbox import calls as sandbox
-from rlite.sandbox.child import MAX_TEXT, printable
+from rlite.runtime.sandbox import calls as sandbox
+from rlite.runtime.sandbox.child import MAX_TEXT, printable
 
 Score = float | str | list[Any] | dict[str, Any]
 ANSWER_KEYS = ("answer", "pred")

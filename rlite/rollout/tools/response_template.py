@@ -35,8 +35,8 @@ from rlite.rollout.tools.formats import (
     settled_before,
     typed,
 )
-from rlite.sandbox.calls import SandboxError
-from rlite.sandbox.function import SandboxFunction
+from rlite.runtime.sandbox.calls import SandboxError
+from rlite.runtime.sandbox.function import SandboxFunction
 
 logger = logging.getLogger(__name__)
 NOTHING = "(?!)"

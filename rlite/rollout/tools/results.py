@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rlite.sandbox import calls as sandbox
+from rlite.runtime.sandbox import calls as sandbox
 
 MAX_LENGTH = 8192
 """characters of a result; the rest is left out, and the text says so"""

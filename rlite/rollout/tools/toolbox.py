@@ -14,7 +14,7 @@ from rlite.errors import ConfigError
 from rlite.rollout.deadlines import converted
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.results import TOOL_ERRORS, ToolError, ToolTimeout, read_text, result_text
-from rlite.sandbox.function import SandboxFunction
+from rlite.runtime.sandbox.function import SandboxFunction
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from tensordict import TensorDict
 
 from rlite.algorithms import is_selective
 from rlite.batch import with_keys
-from rlite.checkpoint.atomic import discard
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.collector import RolloutCollector
+from rlite.runtime.storage.atomic import discard
 from rlite.suggestions import UNNAMED, check_name
 from rlite.trainer.held_out.options import KEY, HeldOutPromptOptions, key_of
 from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, check_samples

@@ -9,11 +9,11 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.observability.record.schema import Status
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.group import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
+from rlite.services.record.schema import Status
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.evaluation_record import EvaluationRecord

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rlite.cluster.session import shutdown
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.train_lifecycle import MemorySnapshot
 from rlite.errors import SnapshotLost, WorkerError
 from rlite.observability import stats_tracker
-from rlite.recovery.record import RestartBudget
+from rlite.runtime.cluster.session import shutdown
+from rlite.services.recovery.record import RestartBudget
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 

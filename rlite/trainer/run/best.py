@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlite import files
-from rlite.checkpoint.atomic import publish
 from rlite.errors import ConfigError, did_you_mean, writing
 from rlite.evaluation.samples import reaches
 from rlite.observability import trace
-from rlite.observability.console import number
+from rlite.runtime.storage.atomic import publish
+from rlite.services.console.terminal import number
 from rlite.trainer.held_out.options import KEY
 from rlite.trainer.options import RunOptions
 

@@ -33,7 +33,7 @@ from rlite.errors import (
     why_not_written,
 )
 from rlite.help import help_topic
-from rlite.recovery import reporting
+from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import KEY
 from rlite.trainer.options import AnnouncedOptions

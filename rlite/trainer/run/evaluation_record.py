@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlite.rollout.collector.group import Ended
-from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
+from rlite.services.record.recorder import NoRecorder, Recorder, make_recorder
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.training_run import TrainingRun
 

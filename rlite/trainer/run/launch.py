@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 import rlite
-from rlite.cluster.session import has_session
+from rlite.runtime.cluster.session import has_session
 from rlite.trainer.options import LaunchOptions
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import shortened
-from rlite.observability.console import ConsoleReporter, History
-from rlite.observability.record.files import FOLDER as RECORD
-from rlite.parallel.host_memory import DeviceUsage
+from rlite.runtime.parallel.host_memory import DeviceUsage
+from rlite.services.console.terminal import ConsoleReporter, History
+from rlite.services.record.files import FOLDER as RECORD
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from rlite.trainer.options import RunOptions, TableOptions
 from rlite.trainer.run.best import is_lowest_best

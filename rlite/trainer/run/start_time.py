@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config
-from rlite.checkpoint.atomic import FACTS
-from rlite.recovery import reporting
-from rlite.trainer.run.checkpoints import steps_of
+from rlite.runtime.storage.atomic import FACTS
+from rlite.services.checkpoints import steps_of
+from rlite.services.recovery import reporting
 from rlite.trainer.run.folder import CONFIG, NEWEST, checkpoint_to_load
 
 STARTED = "started"

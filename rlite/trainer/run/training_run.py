@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config
-from rlite.cluster.session import at_shutdown
 from rlite.data.chat.template import CLOCK
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
-from rlite.observability.record.files import drop_later
-from rlite.observability.sinks.base import Run, open_sinks
-from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
+from rlite.runtime.cluster.session import at_shutdown
+from rlite.services.checkpoints import Checkpoints
+from rlite.services.console.sinks.base import Run, open_sinks
+from rlite.services.record.files import drop_later
+from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, EvaluationTime, Thresholds
-from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import recording
 from benchmarks.recording import Step, shares_of
-from rlite.rollout.record.recorder import Amount
+from rlite.services.record.recorder import Amount
 
 
 def steps(*ratios: float) -> list[Step]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlite.checkpoint import atomic, huggingface
-from rlite.checkpoint.atomic import FACTS, MANIFEST, publish, seal, staging, verify
 from rlite.errors import CheckpointError, DamagedCheckpointError
+from rlite.runtime.storage import atomic, huggingface
+from rlite.runtime.storage.atomic import FACTS, MANIFEST, publish, seal, staging, verify
 
 
 def write(path: Path, text: str, **facts: object) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlite.checkpoint import sharded
-from rlite.checkpoint.atomic import staging, verify
-from rlite.parallel.processes import join_alone
+from rlite.runtime.storage import sharded
+from rlite.runtime.storage.atomic import staging, verify
+from rlite.runtime.parallel.processes import join_alone
 
 path = Path(sys.argv[1])
 backup = path.with_name("backup")

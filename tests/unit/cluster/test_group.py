@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlite.cluster import group as group_module
-from rlite.cluster.group import WorkerGroup, apply_on_processes
-from rlite.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.placement import Device
 from rlite.errors import CallTimeout, WorkerDied, WorkerError
+from rlite.runtime.cluster import group as group_module
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.runtime.cluster.placement import Device
 
 
 class ThreadHandle:

@@ -10,12 +10,12 @@ import sys
 import psutil
 import pytest
 
-from rlite.cluster.guard import MARK, Guard, watch
+from rlite.runtime.cluster.guard import MARK, Guard, watch
 
 SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 PROGRAM = f"""
 import subprocess, time
-from rlite.cluster.guard import Guard
+from rlite.runtime.cluster.guard import Guard
 guard = Guard()
 with guard.marking():
     inside = subprocess.Popen({SLEEP})
@@ -51,7 +51,7 @@ def test_a_program_that_kills_its_children_before_itself_leaves_no_grandchild() 
     grandchild = f"import subprocess; print(subprocess.Popen({SLEEP}, start_new_session=True).pid, flush=True); input()"
     code = f"""
 import subprocess, sys
-from rlite.cluster.guard import own_children
+from rlite.runtime.cluster.guard import own_children
 own_children()
 child = subprocess.Popen([sys.executable, "-c", {grandchild!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 print(child.stdout.readline().decode(), flush=True)
@@ -107,7 +107,7 @@ def test_a_process_whose_environment_is_overwritten_is_found_with_its_children()
 
 
 def test_guard_inside_a_marked_program_outlives_the_end_of_marked_processes() -> None:
-    program = "from rlite.cluster.guard import Guard; print(Guard()._shell.pid, flush=True); input()"
+    program = "from rlite.runtime.cluster.guard import Guard; print(Guard()._shell.pid, flush=True); input()"
     guard = Guard()
     with guard.marking():
         marked = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

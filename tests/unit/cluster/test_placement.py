@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.cluster.placement import Device, Executors, Ledger, Placement, PlacementRequest
 from rlite.errors import PlacementError
+from rlite.runtime.cluster.placement import Device, Executors, Ledger, Placement, PlacementRequest
 
 
 def cluster(*sizes: int) -> Ledger:

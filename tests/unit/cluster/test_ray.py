@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import ray
 
-from rlite.cluster.ray import connection
-from rlite.cluster.ray.connection import check_version
-from rlite.cluster.ray.launcher import VISIBILITY, check_visibility
 from rlite.errors import ConfigError
+from rlite.runtime.cluster.ray import connection
+from rlite.runtime.cluster.ray.connection import check_version
+from rlite.runtime.cluster.ray.launcher import VISIBILITY, check_visibility
 from rlite.trainer.run.interruption import Terminated
 
 

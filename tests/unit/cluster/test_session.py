@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlite.cluster import session as session_module
-from rlite.cluster.launcher import default_cpu_slots
-from rlite.cluster.placement import PlacementRequest
-from rlite.cluster.session import current_session, shutdown
 from rlite.engine.session import init
 from rlite.errors import ConfigError, RliteError, WorkerError
+from rlite.runtime.cluster import session as session_module
+from rlite.runtime.cluster.launcher import default_cpu_slots
+from rlite.runtime.cluster.placement import PlacementRequest
+from rlite.runtime.cluster.session import current_session, shutdown
 
 
 @pytest.fixture(autouse=True)

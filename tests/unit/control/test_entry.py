@@ -11,8 +11,8 @@ from rlite.control import command
 from rlite.control.entry import KEPT, JobEntry, JobOutput, entries, folder_of, keep_record, save_entry
 from rlite.errors import ConfigError
 from rlite.owner import Owner
-from rlite.recovery.failover import JobState
-from rlite.recovery.record import JobRecord, LogEntry
+from rlite.services.recovery.failover import JobState
+from rlite.services.recovery.record import JobRecord, LogEntry
 
 EVENTS = [LogEntry(1.0, "INIT", "submitted"), LogEntry(2.0, "RUNNING", "workers are up")]
 SUBMISSION = "a" * 32

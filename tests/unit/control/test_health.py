@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlite.control.health import Judge, NodeAgent, Vital
-from rlite.recovery.failover import WorkloadId
+from rlite.services.recovery.failover import WorkloadId
 
 A, B = WorkloadId("ACTOR", 0), WorkloadId("ACTOR", 1)
 SLEEPING, STOPPED, RUNNING = psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_RUNNING

@@ -9,9 +9,9 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from rlite.cluster.ray.host import hosting
 from rlite.control import RLJobBuilder, RLRoleType
 from rlite.control.plan import JobPlan
+from rlite.runtime.cluster.ray.host import hosting
 
 LIBRARY = """
 import ray

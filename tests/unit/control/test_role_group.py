@@ -9,14 +9,14 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import WorkerHost
-from rlite.cluster.placement import Device
 from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
 from rlite.control.spec import RLRoleType
 from rlite.control.workload import BaseWorkload, WorkloadFactory, hold_port
 from rlite.dispatch import NeedParallel
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied
+from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.host import WorkerHost
+from rlite.runtime.cluster.placement import Device
 from tests.unit.control.programs import Actor, Trainer
 from tests.unit.control.threads import ThreadHandle
 

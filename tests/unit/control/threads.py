@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rlite.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
 from rlite.errors import WorkerDied
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
 
 
 class ThreadHandle:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.sft import labelled_rows, mismatched
 from rlite.errors import DataError
-from rlite.quickstart.run import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "q"}]

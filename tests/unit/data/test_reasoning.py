@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import impatient_demonstrations
 from rlite.data.reasoning import build_problems, held_out_split, question_of
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import impatient_demonstrations
 
 
 def test_problems_are_distinct_and_depend_on_the_seed_alone() -> None:

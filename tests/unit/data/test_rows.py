@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import CHATML
 from rlite.data.rows import NO_TEMPLATE, described, read_source
 from rlite.data.source import Source
-from rlite.quickstart.run import CHATML
 from tests.agents import tokenizer_with
 
 TOKENIZER = tokenizer_with()

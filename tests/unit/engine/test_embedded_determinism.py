@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import Kind, build_model_dir
 from tests.unit.engine.test_embedded_worker import run

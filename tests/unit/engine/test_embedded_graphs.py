@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from rlite.engine.embedded.attention import DecodePlan
-from rlite.engine.embedded.cuda_graphs import (
+from rlite.backends.embedded.attention import DecodePlan
+from rlite.backends.embedded.cuda_graphs import (
     DecodeGraphs,
     Replay,
     Shape,
     bucket,
     logits_of_fixed_step,
 )
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.nn.architecture import rope_limit
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError, DivergedError
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.integration.worlds import ranks

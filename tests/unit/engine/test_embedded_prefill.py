@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.engine.embedded.attention import PrefillPlan
-from rlite.engine.embedded.cache import CacheShape, SlotCache
-from rlite.engine.embedded.scheduler import Chunk
+from rlite.backends.embedded.attention import PrefillPlan
+from rlite.backends.embedded.cache import CacheShape, SlotCache
+from rlite.backends.embedded.scheduler import Chunk
 from rlite.nn import attention
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rlite.algorithms.replay import KeptIds
-from rlite.engine.embedded import native
-from rlite.engine.embedded.deterministic import sample_each
-from rlite.engine.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
-from rlite.engine.embedded.scheduler import RunningSequence
+from rlite.backends.embedded import native
+from rlite.backends.embedded.deterministic import sample_each
+from rlite.backends.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.backends.embedded.scheduler import RunningSequence
 from rlite.nn import linear_logprobs
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 

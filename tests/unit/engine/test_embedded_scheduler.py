@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlite.engine.embedded import cache
-from rlite.engine.embedded.cache import Move
-from rlite.engine.embedded.scheduler import RunningSequence, Scheduler
+from rlite.backends.embedded import cache
+from rlite.backends.embedded.cache import Move
+from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 

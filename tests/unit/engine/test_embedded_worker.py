@@ -11,10 +11,10 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, DivergedError, ResidencyError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import build_model_dir
 

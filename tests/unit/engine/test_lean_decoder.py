@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlite.engine.embedded.attention import NativeDecodePlan
-from rlite.engine.embedded.cache import CacheShape, SlotCache
-from rlite.engine.embedded.lean_decoder import ROWS
-from rlite.engine.embedded.model import ShardedModel
+from rlite.backends.embedded.attention import NativeDecodePlan
+from rlite.backends.embedded.cache import CacheShape, SlotCache
+from rlite.backends.embedded.lean_decoder import ROWS
+from rlite.backends.embedded.model import ShardedModel
 from rlite.nn.linear import MIN_ROWS
 from tests.tiny import build_model_dir
 

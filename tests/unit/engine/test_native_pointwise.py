@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlite.engine.embedded.lean_decoder import Pointwise
-from rlite.engine.embedded.native import compiled
+from rlite.backends.embedded.lean_decoder import Pointwise
+from rlite.backends.embedded.native import compiled
 
 MAX_LEN = 50
 ROWS = 37

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms import gather_logprobs, next_token
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.data.packs import lazy_pack as pack
-from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.integration.modules import POLICIES, make_batch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlite.engine.sglang.requests import MAX_KEPT, TokenStream, generate_body, objection
+from rlite.backends.sglang.requests import MAX_KEPT, TokenStream, generate_body, objection
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlite import RliteInferenceEngine
-from rlite.engine.vllm import releases
+from rlite.backends.vllm import releases
 from rlite.errors import ConfigError
 from tests.tiny import build_model_dir
 

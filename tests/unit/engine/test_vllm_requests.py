@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlite.engine.vllm.requests import SAMPLING, objection, sampling_arguments
-from rlite.engine.vllm.steps import TokenStep, chunks_of
+from rlite.backends.vllm.requests import SAMPLING, objection, sampling_arguments
+from rlite.backends.vllm.steps import TokenStep, chunks_of
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 
 

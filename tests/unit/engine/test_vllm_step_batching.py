@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rlite.engine.vllm import step_batching
-from rlite.engine.vllm.releases import Release
+from rlite.backends.vllm import step_batching
+from rlite.backends.vllm.releases import Release
 
 
 class PauseState(Enum):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.evaluation.metrics import selection_of, summary
 from rlite.evaluation.samples import Sample
 from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate, row_of, sample_of
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,
@@ -23,7 +23,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.openai import AgentWorkflow
-from rlite.rollout.record.tables import TokenTexts
+from rlite.services.record.rollout_tables import TokenTexts
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with(WITH_TOOLS)

@@ -14,8 +14,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.backends.embedded.backend import refusal as embedded_refusal
 from rlite.data.packs import lazy_pack as pack
-from rlite.engine.embedded.backend import refusal as embedded_refusal
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.architecture import attention_widths, check_gpu_kernels, miniature, refusal, rope_limit

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from rlite.errors import ConfigError
 from rlite.nn.attention import PackedLayout, packed_attention
-from rlite.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.context_parallel import ContextShare
 
 
 def pack_of(lengths, query_heads, key_heads, dim=8):

@@ -13,7 +13,7 @@ from rlite.algorithms import gather_logprobs_entropy
 from rlite.errors import ConfigError
 from rlite.nn import linear_logprobs
 from rlite.nn.head_logprobs import logprobs_of
-from rlite.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.context_parallel import ContextShare
 from tests.replay import kept_sets, pairs_of, written_out
 
 VOCAB, WIDTH = 13, 5

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlite.engine.embedded.model import ShardedModel
+from rlite.backends.embedded.model import ShardedModel
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.nn.pretrained import end_ids, load_config, load_model, load_tokenizer, make_model
-from rlite.parallel.shards import CheckpointReader
+from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.tiny import build_model_dir
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlite.observability.console import ConsoleReporter
+from rlite.services.console.terminal import ConsoleReporter
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEP = {"reward": 0.25, "actor/loss": -0.012345, "seconds": 12.345, "tokens_per_second": 12345.6, "kl": 2e-5}
@@ -176,7 +176,7 @@ def test_a_title_that_is_longer_than_the_line_is_not_cut(terminal: Any) -> None:
 
 
 def test_progress_is_followed_until_the_console_is_closed(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.observability.console._POLL_S", 0.01)
+    monkeypatch.setattr("rlite.services.console.terminal._POLL_S", 0.01)
     out, reporter = terminal(120)
     others = {*threading.enumerate()}
     polled = threading.Semaphore(0)

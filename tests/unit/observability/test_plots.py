@@ -10,7 +10,7 @@ from rlite.errors import DataError
 
 pytest.importorskip("matplotlib")
 
-from rlite.observability.plots import plot_learning_curve
+from rlite.services.console.plots import plot_learning_curve
 
 
 def test_the_picture_holds_a_panel_per_metric(tmp_path: Path) -> None:

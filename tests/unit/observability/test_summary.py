@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from rlite.observability.console import History
+from rlite.services.console.terminal import History
 
 
 def test_it_compares_evaluations_and_the_first_and_last_tenth_of_the_steps() -> None:

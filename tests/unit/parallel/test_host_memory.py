@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlite.parallel.host_memory import HostMemory, keep_on_host_between_steps, move_state
-from rlite.parallel.shared_memory import aligned_bytes
+from rlite.runtime.parallel.host_memory import HostMemory, keep_on_host_between_steps, move_state
+from rlite.runtime.parallel.shared_memory import aligned_bytes
 
 META = torch.device("meta")
 

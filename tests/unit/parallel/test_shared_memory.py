@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlite.errors import ConfigError, StorageError
-from rlite.parallel.shared_memory import (
+from rlite.runtime.parallel.shared_memory import (
     DeviceArena,
     SharedArena,
     SharedBlock,

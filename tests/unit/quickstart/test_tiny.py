@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.errors import ConfigError
-from rlite.quickstart.run import build_tiny_qwen3, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

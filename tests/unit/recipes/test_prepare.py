@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("datasets")
 
 from recipes.math.prepare import last_boxed
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.prompts import check_prompts
 from rlite.data.sft import preference_rows
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout.rewards import gsm8k_reward, math_verify_reward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.dpo import DpoConfig

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from pydantic import TypeAdapter
 
-from rlite.recovery.failover import (
+from rlite.services.recovery.failover import (
     Action,
     CreateJob,
     EndJob,

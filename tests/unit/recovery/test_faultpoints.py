@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rlite.recovery.faults import FaultBoard, InjectedError, PhaseFault
+from rlite.services.recovery.faults import FaultBoard, InjectedError, PhaseFault
 
-REACH = "import sys; from rlite.recovery.faults import FaultBoard; FaultBoard(sys.argv[1]).reach('reward', 'JUDGE')"
+REACH = """
+import sys
+from rlite.services.recovery.faults import FaultBoard
+FaultBoard(sys.argv[1]).reach('reward', 'JUDGE')
+"""
 
 
 def test_an_error_is_raised_once_in_its_phase_and_role(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from benchmarks.injectors import FileSizeFault, HalfOpenFault, NoTarget, SignalFault, hold_half_open, inject
-from rlite.recovery.injectors import find
+from rlite.runtime.cluster.process_tree import find
 
 DRIVER = """
 import sys, time
-from rlite.sandbox.process import Worker
+from rlite.runtime.sandbox.process import Worker
 sandbox = Worker.start((), is_silent=True)
 sandbox.channel.recv(1)  # it is ready
 print(sandbox.process.pid, flush=True)

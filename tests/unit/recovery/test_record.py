@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, RliteError, StorageError
-from rlite.recovery.failover import JobState, RoleState
-from rlite.recovery.record import (
+from rlite.services.recovery.failover import JobState, RoleState
+from rlite.services.recovery.record import (
     MAX_ENDED,
     MAX_ENTRIES,
     FileStore,

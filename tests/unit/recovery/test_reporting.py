@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.recovery import reporting
+from rlite.services.recovery import reporting
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

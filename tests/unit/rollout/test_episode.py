@@ -9,7 +9,7 @@ import pytest
 
 from rlite.rollout import RewardFunction
 from rlite.rollout.episode import Episode, current_episode, in_reward, running
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 
 
 def episode(*spans: tuple[str, float, float]) -> Episode:

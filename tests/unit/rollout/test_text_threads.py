@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.tokens import TooManyTokens
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.deadlines import NUM_THREADS, SHORT_TEXT, beside_loop
 

@@ -16,9 +16,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlite.sandbox.calls import Call, Code, SandboxError
-from rlite.sandbox.confine import Instruction, filter_program, passed_environment, version
-from rlite.sandbox.pool import SandboxPool
+from rlite.runtime.sandbox.calls import Call, Code, SandboxError
+from rlite.runtime.sandbox.confine import Instruction, filter_program, passed_environment, version
+from rlite.runtime.sandbox.pool import SandboxPool
 from tests import hostile_rewards as hostile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -205,7 +205,7 @@ def test_variables_that_bind_threads_to_cores_do_not_pass() -> None:
 
 FILTER_ALONE = """
 import fcntl, os, subprocess, sys, termios
-from rlite.sandbox.confine import refuse_calls
+from rlite.runtime.sandbox.confine import refuse_calls
 parent = os.getppid()
 found = [refuse_calls(os.getpid(), (-1, parent, -parent))]
 for target in (parent, -parent, -1):
@@ -229,7 +229,7 @@ print(*found)
 """
 SMALL_VERSION = """
 import os, sys
-from rlite.sandbox import confine
+from rlite.runtime.sandbox import confine
 known = confine.version()
 confine.version = lambda: min(int(sys.argv[1]), known)
 folder = sys.argv[2]
@@ -253,7 +253,7 @@ print(*found)
 
 WITHOUT = """
 import os
-from rlite.sandbox import confine
+from rlite.runtime.sandbox import confine
 confine.version = lambda: 0
 confine.os.uname = lambda: os.uname_result(("Linux", "", "", "", "riscv64"))
 print(confine.confine(os.getppid()))

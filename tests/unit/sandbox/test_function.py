@@ -10,8 +10,8 @@ import cloudpickle
 import psutil
 import pytest
 
-from rlite.sandbox.calls import SandboxCrash, SandboxRaised
-from rlite.sandbox.function import stream
+from rlite.runtime.sandbox.calls import SandboxCrash, SandboxRaised
+from rlite.runtime.sandbox.function import stream
 
 
 @pytest.fixture(autouse=True, scope="module")

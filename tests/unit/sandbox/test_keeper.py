@@ -85,7 +85,7 @@ def test_a_keeper_whose_signals_are_not_confined_ends_what_it_finds() -> None:
     mark = uuid.uuid4().hex
     unconfined = (
         "import os, sys, time, signal\n"
-        "from rlite.sandbox import keeper\n"
+        "from rlite.runtime.sandbox import keeper\n"
         "keeper.restrict = lambda: False\n"
         "driver = os.getppid()\n"
         "reader, writer = os.pipe()\n"

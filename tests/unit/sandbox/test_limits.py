@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rlite.sandbox.calls import Call, Code
-from rlite.sandbox.child import READY
-from rlite.sandbox.process import LOAD_TIMEOUT, Worker, seconds_to_next_check, time_failure
+from rlite.runtime.sandbox.calls import Call, Code
+from rlite.runtime.sandbox.child import READY
+from rlite.runtime.sandbox.process import LOAD_TIMEOUT, Worker, seconds_to_next_check, time_failure
 
 
 def worker(**state: Any) -> Worker:

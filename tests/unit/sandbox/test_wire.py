@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlite.sandbox.wire import MAX_JSON, Reader, WireError, frame
+from rlite.runtime.sandbox.wire import MAX_JSON, Reader, WireError, frame
 
 
 def sent(value: Any, limit: int = 1 << 20) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
-from rlite.observability.sinks.jsonl import read_metrics
+from rlite.services.console.sinks.jsonl import read_metrics
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun

@@ -13,21 +13,13 @@ from typing import Any
 import pytest
 
 from rlite import config
-from rlite.config import load
-from rlite.errors import ConfigError, DataError, UnknownOptionError
-from rlite.evaluation.compare import Comparison
-from rlite.evaluation.metrics import clustered_standard_error
-from rlite.evaluation.samples import Sample
-from rlite.evaluation.sets import EvaluatedModel, EvaluationResult
-from rlite.rollout import RewardFunction, from_trl
-from rlite.rollout.registry import REWARDS, WORKFLOWS
-from rlite.trainer.evaluate import report
-from rlite.trainer.evaluate.command import advice, evaluate, result_of
-from rlite.trainer.evaluate.folder import EarlierResult, code_of, digest_of
-from rlite.trainer.evaluate.generation import context_limit, item_ids, unknown_context
-from rlite.trainer.evaluate.options import EvalConfig, check_name
-from rlite.trainer.evaluate.report import difference, print_result, shown, shown_metrics, title
-from rlite.trainer.evaluate.tasks import (
+from rlite.assembly.evaluate import report
+from rlite.assembly.evaluate.command import advice, evaluate, result_of
+from rlite.assembly.evaluate.folder import EarlierResult, code_of, digest_of
+from rlite.assembly.evaluate.generation import context_limit, item_ids, unknown_context
+from rlite.assembly.evaluate.options import EvalConfig, check_name
+from rlite.assembly.evaluate.report import difference, print_result, shown, shown_metrics, title
+from rlite.assembly.evaluate.tasks import (
     directions,
     find_tasks,
     lower_is_better,
@@ -36,6 +28,14 @@ from rlite.trainer.evaluate.tasks import (
     task_rows,
     task_values,
 )
+from rlite.config import load
+from rlite.errors import ConfigError, DataError, UnknownOptionError
+from rlite.evaluation.compare import Comparison
+from rlite.evaluation.metrics import clustered_standard_error
+from rlite.evaluation.samples import Sample
+from rlite.evaluation.sets import EvaluatedModel, EvaluationResult
+from rlite.rollout import RewardFunction, from_trl
+from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.run.command import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
 
@@ -448,7 +448,7 @@ def test_an_interrupted_command_is_not_advised_to_overwrite_its_samples() -> Non
 def test_a_log_file_has_a_line_of_progress_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlite.observability.console._POLL_S", 0.001)
+    monkeypatch.setattr("rlite.services.console.terminal._POLL_S", 0.001)
     assert report.QUIET_S <= 10
     monkeypatch.setattr(report, "QUIET_S", 0.0)
     has_said = threading.Event()

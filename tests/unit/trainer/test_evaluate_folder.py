@@ -12,12 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlite.errors import ConfigError, DataError, FolderInUse
-from rlite.evaluation.journal import Journal
-from rlite.evaluation.sets import write_record
-from rlite.observability.record.files import all_files, write_table
-from rlite.trainer.evaluate import report
-from rlite.trainer.evaluate.folder import (
+from rlite.assembly.evaluate import report
+from rlite.assembly.evaluate.folder import (
     CACHE,
     LOCK,
     RESULTS,
@@ -31,7 +27,11 @@ from rlite.trainer.evaluate.folder import (
     remove_others,
     rows_of,
 )
-from rlite.trainer.evaluate.report import recorded
+from rlite.assembly.evaluate.report import recorded
+from rlite.errors import ConfigError, DataError, FolderInUse
+from rlite.evaluation.journal import Journal
+from rlite.evaluation.sets import write_record
+from rlite.services.record.files import all_files, write_table
 from rlite.viewer.run import open_runs
 
 SETTINGS: dict[str, Any] = {

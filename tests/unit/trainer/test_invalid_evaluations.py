@@ -10,8 +10,8 @@ from typing import Any
 from rlite.config import load
 from rlite.evaluation.samples import Sample
 from rlite.evaluation.sets import Evaluation, EvaluationSet
-from rlite.observability.console import ConsoleReporter
 from rlite.rollout import RolloutWorkflow
+from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.rl.options import PpoConfig
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import DataError
-from rlite.observability.record.files import write_table
-from rlite.observability.record.schema import ROWS
+from rlite.services.record.files import write_table
+from rlite.services.record.schema import ROWS
 from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
 from rlite.viewer.export import export
 from rlite.viewer.prompts import MAX_ITEMS, shortened

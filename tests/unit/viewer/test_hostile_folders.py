@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 
 from rlite.files import MAX_LINE
-from rlite.observability.record.reader import read_file_part
-from rlite.observability.record.schema import ROWS, TOKENS
-from rlite.sandbox.calls import Code
+from rlite.runtime.sandbox.calls import Code
+from rlite.services.record.reader import read_file_part
+from rlite.services.record.schema import ROWS, TOKENS
 from rlite.viewer import aside
 from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import MAX_NAMES
@@ -86,7 +86,7 @@ def test_a_reader_that_dies_or_answers_anything_is_a_problem_of_the_file(
 def test_the_rows_of_many_files_stay_within_a_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [whole] = open_runs([str(run)])
     size = whole.record.table("train").nbytes
-    monkeypatch.setattr("rlite.observability.record.reader.MAX_KEPT", int(0.75 * size))
+    monkeypatch.setattr("rlite.services.record.reader.MAX_KEPT", int(0.75 * size))
     [viewed] = open_runs([str(run)])
     assert set(viewed.record.table("train")["step"].to_pylist()) == {1}
     assert viewed.problems[0].startswith("train-00000002.rows.parquet: not shown: with its rows, more than")

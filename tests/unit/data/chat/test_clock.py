@@ -6,9 +6,9 @@ from datetime import datetime
 
 import pytest
 
+from rlite.assembly.quickstart.run import CHATML
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.chat.template import CLOCK, ChatTemplate
-from rlite.quickstart.run import CHATML
 from rlite.rollout.workflow import prompt_text
 from tests.agents import tokenizer_with
 

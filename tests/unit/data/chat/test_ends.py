@@ -8,11 +8,11 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import CHATML, byte_tokenizer
 
 MARKS_WITHOUT_END = CHATML.replace(
     "{{ message['content'] }}<|im_end|>",

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.data.chat.forms import forms_of
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.chat.template import ChatTemplate
 from rlite.data.prompts import check_prompts
 from rlite.errors import DataError
-from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout.workflow import prompt_text
 
 CONTENT = "{{ message['content'] }}"

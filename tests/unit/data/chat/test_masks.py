@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.sft import sft_rows
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import CHATML, byte_tokenizer
 
 ORACLE = json.loads((Path(__file__).parents[3] / "oracles/10_chat_assistant_masks.json").read_text())
 

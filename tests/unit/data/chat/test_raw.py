@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.tokens import CHARACTERS_PER_TOKEN, TooManyTokens, bounded_tokens, raw_prompts, raw_tokens
-from rlite.quickstart.run import byte_tokenizer
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()

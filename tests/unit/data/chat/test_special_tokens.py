@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rlite.assembly.quickstart.run import CHATML, build_tiny_qwen3, byte_tokenizer
 from rlite.data.chat.ends import EscapingTokenizer
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.sft import sft_rows
-from rlite.quickstart.run import CHATML, build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.openai import AgentSession
 from rlite.trainer.supervised import read_tokens

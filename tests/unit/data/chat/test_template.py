@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.chat.template import has_chat_template
-from rlite.quickstart.run import byte_tokenizer
 
 
 def test_a_tokenizer_without_a_chat_template_has_none() -> None:

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, check_template_limits
 from rlite.data.chat.template_limits import TemplateLimit, limited
-from rlite.quickstart.run import byte_tokenizer
 
 QUESTION = [{"role": "user", "content": "hello"}]
 

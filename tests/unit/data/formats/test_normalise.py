@@ -13,6 +13,7 @@ from datasets import Dataset, Features, Json, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import FORMATS, RowKind
 from rlite.data.prompts import check_prompts
@@ -21,7 +22,6 @@ from rlite.data.sft import preference_rows, sft_rows
 from rlite.data.source import Source
 from rlite.data.tables import without_nulls
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

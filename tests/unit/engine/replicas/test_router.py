@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rlite.backends.replicas.router import Affinities, Router, least_outstanding
 from rlite.engine.inference_executor import InFlightRequest, InFlightTable
-from rlite.engine.replicas.router import Affinities, Router, least_outstanding
 from rlite.errors import ConfigError, RliteError, WorkerDied
 from rlite.types import GenerationHyperparameters, SequenceRequest, StopReason, TokenChunk
 

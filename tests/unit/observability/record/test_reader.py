@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.dataset import dataset
 
-from rlite.observability.record.files import write_table
-from rlite.observability.record.reader import RecordReader, _footer_of, read_file_part
-from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.services.record.files import write_table
+from rlite.services.record.reader import RecordReader, _footer_of, read_file_part
+from rlite.services.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 
 
 def row(step: int, sample: int = 0, **values: Any) -> dict[str, Any]:
@@ -270,6 +270,6 @@ def test_a_file_that_is_merged_between_two_parts_is_read_once_and_whole(tmp_path
     reader = RecordReader(tmp_path, read_part)
     reader.refresh()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("rlite.observability.record.reader.PART", 1)
+        patched.setattr("rlite.services.record.reader.PART", 1)
         assert reader.table("train")["sample"].to_pylist() == [0, 1, 2, 3, 4, 5]
     assert reader.problems == {}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rlite.observability.record import writer as module
-from rlite.observability.record.files import path_of, read_gaps
-from rlite.observability.record.schema import ROWS, TOKENS
-from rlite.observability.record.writer import RecordWriter, Tables
+from rlite.services.record import writer as module
+from rlite.services.record.files import path_of, read_gaps
+from rlite.services.record.schema import ROWS, TOKENS
+from rlite.services.record.writer import RecordWriter, Tables
 from tests.recorded import recorded
 
 

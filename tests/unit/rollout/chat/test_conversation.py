@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, RolloutError, ScriptedEngine
 from tests.tiny import tokenizer_with_bos
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     GenerationHyperparameters,
     LLMRequest,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     EnvironmentRaised,
@@ -24,7 +24,7 @@ from rlite.rollout import (
     ScriptedEngine,
 )
 from rlite.rollout.environments.file import is_gym_file
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 from tests.games import PEERS, Countdown, Dice, Sometimes, Unseeded, gem_game, textarena_game
 
 TOKENIZER = byte_tokenizer()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     Environment,
@@ -24,7 +24,7 @@ from rlite.rollout import (
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.trajectories import first_rows, join_batches, pad_trajectories, trajectory_index
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()

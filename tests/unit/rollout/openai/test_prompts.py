@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlite.quickstart.run import CHATML, byte_tokenizer
+from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ChatPrompts
 from tests.agents import ADD, WITH_TOOLS

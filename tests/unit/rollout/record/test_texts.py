@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rlite.quickstart.run import byte_tokenizer
-from rlite.rollout.record.tables import TokenTexts
+from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.services.record.rollout_tables import TokenTexts
 
 
 @pytest.fixture(scope="module")

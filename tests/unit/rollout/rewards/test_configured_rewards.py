@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, ImportFailed
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     RewardFunction,

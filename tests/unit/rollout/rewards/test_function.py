@@ -31,10 +31,10 @@ from rlite.rollout.rewards.score import (
     RewardRaised,
     RewardTimeout,
 )
-from rlite.sandbox import process
-from rlite.sandbox.calls import MAX_TIMEOUTS, Call, Code, SandboxCrash, SandboxTimeout
-from rlite.sandbox.child import describe
-from rlite.sandbox.pool import SandboxPool, close_shared_pool
+from rlite.runtime.sandbox import process
+from rlite.runtime.sandbox.calls import MAX_TIMEOUTS, Call, Code, SandboxCrash, SandboxTimeout
+from rlite.runtime.sandbox.child import describe
+from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool
 from tests import forked_python
 
 ROOT = Path(__file__).parents[4]

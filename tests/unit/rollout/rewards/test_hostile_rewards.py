@@ -18,9 +18,9 @@ from rlite.rollout import GymEnvironment, RewardFunction
 from rlite.rollout.environments.child import MAX_OBSERVATION, read_turn
 from rlite.rollout.environments.step import Environment, EnvironmentFailure
 from rlite.rollout.rewards.score import RewardError, RewardInvalid, RewardRaised, read_batch
-from rlite.sandbox import process
-from rlite.sandbox.calls import Call, Code
-from rlite.sandbox.pool import SandboxPool, close_shared_pool
+from rlite.runtime.sandbox import process
+from rlite.runtime.sandbox.calls import Call, Code
+from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool
 from tests import hostile_rewards as hostile
 
 has_landlock = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6

@@ -15,7 +15,7 @@ from rlite.errors import DataError
 from rlite.rollout.rewards import math_verify_reward
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlite.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,
@@ -23,7 +23,7 @@ from rlite.rollout import (
     ScriptedEngine,
     SingleTurnWorkflow,
 )
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 
 TOKENIZER = byte_tokenizer()
 WRONG = 9

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlite.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, RolloutCollector, ScriptedEngine, SingleTurnWorkflow, from_trl
 from rlite.rollout.chat.conversation import MultiTurnWorkflow
 from rlite.rollout.rewards.score import read_score

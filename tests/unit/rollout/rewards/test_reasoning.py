@@ -14,7 +14,7 @@ from rlite.data.reasoning import build_problems
 from rlite.rollout.rewards import reasoning_gym_reward
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.reasoning import verify_exactly
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 
 TASKS = ["spell_backward", "chain_sum", "countdown", "number_sorting", "letter_counting", "simple_equations"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from rlite.assembly.quickstart.run import CHATML
 from rlite.errors import ConfigError
-from rlite.quickstart.run import CHATML
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, ToolUseWorkflow
 from rlite.rollout.openai import AgentWorkflow
 from rlite.rollout.tools import response_template

@@ -10,10 +10,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, LLMRequest, RewardFunction, ScriptedEngine, Tool, ToolUseWorkflow
-from rlite.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.pool import close_shared_pool
 
 TEMPLATE = (  # as Qwen2.5's
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"

@@ -35,7 +35,7 @@ for number, sizes in enumerate(sys.argv[2:]):
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(f"{number}.{stream.name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
         sys.argv[1:] = [sys.argv[1], "num_devices=64", *sizes.split()]
-        runpy.run_module("rlite.trainer.commands.plan", run_name="__main__", alter_sys=True)
+        runpy.run_module("rlite.assembly.commands.plan", run_name="__main__", alter_sys=True)
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """

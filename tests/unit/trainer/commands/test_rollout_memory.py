@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen2Config
 
 import rlite
+from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
+from rlite.assembly.commands.plan import RolloutMemory, rollout_memory
 from rlite.config import load
 from rlite.errors import ConfigError
-from rlite.trainer.commands.options import PlanConfig, RolloutPlanOptions
-from rlite.trainer.commands.plan import RolloutMemory, rollout_memory
 from tests.tiny import build_model_dir
 
 CONFIG = Qwen2Config(

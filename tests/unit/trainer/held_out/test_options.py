@@ -7,9 +7,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import describe, load, save, schema
 from rlite.errors import ConfigError, RliteError
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, RewardFunction, SingleTurnWorkflow
 from rlite.trainer.held_out.options import held_out_sources, prefixed, without_sets
 from rlite.trainer.rl.evaluation import make_sets

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
-from rlite.observability.console import ConsoleReporter
 from rlite.rollout import (
     LLMRequest,
     RolloutCollector,
@@ -22,6 +21,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
+from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.rollouts import make_rollouts

@@ -12,16 +12,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.batch import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
-from rlite.observability.record.files import drop_later, read_gaps
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.group import Ended, Group
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
-from rlite.rollout.record.tables import NO_TOKENS, NOT_FINITE
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.services.record.files import drop_later, read_gaps
+from rlite.services.record.rollout_tables import NO_TOKENS, NOT_FINITE
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlite.algorithms import next_token
 from rlite.algorithms.replay import KeptIds
-from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
-from rlite.engine.embedded.scheduler import RunningSequence
+from rlite.backends.embedded.sampling import SamplingBatch, sample, uniforms
+from rlite.backends.embedded.scheduler import RunningSequence
 from rlite.errors import ConfigError, DataError
 from rlite.nn import linear_logprobs
 from rlite.rollout import RolloutWorkflow

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import CHATML
 from rlite.data.rows import Rows
 from rlite.errors import ConfigError
-from rlite.quickstart.run import CHATML
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.registry import REWARDS, WORKFLOWS, register_reward, register_workflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards

@@ -22,7 +22,7 @@ from rlite.errors import (
     WorkerDied,
     WorkerError,
 )
-from rlite.recovery import reporting
+from rlite.services.recovery import reporting
 from rlite.trainer.run.command import at_end, run
 from rlite.trainer.run.interruption import INTERRUPTION
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlite.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.sft import SftTrainer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.engine.train import RliteTrainEngine
-from rlite.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow, from_trl
 from rlite.rollout.rewards.function import Part, WeightedRewards
 from rlite.trainer.model.modules import policy_module, trained_engine

@@ -1,0 +1,1 @@
+"""The only place that knows all zones: commands and the quickstart."""

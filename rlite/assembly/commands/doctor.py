@@ -1,0 +1,222 @@
+"""Look at the machine, and try rlite on it.
+
+    rlite doctor [self_test=false executor=vllm]
+
+Prints a line for each check as it is done. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+import psutil
+from huggingface_hub.constants import HF_HUB_CACHE
+from packaging.requirements import Requirement
+
+import rlite
+from rlite import config
+from rlite.config import Options
+
+
+class Finding(NamedTuple):
+    """The result of a check."""
+
+    topic: str
+    text: str
+    level: Literal["ok", "note", "FAILED"] = "ok"
+
+    def __str__(self) -> str:
+        """Return one readable line."""
+        return f"{self.level:<6}  {self.topic:<18}  {self.text}"
+
+
+GIB = 2**30
+LITTLE_DISK, NO_DISK = 10 * GIB, GIB // 10
+LITTLE_SHARED = GIB
+SHARED = Path("/dev/shm")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Yield the versions of rlite, Python and the system."""
+    yield Finding("rlite", f"{rlite.__version__}, {Path(rlite.__file__).parent}")
+    yield Finding("python", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+
+
+def check_devices() -> Iterator[Finding]:
+    """Yield the processors and GPUs, and whether torch can use them."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = psutil.virtual_memory()
+    yield Finding("processor", f"{num_cores} cores, {_size(memory.available)} of {_size(memory.total)} memory free")
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        yield Finding("compiler", "no C compiler (cc): generation on a processor is slower without it", "note")
+    torch = importlib.import_module("torch")  # which a broken installation cannot import
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        about = torch.cuda.get_device_properties(index)
+        yield Finding(f"GPU {index}", f"{about.name}, {_size(about.total_memory)}, CUDA {torch.version.cuda} of torch")
+    if not torch.cuda.is_available() and Path("/dev/nvidia0").exists():
+        build = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
+        reason = f"torch {torch.__version__} {build}: install a build of torch that fits the driver (nvidia-smi)"
+        yield Finding("GPU", f"there is a GPU, and torch cannot use it. {reason}", "FAILED")
+    elif not torch.cuda.is_available():
+        yield Finding("GPU", "none: rlite runs on the processor")
+
+
+def check_space() -> Iterator[Finding]:
+    """Yield the free space for runs, temporary files, downloaded models and shared memory."""
+    places = {"runs": Path.cwd(), "temporary": Path(tempfile.gettempdir()), "models": Path(HF_HUB_CACHE)}
+    for name, place in places.items():
+        yield space_of(f"disk ({name})", place, shutil.disk_usage(_existing(place)).free)
+    if not SHARED.is_dir():
+        return
+    free = shutil.disk_usage(SHARED).free
+    is_little = free < LITTLE_SHARED
+    advice = ": weights move between processes there; in a container, start it with --shm-size=8g" if is_little else ""
+    yield Finding("shared memory", f"{_size(free)} free in {SHARED}{advice}", "note" if is_little else "ok")
+
+
+def space_of(topic: str, place: Path, free: int) -> Finding:
+    """Return whether a disk has room for checkpoints.
+
+    Args:
+        topic: name of the check.
+        place: a folder on the disk.
+        free: free bytes.
+    """
+    if free >= LITTLE_DISK:
+        return Finding(topic, f"{_size(free)} free in {place}")
+    advice = "a checkpoint takes about 12 bytes for each trained parameter"
+    return Finding(topic, f"only {_size(free)} free in {place}: {advice}", "FAILED" if free < NO_DISK else "note")
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+class DoctorConfig(Options):
+    """Options of `rlite doctor`."""
+
+    help_example: ClassVar[str] = "executor=vllm"
+
+    self_test: bool = True
+    """train and generate with a tiny model"""
+    executor: str = "torch"
+    """inference executor of the self-test"""
+
+
+PACKAGE = "rlite"
+VersionOf = Callable[[str], str | None]
+
+
+def check_packages() -> Iterator[Finding]:
+    """Yield the state of the required packages, and of each extra."""
+    try:
+        found = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", f"{PACKAGE} runs from its source and is not installed: pip install .", "note")
+        return
+    requirements = [Requirement(line) for line in found.requires or ()]
+    yield state_of("required packages", needed(requirements), installed_version)
+    for extra in found.metadata.get_all("Provides-Extra") or ():
+        yield state_of(f"extra {extra}", needed(requirements, extra), installed_version, extra)
+
+
+def needed(requirements: Iterable[Requirement], extra: str = "") -> list[Requirement]:
+    """Return the requirements of the package itself, or those that an extra adds, with the extras that it names.
+
+    Args:
+        requirements: all requirements of the package.
+        extra: name of the extra; "" is the package itself.
+    """
+    requirements = list(requirements)
+    chosen: list[Requirement] = []
+    for each in requirements:
+        is_base = each.marker is None or each.marker.evaluate({"extra": ""})
+        if is_base != (not extra) or (each.marker is not None and not each.marker.evaluate({"extra": extra})):
+            continue
+        if each.name == PACKAGE:
+            chosen += [one for other in sorted(each.extras) for one in needed(requirements, other)]
+        else:
+            chosen.append(each)
+    return chosen
+
+
+def state_of(topic: str, requirements: Iterable[Requirement], version_of: VersionOf, extra: str = "") -> Finding:
+    """Return which versions are installed, and which packages are missing or have another version.
+
+    Args:
+        topic: name of the check.
+        requirements: the packages, with their versions.
+        version_of: returns the installed version of a package; None if it is not installed.
+        extra: the extra that adds the packages. Missing packages are not failures.
+    """
+    versions = {each: version_of(each.name) for each in requirements}
+    wrong = [
+        f"{each.name}{each.specifier} (found {version or 'none'})"
+        for each, version in versions.items()
+        if version is None or not each.specifier.contains(version, prereleases=True)
+    ]
+    if not wrong:
+        return Finding(topic, ", ".join(f"{each.name} {version}" for each, version in versions.items()))
+    if extra:
+        return Finding(topic, f"lacks {', '.join(wrong)}: pip install '{PACKAGE}[{extra}]'", "note")
+    return Finding(topic, f"expected {', '.join(wrong)}: pip install {PACKAGE}", "FAILED")
+
+
+def installed_version(name: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the findings of the checks; exit with 1 if a check failed."""
+    options = config.load(DoctorConfig, argv)
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": check_versions,
+        "packages": check_packages,
+        "devices": check_devices,
+        "space": check_space,
+    }
+    if options.self_test:
+        # imports torch and transformers, which a broken installation cannot
+        checks["self-test"] = lambda: importlib.import_module("rlite.assembly.commands.self_test").check_engines(
+            options.executor
+        )
+    failed = []
+    for name, check in checks.items():
+        for finding in attempt(name, check):
+            print(finding, flush=True)
+            failed += [finding.topic] if finding.level == "FAILED" else []
+    if failed:
+        print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}")
+        sys.exit(1)
+    print("\nall checks passed")
+
+
+def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of a check. An exception is a failed check.
+
+    Args:
+        name: name of the check.
+        check: the check.
+    """
+    try:
+        yield from check()
+    except Exception as error:  # the doctor reports anything that is broken on this machine
+        yield Finding(name, f"{type(error).__name__}: {error}", "FAILED")

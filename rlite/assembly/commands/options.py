@@ -1,0 +1,106 @@
+"""Options of `rlite generate`, `rlite merge` and `rlite plan`. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+
+from rlite.backends.fsdp2.options import Dtype
+from rlite.config import Count, Positive
+from rlite.trainer.model.options import LayoutOptions, OptimizerName
+from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions
+
+
+class GenerateConfig(SamplingOptions, AnnouncedOptions):
+    """Options of `rlite generate MODEL "PROMPT"`."""
+
+    without_key: ClassVar[tuple[str, ...]] = ("model", "prompt")
+    help_arguments: ClassVar[str] = 'MODEL "PROMPT"'
+    help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
+    help_first: ClassVar[tuple[str, ...]] = ("prompt", "prompt_file", "chat", "system_prompt", "n")
+
+    model: str
+    """folder of a model or of a run (its newest model), or hub name; the first argument without a key"""
+    prompt: str = ""
+    """the prompt; the second argument without a key"""
+    prompt_file: str | None = None
+    """text file with one prompt in each line, - is the standard input; in place of prompt"""
+    chat: bool | None = None
+    """true: the prompt is the user's message in the model's chat template; null: true if the model has a template"""
+    system_prompt: str | None = None
+    """message of the system before the prompt, in a chat"""
+    chat_template_options: dict[str, Any] = {}
+    """options of the chat template, such as {enable_thinking: false}"""
+    n: Count = 1
+    """answers to each prompt"""
+    max_new_tokens: Count = 512
+    """longest answer in tokens"""
+    seed: int | None = None
+    """seed of the sampling; null draws one"""
+    executor: str = "torch"
+    """inference executor"""
+    tp_size: Count = 1
+    """devices that share the model"""
+    dtype: str | None = None
+    """type of the weights; default: the checkpoint's"""
+    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
+    """launcher of the workers; default: one process"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a prompt that is missing or given twice, and for options of a chat without one."""
+        yield from super().problems()
+        if bool(self.prompt) == (self.prompt_file is not None):
+            yield 'prompt: expected a prompt, as in `rlite generate MODEL "PROMPT"`, or prompt_file=FILE, and not both'
+        if self.chat is False and (self.system_prompt is not None or self.chat_template_options):
+            yield "chat=false: system_prompt and chat_template_options are options of a chat; leave them or chat out"
+
+
+class MergeConfig(AnnouncedOptions):
+    """Options of `rlite merge ADAPTER OUT`."""
+
+    without_key: ClassVar[tuple[str, ...]] = ("adapter", "out")
+    help_arguments: ClassVar[str] = "ADAPTER OUT"
+    help_example: ClassVar[str] = "runs/sft/latest/adapter merged"
+
+    adapter: str
+    """folder of a PEFT adapter, or of a run or an export with one; the first argument without a key"""
+    out: str
+    """folder to write, which must not exist or be empty; the second argument without a key"""
+    base_model: str | None = None
+    """folder or hub name of the model that the adapter belongs to; default: the adapter's config names it"""
+
+
+class RolloutPlanOptions(EngineOptions):
+    """The engine that generates, in `rlite plan`; the names and defaults are those of `rlite ppo`."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """type of the served weights and of the KV cache"""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """longest prompt and response together, in tokens; default: the model's own limit, with executor torch at most
+    4096"""
+
+
+class PlanConfig(LayoutOptions, AnnouncedOptions):
+    """Options of `rlite plan`."""
+
+    help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
+
+    num_devices: Count
+    """devices in the world"""
+    param_dtype: Dtype = "float32"
+    """master weights, gradients and optimizer state"""
+    compute_dtype: Dtype = "bfloat16"
+    """forward and backward"""
+    optimizer: OptimizerName = "adamw"
+    """adamw has two numbers for each parameter; muon has one for the matrices inside of layers, and two for the rest"""
+    device_memory_gib: Positive | None = None
+    """memory of one device; with it, the KV cache is what gpu_memory_utilization leaves, as the executors take it"""
+    rollout: RolloutPlanOptions | None = None
+    """the engine that generates on the same devices; null plans training alone"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a replica size that does not divide the devices."""
+        if self.rollout is not None and self.num_devices % self.rollout.tp_size:
+            yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_devices}"

@@ -1,0 +1,209 @@
+"""A dry run: the memory that a model would take on each device, before you rent one.
+
+    rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
+    rlite plan ... optimizer=muon rollout.tp_size=4 rollout.max_model_len=8192 device_memory_gib=80
+
+The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
+
+The memory of the engine that generates, for `rlite plan`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig
+
+from rlite import config
+from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
+from rlite.backends.embedded.memory_plan import MemoryPlan
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.engine.registry import registered_executors
+from rlite.errors import ConfigError, RliteError, did_you_mean
+from rlite.runtime.parallel.dims import ParallelDims
+from rlite.runtime.parallel.fsdp import local_tensor, shard
+from rlite.runtime.parallel.mesh import make_mesh
+from rlite.runtime.parallel.tensor_plan import check_heads
+from rlite.services.console.terminal import ConsoleReporter
+from rlite.trainer.model.modules import policy_module
+from rlite.trainer.model.options import OptimizerOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutMemory:
+    """Bytes of generation on one device."""
+
+    weights: int
+    kv_cache: int
+    num_seqs: int
+    """sequences of `max_model_len` tokens that fit into the cache"""
+    max_model_len: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return self.weights + self.kv_cache
+
+
+def rollout_memory(
+    options: RolloutPlanOptions, config: PreTrainedConfig, num_parameters: int, device_memory_gib: float | None
+) -> RolloutMemory:
+    """Return the memory that a replica takes on each of its devices.
+
+    Executor torch allocates a slot of `max_model_len` tokens for each of `max_num_seqs` sequences, as far as they fit.
+    The other executors fill the memory that they may have with cache. If the memory is not given, the cache is counted
+    for `max_num_seqs` sequences of `max_model_len` tokens.
+
+    Args:
+        options: options of the engine.
+        config: config of the model.
+        num_parameters: parameters of the model.
+        device_memory_gib: memory of one device; None if it is not known.
+
+    Raises:
+        ConfigError: the executor is unknown, the sizes do not divide the model, or not even one sequence fits.
+    """
+    known = registered_executors("inference")
+    if options.executor not in known:
+        raise ConfigError(f"rollout.executor={options.executor}: {did_you_mean(options.executor, known)}")
+    check_heads(config, options.tp_size)
+    is_embedded, dtype = options.executor == "torch", getattr(torch, options.dtype)
+    longest = config.get_text_config().max_position_embeddings
+    length = options.max_model_len or (None if is_embedded else longest)
+    slots = MemoryPlan(EmbeddedOptions(max_model_len=length), config, dtype, options.tp_size)
+    layers, _, _, heads, length, dim = slots.cache_shape(1)
+    per_sequence = 2 * layers * heads * length * dim * dtype.itemsize
+    weights = num_parameters * dtype.itemsize // options.tp_size
+    num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
+    if device_memory_gib is not None:
+        room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights
+        num_seqs = min(num_seqs, room // per_sequence) if is_embedded else room // per_sequence
+        cache = num_seqs * per_sequence if is_embedded else room
+        if num_seqs < 1:
+            raise ConfigError(
+                f"rollout: one sequence of max_model_len={length} needs {per_sequence / 2**30:.2f} GiB of KV cache, "
+                f"and the weights leave {max(room, 0) / 2**30:.2f} GiB of device_memory_gib={device_memory_gib:g} at "
+                f"gpu_memory_utilization={options.gpu_memory_utilization:g}; raise rollout.tp_size, or lower "
+                "rollout.max_model_len"
+            )
+    return RolloutMemory(weights=weights, kv_cache=cache, num_seqs=num_seqs, max_model_len=length)
+
+
+ADAMW_STATES, MUON_STATES = 2, 1
+"""numbers of an optimizer for each parameter"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """Bytes on the first device of a world; the other devices hold as much, or a little less."""
+
+    num_parameters: int
+    """parameters of the whole model"""
+    dims: ParallelDims
+    weights: int
+    """master weights"""
+    gradients: int
+    optimizer: int
+    """AdamW's two moments; Muon's momentum for the matrices inside of layers"""
+    gathered: int
+    """the largest FSDP unit and the next one, gathered in compute_dtype while they compute"""
+    kept: int
+    """with gradient checkpointing: the input of every layer for one full microbatch"""
+    rollout: RolloutMemory | None = None
+    """generation on the same device"""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts of training together."""
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.kept
+
+
+def plan(options: PlanConfig) -> TrainingMemory:
+    """Return the memory that a model would take, counted after sharding it on meta.
+
+    Raises:
+        RliteError: the process is in a process group already.
+        ConfigError: the sizes do not divide the devices or the model, or there is no such checkpoint.
+    """
+    if dist.is_initialized():
+        raise RliteError("a plan is made in a process of its own: this one is in a process group already")
+    optimizer = OptimizerOptions(
+        name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
+    )
+    module = policy_module(options.model_name, optimizer)
+    dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    generation = None
+    if options.rollout is not None:
+        generation = rollout_memory(options.rollout, module.config, num_parameters, options.device_memory_gib)
+    dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
+    try:
+        mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
+        if dims.tensor > 1:
+            module.parallelize(mesh.tensor)
+        units = module.fsdp_units()
+        compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
+        gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
+        shard(module, units, mesh, compute, master)
+        weights = _local_numel(module) * master.itemsize
+        num_states = sum(
+            (MUON_STATES if group.is_muon else ADAMW_STATES) * local_tensor(module.get_parameter(name)).numel()
+            for group in module.parameter_groups
+            for name in group.names
+        )
+    finally:
+        dist.destroy_process_group()
+    hidden = module.config.get_text_config().hidden_size
+    return TrainingMemory(
+        num_parameters=num_parameters,
+        dims=dims,
+        weights=weights,
+        gradients=weights,
+        optimizer=num_states * master.itemsize,
+        gathered=gathered,
+        kept=len(units) * options.max_length_per_device * hidden * compute.itemsize,
+        rollout=generation,
+    )
+
+
+def _local_numel(module: nn.Module) -> int:
+    return sum(local_tensor(parameter).numel() for parameter in module.parameters())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print a plan."""
+    options = config.load(PlanConfig, argv)
+    made = plan(options)
+    parts = {
+        f"weights, {options.param_dtype}": made.weights,
+        "gradients": made.gradients,
+        f"optimizer, {options.optimizer}": made.optimizer,
+        f"gathered units, {options.compute_dtype}": made.gathered,
+        "layers' inputs": made.kept,
+        "training together": made.total,
+    }
+    if options.rollout is not None and (rollout := made.rollout) is not None:
+        cache = f"KV cache, {rollout.num_seqs} sequences of {rollout.max_model_len} tokens"
+        parts |= {
+            f"rollout weights, {options.rollout.dtype}": rollout.weights,
+            cache: rollout.kv_cache,
+            "generation together": rollout.total,
+            "both, if they do not take turns": made.total + rollout.total,
+        }
+    rows = {
+        "model": f"{options.model_name}, {made.num_parameters / 1e9:.2f} B parameters",
+        "devices": f"{options.num_devices} = {made.dims}",
+        **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
+        "not counted": "activations inside one layer, and what the libraries take for themselves",
+    }
+    ConsoleReporter().report("rlite plan", rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

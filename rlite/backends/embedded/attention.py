@@ -1,0 +1,452 @@
+"""Attention over the slot cache, registered with transformers under `ATTENTION`.
+
+A model whose `config._attn_implementation` is this name calls `slot_attention` in each layer. The worker passes a plan
+through the model's keyword arguments, and the plan computes the attention. No mask function is registered under the
+name, so transformers builds no masks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
+from rlite.backends.embedded.native import decode_attention
+from rlite.backends.embedded.scheduler import Chunk
+from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
+from rlite.nn.batch_invariant import BLOCK, SUM, attend
+
+ATTENTION = "rlite_slots"
+TILE_ROWS = BLOCK
+"""number of tokens of a `TilePlan`"""
+
+
+class AttentionPlan(ABC):
+    """The attention of one forward pass: the positions that queries see, and the cache rows that keys and values fill.
+
+    All tensors are `[tokens, (kv_)heads, head_dim]`.
+    """
+
+    cache: SlotCache
+    targets: Targets
+    """rows of the cache for the keys and values of this pass"""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write keys and values to the cache, for later tokens to read.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
+        self.cache.write(layer, self.targets, key, value)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Write keys and values to the cache and compute the attention.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees, its own position included. None is all positions up to its
+                own.
+
+        Returns:
+            The attention output, in the shape of the queries.
+        """
+        self.write(layer, key, value)
+        return self._read(layer, query, key, value, scale, window)
+
+    @abstractmethod
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention output. The keys and values of this pass are already in the cache."""
+
+
+def slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    plan: AttentionPlan,
+    sliding_window: int | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer with the plan; transformers calls this function.
+
+    Args:
+        module: the model's attention layer.
+        query: `[batch, heads, tokens, head_dim]`.
+        key: `[batch, kv_heads, tokens, head_dim]`.
+        value: `[batch, kv_heads, tokens, head_dim]`.
+        attention_mask: unused. The plan knows which positions a query sees.
+        scaling: factor of the scores before the softmax.
+        plan: the plan of this forward pass.
+        sliding_window: number of positions that each query sees, its own position included. None is no window.
+        **asked: further options of the layer. Options that change the result are refused.
+
+    Returns:
+        The output `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
+    """
+    refuse_other_attention(asked)
+    batch, heads, tokens, dim = query.shape
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    attended = plan.attend(module.layer_idx, query, key, value, scaling, sliding_window)
+    return attended.view(batch, tokens, heads, dim), None
+
+
+AttentionInterface.register(ATTENTION, slot_attention)
+
+
+class PrefillPlan(AttentionPlan):
+    """Chunks of many prompts packed in one row. Each chunk attends to its own slot alone.
+
+    Args:
+        cache: the cache of the slots.
+        chunks: the chunks, in the order of the row.
+        device: device of the model.
+        attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
+            chunk. Default: `varlen` if the device and the dtype have it.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        attend_all: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.cache = cache
+        self.chunks = chunks
+        lengths = [c.stop - c.start for c in chunks]
+        # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
+        slots = torch.tensor([c.slot for c in chunks for _ in c.tokens], device=device)
+        self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
+        self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
+        self.targets = cache.targets(slots, self.positions)
+        if attend_all is None and device.type == "cuda" and cache.values.dtype in (torch.float16, torch.bfloat16):
+            attend_all = varlen
+        self._attend_all = attend_all
+        if attend_all is not None:
+            stops = [c.stop for c in chunks]
+            cu_queries, cu_keys = (
+                torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
+                for sizes in (lengths, stops)
+            )
+            self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
+            self._past: tuple[Tensor, Tensor] | None = None
+            """slots and positions of the keys that the chunks see, if some are of an earlier forward"""
+            if any(c.start for c in chunks):
+                past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
+                self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if self._attend_all is not None:
+            if self._past is not None:
+                key, value = self.cache.at(layer, *self._past)
+            return self._attend_all(query, key, value, self._bounds, scale, window)
+        outputs = []
+        for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
+            if chunk.start > 0:
+                k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
+            outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class InvariantPrefillPlan(PrefillPlan):
+    """Chunks of many prompts, whose tokens get the bits that decode steps would compute."""
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        assert window is None
+        outputs = []
+        for chunk, (queries,) in zip(self.chunks, _by_chunk(self.chunks, query), strict=True):
+            keys, values = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
+            outputs.append(attend(queries[0], keys[0], values[0], chunk.start, scale).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def _by_chunk(chunks: Sequence[Chunk], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return each chunk's part `[1, heads, tokens, head_dim]` of rows `[tokens, heads, head_dim]`."""
+    lengths = [chunk.stop - chunk.start for chunk in chunks]
+    return zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in rows), strict=True)
+
+
+Past = dict[int, tuple[Tensor, Tensor]]
+"""keys and values `[1, kv_heads, tokens, head_dim]` of one prompt's tokens so far, by layer"""
+
+
+class ScoringPlan(AttentionPlan):
+    """Chunks of many prompts packed in one row, whose keys and values are not written to the cache.
+
+    Args:
+        chunks: the chunks of one piece.
+        past: keys and values of the prompt that the first chunk continues.
+        device: device of the model.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], past: Past, device: torch.device) -> None:
+        self._chunks = chunks
+        self._past = past if chunks[0].start else {}
+        self.seen: Past = {}
+        """keys and values of the last chunk's prompt"""
+        self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
+        self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write nothing: nothing continues from these tokens.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        outputs = []
+        for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
+            if index == 0 and self._past:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(self._past[layer], (k, v), strict=True))
+            self.seen[layer] = k, v
+            outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class TilePlan(AttentionPlan):
+    """TILE_ROWS tokens of one sequence that attend to its slot. Rows after the last token are padding.
+
+    Padding is written to the cache positions of the next tokens. These tokens overwrite it before it is read.
+    """
+
+    def __init__(self, cache: SlotCache, slot: int, start: int, tokens: Sequence[int], device: torch.device) -> None:
+        self.cache = cache
+        self._slot = slot
+        self._stop = start + TILE_ROWS
+        last = start + len(tokens) - 1
+        self.tokens = torch.tensor([*tokens, *[0] * (TILE_ROWS - len(tokens))], device=device)
+        places = torch.arange(start, self._stop, device=device)
+        self.positions = places.clamp(max=last)  # the table of rotary angles may end here
+        self.targets = cache.targets(torch.full_like(places, slot), places)
+        self._mask = causal_mask(TILE_ROWS, self._stop, None, device)
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.cache.sequence(layer, self._slot, self._stop)
+        mask = self._mask if window is None else causal_mask(TILE_ROWS, self._stop, window, query.device)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+class NativeDecodePlan(AttentionPlan):
+    """One token of each of the first slots, computed by `decode.c`: each sequence at its own length.
+
+    Args:
+        cache: the cache of the slots, whose keys are blocked.
+        positions: positions of the tokens, `[steps, rows]`.
+    """
+
+    def __init__(self, cache: SlotCache, positions: Tensor) -> None:
+        self.cache = cache
+        self._positions = positions
+        self._step = 0
+
+    def go_to(self, step: int) -> None:
+        """Advance to this step."""
+        self._step = step
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write nothing: the function in C that reads the cache writes it first.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
+
+
+class DecodePlan(AttentionPlan):
+    """One token of each of the first slots. The given sequence lengths include this token.
+
+    Neighbouring rows form groups. A group is computed at the length of its longest row, so that little padding is read.
+
+    If keys are blocked, both products of attention are weighted sums of rows. Scores sum the rows of a key block,
+    weighted by the query. Outputs sum the values, weighted by the probabilities. torch's `embedding_bag` computes such
+    sums at nearly the memory bandwidth. A batched matrix product took twice as long, because few queries share a key
+    head.
+
+    Otherwise the query heads that share a key head are folded into the query length. Keys and values are views of the
+    cache and are never repeated.
+    """
+
+    GROUP = 16
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        lengths: Sequence[int],
+        positions: Tensor,
+        first_slot: int = 0,
+        is_padded: bool = True,
+        is_invariant: bool = False,
+    ) -> None:
+        """Plan the first step.
+
+        Args:
+            cache: the cache of the slots.
+            lengths: length of each sequence, in tokens.
+            positions: positions of the tokens, `[steps, rows]`. The first step holds each sequence's last token; every
+                further step is one position later.
+            first_slot: slot of the first row.
+            is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
+                up to whole blocks.
+            is_invariant: sum values as `rlite.nn.batch_invariant.attend` does.
+        """
+        self.cache = cache
+        self._first_slot = first_slot
+        self._rows = torch.arange(len(lengths), device=positions.device)
+        self._positions = positions
+        self._lengths = lengths
+        self._is_padded = is_padded
+        self._is_invariant = is_invariant
+        self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
+        self._width = min(_round_up(max(lengths) + len(positions) - 1), cache.max_len)
+        self._biases: dict[int | None, Tensor] = {None: _bias(positions[0], self._width, cache)}
+        """biases of the current step, by window"""
+        self._look_up(0)
+
+    def go_to(self, step: int) -> None:
+        """Advance to this step, which must follow the current step."""
+        if self._is_padded:
+            self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
+        else:
+            self._groups = equal_groups([length + step for length in self._lengths])
+        self._look_up(step)
+        bias = self._biases[None]
+        bias[self._rows, :, :, self._positions[step]] = 0
+        self._biases = {None: bias}
+
+    def _look_up(self, step: int) -> None:
+        self._step = step
+        first = self._first_slot
+        self.targets = self.cache.targets(self._rows + first, self._positions[step])
+        if self.cache.is_blocked:
+            # held here besides: the cache may forget them
+            self._gather_indices = [
+                self.cache.gather_index(first + start, first + stop, -(-length // BLOCK))
+                for start, stop, length in self._groups
+            ]
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if window is not None and window >= self._width:
+            window = None
+        if window not in self._biases:
+            self._biases[window] = _bias(self._positions[self._step], self._width, self.cache, window)
+        bias = self._biases[window]
+        if self.cache.is_blocked:
+            parts = [
+                self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], index)
+                for (start, stop, _), index in zip(self._groups, self._gather_indices, strict=True)
+            ]
+        else:
+            parts = [
+                self._product(layer, query[start:stop], bias[start:stop, ..., :length], start, scale)
+                for start, stop, length in self._groups
+            ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.reshape(query.shape)
+
+    def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
+        num, heads, dim = query.shape
+        weights = query[:, :, None].expand(num, heads, index.num_blocks, dim).flatten()
+        scores = _weighted_sum(self.cache.key_rows[layer], index.key_rows, index.key_starts, weights)
+        scores = scores.view(num, heads, index.num_blocks * BLOCK)
+        scores += bias[..., : scores.shape[-1]]
+        probs = torch.softmax(scores, dim=-1).flatten()
+        values, starts = self.cache.value_rows[layer], index.value_starts
+        if not self._is_invariant or index.num_blocks * BLOCK <= SUM:
+            return _weighted_sum(values, index.value_rows, starts, probs)
+        starts = starts[:, None] + torch.arange(
+            0, index.num_blocks * BLOCK, SUM, dtype=starts.dtype, device=starts.device
+        )
+        parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
+        return reduce(torch.add, parts.unbind(1))
+
+    def _product(self, layer: int, query: Tensor, bias: Tensor, start: int, scale: float) -> Tensor:
+        """Return the attention of the rows from `start` on, over the positions of `bias` [rows, 1, 1, positions]."""
+        rows, heads, dim = query.shape
+        slots, kv_heads = slice(self._first_slot + start, self._first_slot + start + rows), self.cache.num_kv_heads
+        return F.scaled_dot_product_attention(
+            query.reshape(rows, kv_heads, heads // kv_heads, dim),
+            self.cache.keys[layer, slots, :, : bias.shape[-1]],
+            self.cache.values[layer, slots, :, : bias.shape[-1]],
+            attn_mask=bias,
+            scale=scale,
+        )
+
+
+def _bias(positions: Tensor, width: int, cache: SlotCache, window: int | None = None) -> Tensor:
+    """Return the additive mask `[rows, 1, 1, width]`: -inf after each row's position and before its window, else 0."""
+    steps_back = positions[:, None] - torch.arange(width, device=positions.device)
+    is_hidden = steps_back < 0
+    if window is not None:
+        is_hidden |= steps_back >= window
+    bias = torch.zeros(len(positions), 1, 1, width, dtype=cache.values.dtype, device=positions.device)
+    return bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
+
+
+def _weighted_sum(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Return `F.embedding_bag` in mode "sum" `[bags, width]`, without its checks, which take as long as a short sum."""
+    return torch.embedding_bag(table, rows, starts, False, 0, False, weights)[0]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
+    """Return runs (start, stop, longest) of `size` rows each.
+
+    Neighbouring runs are joined if this adds little padding.
+    """
+    groups: list[tuple[int, int, int]] = []
+    for start in range(0, len(lengths), size):
+        stop = min(start + size, len(lengths))
+        longest = max(lengths[start:stop])
+        if groups:
+            begin, end, length = groups[-1]
+            joined = max(length, longest)
+            added = joined * (stop - begin) - length * (end - begin) - longest * (stop - start)
+            if added * 16 <= joined * (stop - begin):
+                groups[-1] = (begin, stop, joined)
+                continue
+        groups.append((start, stop, longest))
+    return groups
+
+
+def equal_groups(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return runs (start, stop, length) of neighbours with equally many blocks; lengths are whole blocks."""
+    groups: list[tuple[int, int, int]] = []
+    for row, length in enumerate(map(_round_up, lengths)):
+        if groups and groups[-1][2] == length:
+            groups[-1] = (groups[-1][0], row + 1, length)
+        else:
+            groups.append((row, row + 1, length))
+    return groups

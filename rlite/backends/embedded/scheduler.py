@@ -1,0 +1,309 @@
+"""Scheduler of continuous batching, without torch: admission, prefill order and length of decode bursts.
+
+A sequence's life:   waiting --admit--> running (prefill, then decode) --record--> finished
+
+Running sequences are compact: `running[i]` lives in slot i of the KV cache, so that the decode batch is a view of the
+cache. They are kept roughly longest first. When a sequence ends, the last sequence takes its slot. The owner of the
+cache performs this `Move`.
+
+The slots behind the running sequences keep the keys and values of ended sequences until others need the room. The
+next turn of a session, and any request that begins like an earlier one, continues from them.
+
+Prefill stops one token short: it fills the cache for all tokens but the last. The decode step that reads the last token
+generates the first new token. Only decode steps compute logits. Siblings that copy a prompt's cache need no other
+state. Recomputing the cache after new weights is a prefill of prompt and completion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlite.backends.embedded.cache import KeptCaches, Move
+from rlite.types import SequenceRequest, StopReason, TokenChunk
+
+
+def token_key(tokens: Sequence[int]) -> bytes:
+    """Return tokens as bytes. Python hashes bytes once, and a tuple at each look-up."""
+    return np.asarray(tokens, dtype=np.int64).tobytes()
+
+
+@dataclass(eq=False, slots=True)
+class RunningSequence:
+    """One request with its tokens so far."""
+
+    request: SequenceRequest
+    tokens: list[int]
+    """prompt and completion"""
+    max_tokens: int
+    """length in tokens at which the sequence ends"""
+    stop_ids: frozenset[int]
+    """tokens that end the sequence"""
+    min_tokens: int
+    """length in tokens before which no stop token may be generated"""
+    slot: int = -1
+    num_cached: int = 0
+    """number of leading tokens whose keys and values are in the slot"""
+    num_reported: int = 0
+    """number of leading tokens, prompt included, that the driver knows"""
+    logprobs: list[float] = field(default_factory=list)
+    """log-probabilities of the tokens that are not reported yet"""
+    sampling_logprobs: list[float] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+    """ids among which each token was sampled that is not reported yet"""
+    has_failed: bool = False
+    """true if keys or values of the sequence are not finite"""
+    prompt_key: bytes = field(init=False)
+    """equal for sequences of equal prompts"""
+
+    def __post_init__(self) -> None:
+        self.prompt_key = token_key(self.request.input_ids)
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of tokens in the prompt."""
+        return len(self.request.input_ids)
+
+    @property
+    def has_kept_ids(self) -> bool:
+        """True if the request asks for kept ids."""
+        return "kept_ids" in self.request.extras
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """The leading tokens whose keys and values later sequences may continue."""
+        return [] if self.has_failed else self.tokens[: self.num_cached]
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Tokens that may not be generated yet."""
+        return self.stop_ids if len(self.tokens) < self.min_tokens else frozenset()
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the cache holds all tokens but the last."""
+        return self.num_cached >= len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, stop) of the sequence in `slot` that one forward prefills."""
+
+    slot: int
+    start: int
+    stop: int
+    tokens: Sequence[int]
+
+
+class Scheduler:
+    """The queues and slots of one worker.
+
+    Args:
+        num_slots: number of slots.
+        max_prefill_tokens: number of tokens of one prefill forward.
+        keeps_caches: later sequences may continue from the cache of sequences that have ended.
+    """
+
+    def __init__(self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True) -> None:
+        self.num_slots = num_slots
+        self.max_prefill_tokens = max_prefill_tokens
+        self.num_reused = 0
+        """number of tokens that were not prefilled again"""
+        self._kept = KeptCaches(num_slots if keeps_caches else 0)
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []
+        self._ended: list[tuple[RunningSequence, StopReason]] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running sequences."""
+        return len(self.waiting) + len(self.running)
+
+    def add(self, sequence: RunningSequence) -> None:
+        """Append a sequence to the waiting queue."""
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Move]:
+        """Move waiting sequences into free slots in queue order. Sequences of one call are placed longest first.
+
+        Returns:
+            The copies of kept caches from which some of them continue.
+        """
+        num = min(self.num_slots - len(self.running), len(self.waiting))
+        admitted = [self.waiting.popleft() for _ in range(num)]
+        admitted.sort(key=lambda s: -len(s.tokens))
+        moves: list[Move] = []
+        for sequence in admitted:
+            sequence.slot = len(self.running)
+            self.running.append(sequence)
+            sequence.num_cached, copies = self._kept.take(sequence.tokens[:-1], sequence.slot)
+            self.num_reused += sequence.num_cached
+            moves += copies
+        return moves
+
+    def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
+        """Return the next cache copies, and the chunks of the forward that follows them. Both are empty at the end.
+
+        The chunks hold at most `max_prefill_tokens` tokens. A prompt that another running sequence shares is copied
+        from this sequence, as soon as its prompt is prefilled. Only a prompt longer than `max_prefill_tokens` is split,
+        because a chunk that attends to an earlier chunk needs a slower kernel.
+        """
+        moves: list[Move] = []
+        chunks: list[Chunk] = []
+        todo = [sequence for sequence in self.running if not sequence.is_prefilled]
+        if not todo:
+            return moves, chunks
+        owners: dict[bytes, RunningSequence] = {}
+        for sequence in self.running:
+            if sequence.is_prefilled:
+                owners.setdefault(sequence.prompt_key, sequence)
+        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
+        todo.sort(key=lambda s: -s.num_cached)
+        budget = self.max_prefill_tokens
+        for sequence in todo:
+            shared = sequence.prompt_len - 1
+            if sequence.num_cached < shared:
+                owner = owners.setdefault(sequence.prompt_key, sequence)
+                if owner is not sequence:
+                    if owner.num_cached < shared:
+                        continue
+                    moves.append(Move(owner.slot, sequence.slot, shared))
+                    sequence.num_cached = shared
+            start, end = sequence.num_cached, len(sequence.tokens) - 1
+            if budget < end - start <= self.max_prefill_tokens:
+                continue  # the next forward holds it whole
+            stop = min(end, start + budget)
+            if stop > start:
+                chunks.append(Chunk(sequence.slot, start, stop, sequence.tokens[start:stop]))
+                budget -= stop - start
+        # a sequence is a source only from the next round on: its cache is written by this round's forward
+        for chunk in chunks:
+            self.running[chunk.slot].num_cached = chunk.stop
+        return moves, chunks
+
+    def burst(self, max_steps: int) -> int:
+        """Return the number of decode steps before the batch, or the tokens that a row may sample, can change.
+
+        Stop tokens and stop strings may end a row earlier.
+        """
+        steps = max_steps
+        for sequence in self.running:
+            length = len(sequence.tokens)
+            steps = min(steps, sequence.max_tokens - length)
+            if length < sequence.min_tokens:
+                steps = min(steps, sequence.min_tokens - length)
+        return steps
+
+    def record(
+        self,
+        tokens: list[list[int]],
+        logprobs: list[list[float]],
+        sampling_logprobs: list[list[float]],
+        find_stop: Callable[[RunningSequence, int], int | None],
+        kept_ids: Sequence[list[list[int]]] = (),
+    ) -> list[Move]:
+        """Append the tokens of one burst, end finished sequences, and close the gaps.
+
+        Args:
+            tokens: `[row][step]`.
+            logprobs: `[row][step]`, at the row's temperature.
+            sampling_logprobs: `[row][step]`, under the truncated distribution.
+            find_stop: `find_stop(sequence, start)` returns the length at which a completion contains a stop string, or
+                None. It is called for requests with stop strings; tokens from `start` on are new.
+            kept_ids: `[step][row]`, ids among which the token was sampled, [] if nothing was removed; for requests that
+                ask for them.
+
+        Returns:
+            The copies of slots that close the gaps.
+        """
+        finished: list[tuple[RunningSequence, StopReason]] = []
+        for row, sequence in enumerate(self.running):
+            start = len(sequence.tokens)
+            made = tokens[row]
+            num = len(made)
+            reason: StopReason | None = None
+            if sequence.stop_ids and not sequence.stop_ids.isdisjoint(made):
+                num = next(i for i, token in enumerate(made) if token in sequence.stop_ids) + 1
+                reason = "stop"
+            sequence.tokens += made[:num]
+            if sequence.request.gconfig.stop:
+                length = find_stop(sequence, start)
+                if length is not None:
+                    num = length - start
+                    del sequence.tokens[length:]
+                    reason = "stop"
+            sequence.num_cached = len(sequence.tokens) - 1
+            sequence.logprobs += logprobs[row][:num]
+            sequence.sampling_logprobs += sampling_logprobs[row][:num]
+            if sequence.has_kept_ids:
+                sequence.kept_ids += [kept_ids[step][row] for step in range(num)]
+            if reason is None and len(sequence.tokens) >= sequence.max_tokens:
+                reason = "length"
+            if reason is not None:
+                finished.append((sequence, reason))
+        return self._remove(finished) if finished else []
+
+    def abort(self, request_ids: Collection[int] | None = None) -> list[Move]:
+        """End requests with their tokens so far. Unknown numbers are ignored.
+
+        Args:
+            request_ids: request numbers; None is all requests.
+
+        Returns:
+            The copies of slots that close the gaps.
+        """
+
+        def is_named(sequence: RunningSequence) -> bool:
+            return request_ids is None or sequence.request.request_id in request_ids
+
+        self._ended += [(s, "abort") for s in self.waiting if is_named(s)]
+        self.waiting = deque(s for s in self.waiting if not is_named(s))
+        return self._remove([(s, "abort") for s in self.running if is_named(s)])
+
+    def forget_cache(self) -> None:
+        """Mark the cache as empty. Every running sequence is prefilled again."""
+        self._kept.clear()
+        for sequence in self.running:
+            sequence.num_cached = 0
+
+    def drain(self, version: int) -> list[TokenChunk]:
+        """Return one chunk for each request that made progress or ended since the last drain."""
+        ended, self._ended = self._ended, []
+        chunks = [_report(sequence, version, reason) for sequence, reason in ended]
+        chunks += [_report(s, version, None) for s in self.running if len(s.tokens) > s.num_reported]
+        return chunks
+
+    def _remove(self, finished: list[tuple[RunningSequence, StopReason]]) -> list[Move]:
+        self._ended += finished
+        gone = {sequence.slot: sequence for sequence, _ in finished}
+        moves: list[Move] = []
+        for slot in sorted(gone):
+            while self.running and (ended := gone.pop(self.running[-1].slot, None)) is not None:
+                self.running.pop()
+                self._kept.keep(ended.cached_tokens, ended.slot, ended.slot)
+            if slot not in gone:
+                break
+            last, ended = self.running.pop(), gone.pop(slot)
+            moves += self._kept.keep(ended.cached_tokens, slot, last.slot + 1)
+            moves.append(Move(last.slot, slot, last.num_cached))
+            last.slot = slot
+            self.running[slot] = last
+        return moves
+
+
+def _report(sequence: RunningSequence, version: int, reason: StopReason | None) -> TokenChunk:
+    chunk = TokenChunk(
+        request_id=sequence.request.request_id,
+        token_ids=sequence.tokens[sequence.num_reported :],
+        logprobs=sequence.logprobs,
+        sampling_logprobs=sequence.sampling_logprobs,
+        version=version,
+        finish_reason=reason,
+        extras={"kept_ids": sequence.kept_ids} if sequence.has_kept_ids else {},
+    )
+    sequence.num_reported = len(sequence.tokens)
+    sequence.logprobs, sequence.sampling_logprobs, sequence.kept_ids = [], [], []
+    return chunk

@@ -1,0 +1,374 @@
+"""The worker of the embedded inference executor: continuous batching around an unmodified Hugging Face model.
+
+The driver pumps the worker: `advance` accepts requests, runs some decode steps, and returns the generated tokens. There
+is no thread and no event loop. Under tensor parallelism every rank gets the same calls in the same order. Rank 0
+broadcasts the sampled tokens, so all ranks make the same decisions.
+
+Forward passes of one worker: prefill, and bursts of decode steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlite.backends.embedded.attention import DecodePlan, InvariantPrefillPlan, NativeDecodePlan, PrefillPlan, TilePlan
+from rlite.backends.embedded.cache import SlotCache
+from rlite.backends.embedded.cuda_graphs import DecodeGraphs, GraphRecorder
+from rlite.backends.embedded.deterministic import TiledDecoder, check_rows, sample_each, tiles_of, with_trained_logprobs
+from rlite.backends.embedded.memory_plan import MemoryPlan
+from rlite.backends.embedded.model import ShardedModel
+from rlite.backends.embedded.native import compiled
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.prompt_logprobs import prompt_logprobs
+from rlite.backends.embedded.request_rules import RequestRules
+from rlite.backends.embedded.sampling import Sampled, SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
+from rlite.engine.workers import Part
+from rlite.errors import DataError, DivergedError, ResidencyError
+from rlite.nn.architecture import rope_limit
+from rlite.runtime.parallel.host_memory import give_back_cached_memory
+from rlite.runtime.parallel.shards import ParameterShard, nonfinite_names
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
+
+STOP_STRING_STEPS = 4
+"""decode steps between two checks for stop strings; tokens after the stop are discarded"""
+CUDA_STEPS = 8
+"""decode steps between two checks for stop tokens on CUDA, where a check waits for the device"""
+
+
+@dataclass
+class ForwardPasses:
+    """The computation of the scheduler's decisions."""
+
+    weights: ShardedModel
+    scheduler: Scheduler
+    rules: RequestRules
+    options: EmbeddedOptions
+    group: dist.ProcessGroup | None
+    """the ranks of the replica; None is one rank"""
+    graphs: DecodeGraphs | None
+    """captured decode steps, if there are any"""
+
+    def prefill(self, cache: SlotCache) -> None:
+        """Fill the cache for all running sequences, except for the last token of each."""
+        while True:
+            moves, chunks = self.scheduler.next_prefill()
+            cache.apply(moves)
+            if not chunks:
+                return
+            if self.weights.is_invariant:
+                self.weights.prefill(InvariantPrefillPlan(cache, chunks, self.weights.device))
+            elif self.options.deterministic:
+                for chunk in chunks:
+                    for start, tokens in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
+                        self.weights.prefill(TilePlan(cache, chunk.slot, start, tokens, self.weights.device))
+            else:
+                self.weights.prefill(PrefillPlan(cache, chunks, self.weights.device))
+
+    def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
+        """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
+
+        Args:
+            cache: the KV cache.
+            max_steps: upper bound of the number of steps.
+            version: policy version, for messages.
+
+        Returns:
+            The number of steps, and the reason for each request that cannot continue, by request number.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
+        sequences, device = self.scheduler.running, self.weights.device
+        gconfigs = [s.request.gconfig for s in sequences]
+        steps = self.scheduler.burst(max_steps)
+        if any(g.stop for g in gconfigs):
+            steps = min(steps, STOP_STRING_STEPS)
+        batch = self._sampling(sequences)
+        alone = [self._sampling([s]) for s in sequences] if self.options.deterministic else []
+        watched = batch.stop_ids if device.type == "cpu" else None
+        if batch.stop_ids is not None and watched is None:
+            steps = min(steps, CUDA_STEPS)
+        lengths = [len(s.tokens) for s in sequences]
+        # of the tokens that go in, [steps, rows]; the one that comes out is one further
+        positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
+        random = uniforms(batch.seeds, positions + 1)
+        logits_at = self._steps_of(cache, lengths, positions)
+        tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
+        made: list[Sampled] = []
+        for step in range(steps):
+            logits = logits_at(step, tokens)
+            made.append(sample_each(logits, alone, random[step]) if alone else sample(logits, batch, random[step]))
+            if self.weights.is_invariant:
+                made[-1] = with_trained_logprobs(made[-1], logits, gconfigs, self.weights.num_vocabulary_shards)
+            tokens = made[-1].tokens
+            if self.group is not None:
+                dist.broadcast(tokens, group_src=0, group=self.group)
+            if watched is not None and torch.eq(tokens[:, None], watched).any():
+                break
+        # [row][step] each: tokens and the two kinds of log-probabilities
+        columns = zip(*(step[:3] for step in made), strict=True)
+        ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
+        kept_ids = [kept_ids_of(step.kept, len(sequences)) for step in made]
+        # NaN among the logits is NaN here, and so is a choice of nothing
+        are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
+        overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
+        failed = self._give_up(cache, version, overflown) if overflown else {}
+        cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self.rules.find_stop, kept_ids))
+        if failed:
+            cache.apply(self.scheduler.abort(failed))
+        return len(made), failed
+
+    def _give_up(self, cache: SlotCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
+        """Return the reason for each of these requests, whose logits are not finite.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
+        names = nonfinite_names(self.weights.parameter_shards())
+        if not all(self.rules.agreed([not names])):
+            found = ", ".join(names[:3]) or "in the shard of another rank"
+            raise DivergedError(
+                f"the served weights of policy version {version} hold NaN or infinity ({found}), and give logits "
+                "that are not finite; release() and build() the engine to go on with other weights"
+            )
+        for sequence in sequences:
+            cache.clear(sequence.slot)
+            sequence.has_failed = True
+        return {
+            sequence.request.request_id: f"after {len(sequence.tokens)} tokens its logits are not finite, though the "
+            f"weights are (policy version {version}): what the model computes of these tokens is too large for "
+            f"{self.weights.dtype}"
+            for sequence in sequences
+        }
+
+    def _sampling(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
+        return SamplingBatch.of(sequences, self.rules.vocab_size, self.weights.device)
+
+    def _steps_of(self, cache: SlotCache, lengths: list[int], positions: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """Return the steps of a burst, called in order: (step, tokens `[rows]`) -> logits `[rows, vocabulary]`."""
+        if self.graphs is not None:
+            graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
+            return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
+        if self.options.deterministic and not self.weights.is_invariant:
+            return TiledDecoder(self.weights, cache, lengths, positions)
+        plan: NativeDecodePlan | DecodePlan
+        if cache.is_blocked and not self.weights.is_invariant and compiled() is not None:
+            plan = NativeDecodePlan(cache, positions)
+        else:
+            plan = DecodePlan(cache, lengths, positions, is_invariant=self.weights.is_invariant)
+
+        def logits(step: int, tokens: Tensor) -> Tensor:
+            if step:
+                plan.go_to(step)
+            return self.weights.logits(tokens, positions[step], plan)
+
+        return logits
+
+
+class EmbeddedWorker:
+    """One rank's model, KV cache and scheduler. The constructor loads the weights and allocates the cache.
+
+    Args:
+        path: folder of the checkpoint.
+        options: options of the executor.
+        device: device of this rank.
+        tp_group: the ranks of the replica.
+
+    Raises:
+        ConfigError: the model, or an option, cannot be served.
+        CheckpointError: `path` holds no usable checkpoint.
+    """
+
+    def __init__(
+        self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.options = options
+        self.device = torch.device(device)
+        self.version = 0
+        group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+        self._weights = weights = ShardedModel(path, options.dtype, self.device, group, options.deterministic)
+        config = weights.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self._plan = MemoryPlan(options, weights.config, weights.dtype, weights.tp_size)
+        self.max_model_len = self._plan.max_model_len
+        weights.specialise(self.max_model_len)
+        self._are_weights_here = False
+        self._cache: SlotCache | None = None
+        self.load_weights()
+        self._num_slots = self._plan.affordable_slots(self.device, group)
+        has_tiles = options.deterministic and not weights.is_invariant
+        # fixed shapes cut prompts at fixed places, not where a forward happens to be full
+        most = self.max_model_len * self._num_slots if has_tiles else options.max_prefill_tokens
+        # in tiles, a cache that decode steps wrote differs from one that prefill writes, in its last bits
+        self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles)
+        self._failed: dict[int, TokenChunk] = {}
+        self.to_device("kv_cache")
+        self._graphs: DecodeGraphs | None = None
+        is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
+        # some rotary embeddings depend on the longest position, so their steps run different kernels
+        if is_recorded and group is None and rope_limit(config) is None:
+            self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(self.device))
+        agree = partial(agreed, group, self.device)
+        self._rules = RequestRules(path, options, self.vocab_size, self.max_model_len, weights.end_ids(), agree)
+        self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
+        if options.deterministic:
+            check_rows(weights, self._serving_cache())
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that were accepted and have not ended."""
+        return self._scheduler.num_unfinished
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on."""
+        self.version = version
+
+    @torch.inference_mode()
+    def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
+        """Accept `new`, end `aborted`, and run up to `max_steps` decode steps, fewer if no request is left.
+
+        Args:
+            new: requests, each of which continues after its `output_ids`.
+            aborted: numbers of requests that end with their tokens so far.
+            max_steps: upper bound of the number of decode steps; 0 only ends requests.
+
+        Returns:
+            One chunk for each request that made progress, ended, was refused or failed. A chunk of a refused or failed
+                request has an `error` and no tokens. Such a request does not end the others.
+
+        Raises:
+            ResidencyError: weights or KV cache are not on the device. Nothing was changed.
+            DivergedError: the weights are not finite. The worker can no longer be used.
+        """
+        cache = self._serving_cache()
+        for request in new:
+            if (error := self._rules.objection(request)) is not None:
+                self._fail(request.request_id, error)
+            else:
+                self._scheduler.add(self._rules.sequence(request))
+        if aborted:
+            cache.apply(self._scheduler.abort(set(aborted)))
+        steps = 0
+        while steps < max_steps:
+            cache.apply(self._scheduler.admit())
+            self._passes.prefill(cache)
+            if not self._scheduler.running:
+                break
+            num, failed = self._passes.decode(cache, max_steps - steps, self.version)
+            steps += num
+            for number, error in failed.items():
+                self._fail(number, error, is_nonfinite=True)
+        return self._drain()
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens. Running requests are not touched.
+
+        Args:
+            prompts: token ids of the vocabulary.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+
+        Raises:
+            DataError: a prompt is too long.
+            ResidencyError: weights or KV cache are not on the device.
+        """
+        self._serving_cache()
+        for prompt in prompts:
+            if len(prompt) > self.max_model_len:  # the last token is not computed
+                raise DataError(self._rules.length_objection(len(prompt)))
+        options = self.options
+        return prompt_logprobs(self._weights, prompts, num_top, options.max_prefill_tokens, options.deterministic)
+
+    def weights_changed(self, version: int) -> None:
+        """Serve newly written weights. Running requests continue from their tokens, and their cache is recomputed."""
+        self.version = version
+        self._scheduler.forget_cache()
+
+    def _drain(self) -> list[TokenChunk]:
+        failed, self._failed = self._failed, {}
+        others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in failed]
+        return [*failed.values(), *others]
+
+    def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
+        """Answer a request with the reason why it cannot be served."""
+        self._failed[request_id] = TokenChunk(
+            request_id=request_id, version=self.version, error=error, is_nonfinite=is_nonfinite
+        )
+
+    # --- residency --------------------------------------------------------------------------------------------------
+
+    def load_weights(self, path: str | None = None) -> None:
+        """Fill the weights on the device from a checkpoint of the same model; without a path, from the engine's own."""
+        self._weights.load(path)
+        self._are_weights_here = True
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return this rank's blocks of the parameters, for weight sync to write. Tied parameters appear once."""
+        return self._weights.parameter_shards()
+
+    def to_device(self, what: Part = "all") -> None:
+        """Move weights, KV cache or both to the device. Weights that were on the meta device are uninitialised."""
+        if what in ("all", "weights"):
+            self._weights.allocate()
+            self._are_weights_here = True
+        if what in ("all", "kv_cache") and self._cache is None:
+            self._cache = SlotCache(self._plan.cache_shape(self._num_slots), self._weights.dtype, self.device)
+
+    def to_cpu(self) -> None:
+        """Move weights to host memory and free the KV cache. Running requests recompute their cache later."""
+        self._weights.to(torch.device("cpu"))
+        self._drop_cache()
+
+    def to_meta(self) -> None:
+        """Free the memory of weights and KV cache."""
+        self._weights.to(torch.device("meta"))
+        self._drop_cache()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank holds, by part: weights, kv_cache."""
+        cache = 0 if self._cache is None else self._cache.nbytes
+        return {"weights": self._weights.memory_bytes(), "kv_cache": cache}
+
+    def _serving_cache(self) -> SlotCache:
+        if not self._are_weights_here or self._cache is None:
+            missing = "weights" if not self._are_weights_here else "kv_cache"
+            raise ResidencyError(
+                f"generation needs the {missing} on {self.device}; call cuda({missing!r}) on the engine"
+            )
+        return self._cache
+
+    def _drop_cache(self) -> None:
+        self._are_weights_here = False
+        self._cache = None
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._scheduler.forget_cache()
+        give_back_cached_memory()
+
+
+def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:
+    """Return for each flag whether it is set on all ranks.
+
+    Args:
+        group: the ranks of the replica; None is one rank.
+        device: device of this rank.
+        flags: flags of this rank; equally many on each rank.
+    """
+    if group is None:
+        return flags
+    votes = torch.tensor(flags, dtype=torch.uint8, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return votes.bool().tolist()

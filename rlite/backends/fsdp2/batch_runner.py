@@ -1,0 +1,233 @@
+"""Microbatches of one rank: gradients, optimizer steps and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
+from rlite.algorithms.results import WITHOUT_GRADIENT
+from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.data.packs import Pack, lazy_pack, pair_rows
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens, weigh
+from rlite.errors import ConfigError
+from rlite.nn.base import BaseTrainModule
+from rlite.observability import stats_tracker
+from rlite.registry import located
+from rlite.runtime.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
+from rlite.runtime.parallel.mesh import TrainMesh
+
+
+class BatchRunner:
+    """The batch operations of one rank, as `TrainExecutor` declares them. `Fsdp2Worker` holds the module."""
+
+    module: BaseTrainModule
+    """the sharded module"""
+    _options: Fsdp2Options
+    _mesh: TrainMesh
+    """mesh and position of this rank"""
+    _everyone: dist.ProcessGroup
+    """all ranks"""
+    _device: torch.device
+    _weight = 0.0
+    """weight of the accumulated gradients, which are gradients of a mean"""
+    _is_finite = True
+    """true if every loss with accumulated gradients is finite"""
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+        """Make one optimizer step on a batch; see `TrainExecutor.train_batch`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
+
+        Returns:
+            The results of `forward_backward` and `optimizer_step`.
+        """
+        self._optimizer("train_batch")
+        self._forget()
+        means = self.forward_backward(share, loss_fn, loss_weight_fn)
+        return {**means, **self.optimizer_step()}
+
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+        """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
+
+        Returns:
+            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
+
+        Raises:
+            ConfigError: the loss of a pack with a weight has no gradient.
+        """
+        if not self._has_gradients():
+            self._weight, self._is_finite = 0.0, True
+        elif self._weight == 0:
+            self._forget()  # gradients that a method of the user's left
+        packs, weights, added = self._packs(share, loss_weight_fn)
+        if added == 0:
+            return {"loss": 0.0, "weight": 0.0}
+        before, total, sums, values = self._weight, self._weight + added, LossSums(), TokenValues()
+        try:
+            if before:
+                self._scale_gradients(before / total)
+            for rows, weight in zip(share.microbatches, weights, strict=True):
+                data = packs.pop(0)
+                set_gradient_sync(self.module, is_last=not packs)
+                outputs, loss, means = self._loss(loss_fn, rows, data)
+                if weight == 0:
+                    computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                    loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                elif not loss.requires_grad:
+                    raise ConfigError(f"loss_fn {located(loss_fn)} {WITHOUT_GRADIENT}")
+                # FSDP averages gradients over ranks; the weights already divide by the whole batch
+                (loss * (weight / total * self._mesh.num_averaged)).backward()
+                sums.add(means, weight)
+                values.add(rows, means)
+            summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
+        except Exception:  # a loss that raises must not leave its first microbatches to the next step
+            forget_gradients(self.module)
+            raise
+        self._weight = total
+        self._is_finite &= math.isfinite(summed["loss"])
+        return {**summed, "weight": added, **values.joined()}
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
+
+        Returns:
+            `grad_norm`, `lr`, `weight` and `is_skipped`.
+        """
+        optimizer = self._optimizer("optimizer_step")
+        lr = float(optimizer.param_groups[0]["lr"])
+        if not self._has_gradients():
+            return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
+        grad_norm = clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
+        is_skipped = not (math.isfinite(grad_norm) and self._is_finite)
+        if not is_skipped:
+            optimizer.step()
+        weight = self._weight
+        self._forget()  # else gradients take memory, and are offloaded and saved
+        return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
+
+    def _optimizer(self, what: str) -> torch.optim.Optimizer:
+        if self.module.optimizer is None:
+            raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
+        return self.module.optimizer
+
+    def _has_gradients(self) -> bool:
+        """Return whether any gradient is accumulated. A method of the user's module may have made or dropped it."""
+        optimizer = self.module.optimizer
+        groups = [{"params": self.module.parameters()}] if optimizer is None else optimizer.param_groups
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+    def _forget(self) -> None:
+        (self.module.optimizer or self.module).zero_grad(set_to_none=True)
+        self._weight, self._is_finite = 0.0, True
+
+    def _scale_gradients(self, factor: float) -> None:
+        held = [local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
+        torch._foreach_mul_(held, factor)
+
+    # -- without gradients ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+        """Evaluate a batch without gradients; see `TrainExecutor.eval_batch`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
+
+        Returns:
+            Weighted means over all ranks, by name, and `weight`.
+        """
+        packs, weights, total = self._packs(share, loss_weight_fn)
+        sums = LossSums()
+        with resharded(self.module), _evaluating(self.module):
+            for rows, weight in zip(share.microbatches, weights, strict=True):
+                _, _, means = self._loss(loss_fn, rows, packs.pop(0))
+                sums.add(means, weight)
+        return {**sums.means(self._sum, self._mesh.dims.num_data_ranks), "weight": total}
+
+    @torch.no_grad()
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
+        """Apply `post_hook` to every pack; see `TrainExecutor.forward`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            post_hook: `post_hook(logits [T, V], data) -> [T, ...]`.
+            without_adapters: switch the module's adapters off meanwhile.
+
+        Returns:
+            The values [T, ...] of the tokens of the share's own rows, on CPU.
+        """
+        found: list[Tensor] = []
+        base = self.module.without_adapters() if without_adapters else nullcontext()
+        with resharded(self.module), _evaluating(self.module), base:
+            for rows in share.microbatches:
+                data = self._pack(share, rows)
+                outputs = self._outputs(post_hook, data)
+                with _counting(rows):
+                    values = post_hook(outputs, data)
+                found.append(own_tokens(rows, values).cpu())
+        return torch.cat(found)  # a copy: a slice would be sent with all that it is a slice of
+
+    def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple[list[Pack], list[float], float]:
+        """Return this rank's packs, their weights, and the weight of the whole batch."""
+        packs = [self._pack(share, rows) for rows in share.microbatches]
+        given: Any = zip(share.microbatches, packs, strict=True)
+        weights = [weigh(loss_weight_fn, data) if rows else 0.0 for rows, data in given]
+        return packs, weights, self._sum([sum(weights)])[0]
+
+    def _pack(self, share: BatchShare, rows: list[int]) -> Pack:
+        return lazy_pack(share.batch, rows or pair_rows(share.batch), self._device)
+
+    def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
+        """Return the input of a loss or post_hook: logits, or log-probabilities if they suffice."""
+        if isinstance(function, OnLogprobs):
+            return self.module.compute_logprobs(data, function.temperature, function.positions(data))
+        return self.module.compute_logits(data)
+
+    def _loss(self, loss_fn: Loss, rows: list[int], data: Pack) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Return the outputs of a pack, its loss, and the loss with the means that loss_fn reports."""
+        outputs = self._outputs(loss_fn, data)
+        with _counting(rows):
+            loss, report = call_loss(loss_fn, outputs, data)
+        return outputs, loss, {**report, "loss": loss}  # which decides whether the step is made
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """Return the sums over ranks with different data, in float64."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(summed, group=self._everyone)
+        return (summed / self._mesh.dims.num_peers).tolist()  # every sum is there once for each peer
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Put the module into evaluation mode in the block. Afterwards every submodule returns to its earlier mode."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+def _counting(rows: list[int]) -> AbstractContextManager[Any]:
+    """Return a context that ignores reports to stats_tracker if a microbatch has only padding rows."""
+    return nullcontext() if rows else stats_tracker.apart()

@@ -1,0 +1,463 @@
+"""The worker of the train executor "fsdp2": it holds a shard of a user's module and runs its methods.
+
+Materialization of a user's meta module: shard it, allocate this rank's part, and read its weights.
+
+Export of a sharded module as a Hugging Face checkpoint, with its adapters beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from rlite.backends.fsdp2.batch_runner import BatchRunner
+from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.engine.redefinition import take_class
+from rlite.engine.workers import Part
+from rlite.errors import CheckpointError, ConfigError, why_not_written
+from rlite.nn.base import BaseTrainModule, CheckpointSource, real_tensors
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
+from rlite.nn.liger import use_liger_kernels
+from rlite.nn.linear import speed_up_linear_layers
+from rlite.nn.lora import LoraTrainModule
+from rlite.nn.pretrained import add_end_ids, check_fit, local_checkpoint
+from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.parallel.dims import ParallelDims
+from rlite.runtime.parallel.fsdp import allocate, full_tensor, local_shard, local_tensor, resharded, shard
+from rlite.runtime.parallel.host_memory import (
+    DeviceUsage,
+    HostMemory,
+    device_usage,
+    give_back_cached_memory,
+    keep_on_host_between_steps,
+    move_state,
+)
+from rlite.runtime.parallel.mesh import TrainMesh, make_mesh
+from rlite.runtime.parallel.processes import subgroup
+from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
+from rlite.runtime.parallel.shared_memory import SharedArena
+from rlite.runtime.storage import huggingface, sharded
+
+
+def make_module(
+    source: bytes, options: Fsdp2Options, mesh: TrainMesh, device: torch.device
+) -> tuple[BaseTrainModule, SharedArena | None]:
+    """Return the sharded module with unwritten weights, and on CPU the shared memory that holds them.
+
+    Args:
+        source: the pickled module, on the meta device.
+        options: options of the executor.
+        mesh: this rank's place in the mesh.
+        device: device of this rank's part of the weights.
+    """
+    param_dtype = getattr(torch, options.param_dtype)
+    default = "bfloat16" if device.type == "cuda" else options.param_dtype
+    module: BaseTrainModule = cloudpickle.loads(source)
+    if isinstance(module, HuggingFaceFsdp2TrainModule):
+        module.tie_weights()  # type: ignore[operator]
+    if options.use_liger_kernel:
+        use_liger_kernels(module)
+    if options.gradient_checkpointing:
+        module.recompute_activations()
+    if options.deterministic:
+        module.make_deterministic()
+    elif device.type == "cpu":
+        speed_up_linear_layers(module)
+    if mesh.dims.tensor > 1:
+        module.parallelize(mesh.tensor)
+    if mesh.dims.seq > 1:
+        module.context_group = mesh.seq
+    shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
+    return module, allocate(module, device, param_dtype)
+
+
+@torch.no_grad()
+def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
+    """Fill this rank's boxes from a Hugging Face folder or the module's own source. Only these boxes are read.
+
+    Args:
+        module: the sharded module.
+        path: a Hugging Face folder; None is the module's own source.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not finite.
+    """
+    source = module.materialization_source() if path is None else path
+    reader = reader_of(source)
+    check_module_fits(module, reader, source)
+    boxes = {name: local_shard(parameter) for name, parameter in module.named_parameters()}
+    for name, box in boxes.items():
+        stored = module.checkpoint_name(name)
+        if stored not in reader.names():
+            missing = module.missing_parameter(name, box.global_shape)
+            if missing is not None:
+                box.tensor.copy_(missing[box.box])
+                continue
+        shape = reader.shape(stored)
+        if shape != box.global_shape:
+            raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
+        box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+    if names := nonfinite_names(boxes):
+        where = "materialization_source()" if isinstance(source, Mapping) else source
+        raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
+
+
+def reader_of(source: CheckpointSource) -> Any:
+    """Return a reader of the tensors of a source."""
+    return _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+
+
+def check_module_fits(module: BaseTrainModule, reader: Any, source: CheckpointSource) -> None:
+    """Refuse tensors that the module would leave out or read as other numbers; see `rlite.nn.pretrained`.
+
+    Args:
+        module: the module, on any device.
+        reader: reader of the source.
+        source: the source, for messages.
+
+    Raises:
+        CheckpointError: the message names a tensor and the remedy.
+    """
+    names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    where = "materialization_source()" if isinstance(source, Mapping) else source
+    check_fit(reader, names, where, module, module.leaves_out)
+
+
+class _Tensors(dict[str, Tensor]):
+    """A dict of tensors with the interface of `CheckpointReader`."""
+
+    names = dict.keys
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self:
+            raise CheckpointError(f"materialization_source() has no tensor named {name!r}")
+        return tuple(self[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
+        return self[name][box]
+
+
+def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.ProcessGroup) -> None:
+    """Write a Hugging Face checkpoint; a collective of all ranks.
+
+    Args:
+        module: the sharded module.
+        path: the folder to make.
+        is_writer: whether this rank writes.
+        group: process group of all ranks.
+
+    Raises:
+        CheckpointError: on the writer, the checkpoint could not be written. `path` is unchanged.
+    """
+    trained: dict[str, Tensor] = {}
+    if isinstance(module, LoraTrainModule) and module.lora is not None:
+        trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
+    tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
+    served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
+    try:
+        if is_writer:
+            _write(module, path, served, trained)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: could not be written: {why_not_written(error)}") from error
+    finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
+        for _ in served:
+            pass
+        dist.barrier(group=group)
+
+
+def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
+    is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
+    writer = huggingface.Writer(path, module.config.dtype if is_transformer else None)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    if is_transformer:
+        source = module.config._name_or_path
+        folder = local_checkpoint(source, weights=False) if source else None
+        writer.add_config(module.exported_config(), exported_class(module), folder)
+        add_end_ids(writer.folder, module.further_end_ids)
+    if isinstance(module, HuggingFaceFsdp2ScoreModule):
+        pad_apart(writer.folder, module.row_ends)
+    if isinstance(module, LoraTrainModule) and adapter:
+        module.save_adapter(writer.folder / "adapter", adapter)
+    writer.finish()
+
+
+class Fsdp2Worker(BatchRunner):
+    """One rank of a train engine; `TrainExecutor` documents the meaning of each method.
+
+    Args:
+        context: the place of this worker.
+        source: the pickled module, on the meta device.
+        options: options of the executor.
+        executor_size: number of workers that hold one copy of the model.
+    """
+
+    def __init__(self, context: WorkerContext, source: bytes, options: Fsdp2Options, executor_size: int) -> None:
+        self._context = context
+        self._options = options
+        self._source = source
+        self._device = torch.device(context.torch_device)
+        self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
+        self._rested: torch.optim.Optimizer | None = None
+        dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
+        self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
+        self._everyone = subgroup(context.world_ranks)
+        self.arena: SharedArena | None = None
+        self.staged: Any = None
+        self._own_names: dict[str, str] = {}
+        """parameter name of each served name"""
+        self._writing: Future[None] | None = None
+        self._snapshot_memory = HostMemory()
+        # who shares the work must draw alike
+        torch.manual_seed(options.seed + context.rank // dims.num_peers)
+        self._materialize()
+
+    def _materialize(self, path: str | None = None, is_read: bool = True) -> None:
+        """Make the module, and read its weights or leave them unwritten for a sync to fill."""
+        with real_tensors(self._device):
+            self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
+            self._weight, self._is_finite = 0.0, True
+            if is_read:
+                read_weights(self.module, path)
+            self.module.on_weights_materialized()
+            self._rest_optimizer()
+
+    # -- methods of the module -----------------------------------------------------------------------------------
+
+    def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
+        """Return the result of a method of the user's module.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            method: name of the method.
+        """
+        with resharded(self.module):
+            return getattr(self.module, method)(*args, **kwargs)
+
+    def reload_methods(self, source: bytes) -> None:
+        """Give the module another class; see `TrainExecutor.reload_methods`."""
+        self._source = source
+        if hasattr(self, "module"):
+            take_class(self.module, type(cloudpickle.loads(source)))
+
+    def set_mode(self, is_training: bool) -> None:
+        """Put the module into training or evaluation mode."""
+        self.module.train(is_training)
+
+    def step_lr_scheduler(self) -> float:
+        """Advance the module's `lr_scheduler`.
+
+        Returns:
+            The new learning rate.
+
+        Raises:
+            ConfigError: the module has no lr_scheduler.
+        """
+        if self.module.lr_scheduler is None:
+            raise ConfigError("step_lr_scheduler needs self.lr_scheduler: set it in on_weights_materialized")
+        self.module.lr_scheduler.step()
+        return float(self.module.lr_scheduler.get_last_lr()[0])
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return this rank's boxes of the parameters, by parameter name."""
+        return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
+
+    def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
+        """Return this rank's served boxes, after the module's hooks; see `SourceWorker.served_shards`.
+
+        Tensors that all tensor-parallel ranks hold are served by the first of them.
+        """
+        served, self._own_names = {}, {}
+        for name, parameter in self.module.named_parameters():
+            box = local_shard(self.module.served_parameter(name, parameter) if has_values else parameter)
+            out = self.module.postprocess_named_parameter(name, box.tensor)
+            if out is None:
+                continue
+            self._own_names[out[0]] = name
+            if self._mesh.tensor_rank == 0 or not parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
+                served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
+        return served
+
+    def aliases(self) -> dict[str, str]:
+        """Return the other served names of tied tensors; see `SourceWorker.aliases`."""
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        further: dict[str, str] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name != first[id(p)]:
+                names = (name, first[id(p)])
+                out = [self.module.postprocess_named_parameter(n, local_tensor(p.detach())) for n in names]
+                if out[0] is not None and out[1] is not None:
+                    further[out[0][0]] = out[1][0]
+        return further
+
+    def full_tensor(self, name: str) -> Tensor:
+        """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
+        own = self._own_names[name]
+        parameter = self.module.served_parameter(own, self.module.get_parameter(own))
+        out = self.module.postprocess_named_parameter(own, full_tensor(parameter))
+        assert out is not None  # else it were not served
+        return out[1]
+
+    def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
+        """Return copies of this rank's served boxes on CPU: name -> (box, global shape, values)."""
+        return {
+            name: (shard.box, shard.global_shape, shard.tensor.detach().cpu().clone())
+            for name, shard in self.served_shards().items()
+        }
+
+    def weights_changed(self, version: int) -> None:
+        """Do nothing: no state is derived from the weights."""
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Return the names of parameters of which this rank's part holds NaN or infinity."""
+        return nonfinite_names(self.parameter_shards())
+
+    def load(self, path: str | None) -> None:
+        """Read the weights from a Hugging Face folder; None is the module's own source."""
+        if hasattr(self, "module"):
+            read_weights(self.module, path)
+        else:
+            self._materialize(path)
+
+    def save(self, path: str) -> None:
+        """Write a Hugging Face checkpoint; see `TrainExecutor.save`."""
+        export(self.module, Path(path), self._context.rank == 0, self._everyone)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
+        """Write the state to resume from; see `TrainExecutor.save_state`.
+
+        Args:
+            folder: folder in which every rank writes.
+            path: final name of the folder.
+            facts: JSON-serialisable facts, sealed with the checkpoint.
+            is_asynchronous: copy the state and return; write while training continues.
+        """
+        memory = self._snapshot_memory if self._device.type == "cuda" else None  # elsewhere it need not be pinned
+        state = self._snapshot(is_asynchronous, memory)
+        group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
+        self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
+        if not is_asynchronous:
+            self.finish_saving()
+
+    def has_saved(self) -> bool:
+        """Return whether `finish_saving` would return at once."""
+        return self._writing is None or self._writing.done()
+
+    def finish_saving(self) -> None:
+        """Wait until the last `save_state` is written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def load_state(self, path: str) -> None:
+        """Resume from the state that `save_state` wrote; see `TrainExecutor.load_state`."""
+        module = self.module
+        accumulated = sharded.load(
+            Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
+        )
+        self._resume(accumulated)
+
+    def pack_state(self) -> bytes:
+        """Return this rank's state to resume from; see `TrainExecutor.pack_state`."""
+        return sharded.pack(self._snapshot(is_copied=False))
+
+    def unpack_state(self, packed: bytes) -> None:
+        """Resume from the state that `pack_state` returned; see `TrainExecutor.unpack_state`."""
+        module = self.module
+        accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
+        self._resume(accumulated)
+
+    def _snapshot(self, is_copied: bool, memory: HostMemory | None = None) -> sharded.Snapshot:
+        module, accumulated = self.module, {"weight": self._weight, "is_finite": self._is_finite}
+        return sharded.snapshot(
+            module, module.optimizer, module.lr_scheduler, is_copied, memory, accumulated=accumulated
+        )
+
+    def _resume(self, accumulated: dict[str, Any]) -> None:
+        self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+        self.module.on_state_loaded()
+        self._rest_optimizer()
+
+    # -- residency -----------------------------------------------------------------------------------------------
+
+    def to_device(self, what: Part) -> None:
+        """Move the module and optimizer state to the device, or make the module with unwritten weights.
+
+        There is no KV cache.
+        """
+        if what == "kv_cache":
+            return
+        if not hasattr(self, "module"):
+            self._materialize(is_read=False)
+        self._move(self._device)
+
+    def to_cpu(self) -> None:
+        """Move the module and optimizer state to host memory."""
+        if hasattr(self, "module"):
+            self._move(torch.device("cpu"))
+
+    def to_meta(self) -> None:
+        """Free the module, the optimizer and shared memory."""
+        if hasattr(self, "module"):
+            del self.module
+            for arena in (self.arena, self.staged):
+                if isinstance(arena, SharedArena):
+                    arena.discard()
+            self.arena = self.staged = self._rested = None
+            gc.collect()  # a module and its FSDP state refer to each other
+        give_back_cached_memory()
+
+    def _move(self, device: torch.device) -> None:
+        """Move parameters, gradients and optimizer state. On a CPU slot they are already in place."""
+        if self._device.type == "cpu":
+            return
+        self.module.to(device)
+        self.staged = None  # what was shared for the last sync would hold the memory that is to be left
+        if self._is_state_on_host:
+            self._rest_optimizer()
+        elif self.module.optimizer is not None:
+            move_state(self.module.optimizer, device)
+        torch.cuda.synchronize()
+        if device.type == "cpu":
+            give_back_cached_memory()
+
+    def _rest_optimizer(self) -> None:
+        """Move the optimizer state to the host if `offload_optimizer` is set. Every later step leaves it there."""
+        optimizer = self.module.optimizer
+        if optimizer is None or not self._is_state_on_host:
+            return
+        if optimizer is not self._rested:
+            keep_on_host_between_steps(optimizer, self._device)
+            self._rested = optimizer
+        move_state(optimizer, torch.device("cpu"))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank holds, by part: weights, optimizer."""
+        if not hasattr(self, "module"):
+            return {"weights": 0, "optimizer": 0}
+        weights = sum(local_tensor(parameter).nbytes for parameter in self.module.parameters())
+        states = self.module.optimizer.state.values() if self.module.optimizer else ()
+        values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return {"weights": weights, "optimizer": sum(local_tensor(value).nbytes for value in values)}
+
+    def device_usage(self) -> DeviceUsage:
+        """Return this rank's device and the peak memory of its process there since the last call."""
+        return device_usage(self._device)

@@ -1,0 +1,227 @@
+"""The part of rlite inside vLLM's own worker processes: the sampler, weight sync, and memory of the KV cache.
+
+vLLM mixes `WorkerExtension` into its worker class, by the engine argument `worker_extension_cls`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlite.backends.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.backends.embedded.scheduler import RunningSequence
+from rlite.backends.vllm.requests import SAMPLING
+from rlite.errors import WeightSyncError
+from rlite.runtime.parallel.shards import CheckpointReader
+from rlite.runtime.parallel.shared_memory import SharedMemoryReader
+from rlite.types import GenerationHyperparameters, SequenceRequest
+
+
+class WorkerExtension:
+    """Methods that rlite adds to vLLM's worker. The server calls them with `collective_rpc`."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def rlite_install(self, server: int) -> dict[str, int]:
+        """Install rlite's sampler, and end this process with the server.
+
+        Args:
+            server: process id of the server.
+
+        Returns:
+            Bytes of the KV cache in this process.
+
+        Raises:
+            RuntimeError: vLLM's model runner has another form.
+        """
+        runner = self.model_runner
+        missing = [
+            name for name in ("sampler", "input_batch", "requests", "reload_weights") if not hasattr(runner, name)
+        ]
+        if missing:
+            raise RuntimeError(f"{type(runner).__name__} lacks {missing}: rlite does not know this release of vLLM")
+        original = runner.sampler.forward
+        runner.sampler.forward = RequestSampler(runner, original)
+        threading.Thread(target=_end_with, args=(server,), name="rlite watch", daemon=True).start()
+        return {"kv_cache": sum(storage.nbytes() for storage in self._rlite_storages())}
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def rlite_load(self, source: bytes) -> None:
+        """Load weights.
+
+        Args:
+            source: pickled mapping of Hugging Face names to shared tensors, or path of a checkpoint.
+
+        Raises:
+            WeightSyncError: a parameter of vLLM's model was not written.
+        """
+        given = pickle.loads(source)
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        expected = {name for name, _ in model.named_parameters()}
+        loaded: set[str] = set()
+        load = model.load_weights
+
+        def remember(weights: Any) -> set[str] | None:
+            found = load(weights)
+            loaded.update(found or expected)
+            return found
+
+        tensors = self._rlite_checkpoint(given) if isinstance(given, str) else self._rlite_shared(given)
+        model.load_weights = remember
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.reload_weights(weights_iterator=tensors)
+        finally:
+            del model.load_weights
+        # a quantised model has parameters that are computed from the checkpoint's
+        if (missing := sorted(expected - loaded)) and self.model_config.quantization is None:
+            raise WeightSyncError(f"vLLM did not load {missing[:5]} ({len(missing)} of {len(expected)} parameters)")
+        _repack_tied_head(model)
+
+    def _rlite_shared(self, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        reader = SharedMemoryReader()
+        for name, block in tensors.items():
+            yield name, reader.view(block)
+
+    def _rlite_checkpoint(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        reader = CheckpointReader(Path(path))
+        for name in reader.names():
+            yield name, reader.read(name)
+
+    # -- memory of the KV cache, where vLLM has no sleep mode ----------------------------------------------------
+
+    def rlite_free_cache(self) -> None:
+        """Free the memory of keys and values. All views of it stay valid, but empty."""
+        self._rlite_sizes = {}
+        for storage in self._rlite_storages():
+            self._rlite_sizes[storage._cdata] = storage, storage.nbytes()
+            storage.resize_(0)
+
+    def rlite_allocate_cache(self) -> None:
+        """Allocate the memory of keys and values again."""
+        for storage, nbytes in self._rlite_sizes.values():
+            if storage.nbytes() == 0:
+                storage.resize_(nbytes)
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        self._rlite_sizes = {}
+
+    def _rlite_storages(self) -> list[Any]:
+        tensors = [t for cache in self.model_runner.kv_caches for t in (cache if isinstance(cache, list) else [cache])]
+        return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+
+class RequestSampler:
+    """rlite's sampler in place of vLLM's: a token depends on its logits, its request's seed and its position alone.
+
+    A request therefore continues with the same tokens on another replica. vLLM's log-probabilities carry both of the
+    contract: of the whole distribution in the first column, of the truncated one in the second. The third column of the
+    token ids, and those after it, hold the kept ids of requests that ask for them, padded with -1.
+
+    Args:
+        runner: vLLM's model runner.
+        original: vLLM's own sampler, for its dummy runs.
+    """
+
+    def __init__(self, runner: Any, original: Callable[..., Any]) -> None:
+        self._runner = runner
+        self._original = original
+        self._known: dict[str, tuple[int, RunningSequence, RunningSequence]] = {}
+        self._sequences: list[RunningSequence] = []
+        self._batch: SamplingBatch | None = None
+
+    def __call__(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return vLLM's SamplerOutput for `logits` [requests, vocabulary]."""
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+        rows = self._runner.input_batch
+        if len(rows.req_ids) != logits.shape[0]:  # a dummy run
+            return self._original(logits, sampling_metadata, *args, **kwargs)
+        lengths = rows.num_tokens_no_spec[: len(rows.req_ids)].tolist()
+        batch = self._sampling(rows.req_ids, lengths, logits)
+        positions = torch.tensor(lengths, device=logits.device)
+        tokens, whole, kept, kept_ids = sample(logits, batch, uniforms(batch.seeds, positions))
+        columns = torch.stack([tokens, (tokens + 1) % logits.shape[1]], 1)
+        if kept_ids is not None:
+            rows_of_ids = [torch.tensor(ids, dtype=columns.dtype) for ids in kept_ids_of(kept_ids, len(tokens))]
+            padded = torch.nn.utils.rnn.pad_sequence(rows_of_ids, batch_first=True, padding_value=-1)
+            columns = torch.cat([columns, padded.to(columns.device)], 1)
+        return SamplerOutput(
+            sampled_token_ids=tokens.to(torch.int32)[:, None],
+            logprobs_tensors=LogprobsTensors(
+                columns.to(torch.int32), torch.stack([whole, kept], 1), torch.ones_like(tokens)
+            ),
+        )
+
+    def _sampling(self, names: list[str], lengths: list[int], logits: Tensor) -> SamplingBatch:
+        """Return the sampling parameters of the batch, which are kept while its composition stays the same."""
+        known = [self._known.get(name) or self._read(name) for name in names]
+        sequences = [
+            early if length < least else late for length, (least, early, late) in zip(lengths, known, strict=True)
+        ]
+        if self._batch is None or sequences != self._sequences:
+            self._sequences = sequences
+            self._batch = SamplingBatch.of(sequences, logits.shape[1], logits.device)
+            self._known = dict(zip(names, known, strict=True))
+        return self._batch
+
+    def _read(self, name: str) -> tuple[int, RunningSequence, RunningSequence]:
+        """Return the length from which a request may end, and its sampling parameters before and after that."""
+        asked = (self._runner.requests[name].sampling_params.extra_args or {}).get(SAMPLING, GREEDY)
+        return asked["min_length"], _sequence(asked, is_early=True), _sequence(asked, is_early=False)
+
+
+GREEDY = {
+    "seed": 0,
+    "greedy": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "stop_ids": [],
+    "min_length": 0,
+    "extras": [],
+}
+"""sampling of requests whose completion is not read"""
+
+
+def _sequence(asked: dict[str, Any], is_early: bool) -> RunningSequence:
+    """Return the sampling parameters of a request in the form that the sampler reads."""
+    gconfig = GenerationHyperparameters(**{name: asked[name] for name in ("greedy", "temperature", "top_p", "top_k")})
+    return RunningSequence(
+        request=SequenceRequest(
+            request_id=0, input_ids=[], gconfig=gconfig, seed=asked["seed"], extras=tuple(asked["extras"])
+        ),
+        tokens=[],
+        max_tokens=0,
+        stop_ids=frozenset(asked["stop_ids"]),
+        min_tokens=int(is_early),
+    )
+
+
+def _repack_tied_head(model: Any) -> None:
+    """Compute the packed copy of a tied head again, which vLLM's reload leaves with the old weights on CPU."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _end_with(process: int) -> None:
+    """End this process when another one has ended."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
+    select.select([descriptor], [], [])
+    os._exit(1)

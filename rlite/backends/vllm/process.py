@@ -1,0 +1,277 @@
+"""The worker's handle of the process that runs vLLM's asynchronous engine.
+
+vLLM runs in a process of its own, so that the program's main module is never imported again by vLLM's children, the
+environment holds for one replica, and all of vLLM ends with one signal. Messages are pickled tuples on a socket pair:
+
+    worker -> server    ("call", number, method, args, kwargs)    ("cast", method, args, kwargs)
+    server -> worker    ("reply", number, value, error)           ("step", TokenStep)          ("died", reason)
+
+The server ends itself and all processes that vLLM started when the socket closes, also after SIGKILL of the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM, socketpair
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import psutil
+
+from rlite.backends.vllm.server import Server, is_resource_tracker
+from rlite.backends.vllm.steps import TokenStep, chunks_of
+from rlite.errors import REBUILD, ConfigError, WorkerDied
+from rlite.types import TokenChunk
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CALL_S = 600.0
+"""time limit in seconds for an answer of the server"""
+CAUSE = re.compile(
+    r"^(?:\(.*?\) )?(?:ERROR [\d:. -]*(?:\[[^\]]*\])? ?)?(?P<error>[\w.]*(?:Error|Exception|Exit)): (?P<text>.+)$"
+)
+"""a line of vLLM's log that ends a traceback"""
+ECHOES = ("Engine core initialization failed", "WorkerProc initialization failed", "has ended", "EOFError")
+"""words of errors that follow the cause of a failed start"""
+
+
+class EngineProcess:
+    """One running vLLM engine. The constructor returns when the engine is ready.
+
+    Args:
+        name: rank and device of the rlite worker, for messages.
+        settings: arguments of `Server.start`.
+        environment: environment variables beside the worker's own.
+        timeout_s: seconds for the start.
+
+    Raises:
+        ConfigError: vLLM could not start; the message gives its own reason.
+    """
+
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="rlite-vllm-")
+        self._changed = threading.Condition()
+        self._steps: list[TokenStep] = []
+        self._replies: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        self._death: str | None = None
+        self._is_closing = False
+        self._log = Path(self._folder.name) / "log"
+        ours, theirs = socketpair(AF_UNIX, SOCK_STREAM)
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        # vLLM makes its sockets in VLLM_RPC_BASE_PATH
+        variables = {**os.environ, **environment, "PYTHONPATH": path, "VLLM_RPC_BASE_PATH": self._folder.name}
+        command = [sys.executable, "-m", "rlite.backends.vllm.server", str(theirs.fileno())]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._end = weakref.finalize(self, end_session, self._process, self._connection, self._folder)
+        reader = threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True)
+        reader.name = f"vLLM of {name}"
+        reader.start()
+        try:
+            self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (), dict(settings))
+        except Exception as error:  # of any kind: vLLM's own, or the end of its process
+            raise ConfigError(self._start_failure(str(error))) from None
+        finally:
+            if not hasattr(self, "facts"):
+                self.close()
+
+    def call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of a coroutine method of the server.
+
+        Raises:
+            WorkerDied: the process is gone.
+            TimeoutError: the server did not answer.
+            RuntimeError: the method raised.
+        """
+        return self._call(CALL_S, method.__name__, args, kwargs)
+
+    def cast(self, method: Callable[Concatenate[Server, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a method of the server without waiting for it."""
+        self._send("cast", method.__name__, args, kwargs)
+
+    def _call(self, timeout_s: float, method: str, *arguments: Any) -> Any:
+        number = next(self._numbers)
+        reply: Future[Any] = Future()
+        with self._changed:
+            self._replies[number] = reply
+        self._send("call", number, method, *arguments)
+        try:
+            return reply.result(timeout=timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{self.name}: vLLM did not answer {method!r} within {timeout_s:g} s") from None
+        finally:
+            with self._changed:
+                self._replies.pop(number, None)
+
+    def take_chunks(self, wait_s: float = 0.0) -> list[TokenChunk]:
+        """Return the tokens that have arrived, as one chunk for each request and policy version.
+
+        Args:
+            wait_s: seconds to wait for the first tokens.
+
+        Raises:
+            WorkerDied: the process is gone, and all its tokens were taken.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps or self._death, timeout=wait_s)
+            steps, self._steps = self._steps, []
+            if not steps and self._death is not None:
+                raise self._as_error()
+        return chunks_of(steps)
+
+    def close(self) -> None:
+        """End the server and every process that vLLM has started."""
+        self._is_closing = True
+        self._end()
+
+    def _send(self, *message: Any) -> None:
+        try:
+            with self._sending:
+                if self._death is not None:
+                    raise self._as_error()
+                self._connection.send(message)
+        except (OSError, ValueError):
+            with self._changed:  # the reader says who died
+                self._changed.wait_for(lambda: self._death is not None, timeout=10)
+            self._note_death("its connection closed")
+            raise self._as_error() from None
+
+    def _receive(self, message: tuple[Any, ...]) -> None:
+        kind, *content = message
+        with self._changed:
+            if kind == "step":
+                self._steps.append(content[0])
+                self._changed.notify_all()
+            elif kind == "reply" and (reply := self._replies.get(content[0])) is not None:
+                _, value, error = content
+                if error is None:
+                    reply.set_result(value)
+                else:
+                    reply.set_exception(RuntimeError(error))
+        if kind == "died":
+            self._note_death(content[0])
+
+    def _lost(self) -> None:
+        """Note that the connection has ended."""
+        if self._is_closing:
+            return self._note_death("it was closed")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        code = self._process.returncode
+        ended = "closed its connection" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            ended = f"was killed by {signal.Signals(-code).name}"
+        self._note_death(f"vLLM's server, process {self._process.pid}, {ended}")
+
+    def _note_death(self, reason: str) -> None:
+        with self._changed:
+            if self._death is None:
+                self._death = reason
+            replies, self._replies = list(self._replies.values()), {}
+            self._changed.notify_all()
+        for reply in replies:
+            if not reply.done():
+                reply.set_exception(self._as_error())
+
+    def _as_error(self) -> WorkerDied:
+        return WorkerDied(f"{self.name} can no longer generate: {self._death}. {REBUILD}")
+
+    def _start_failure(self, reason: str) -> str:
+        cause = root_cause(self._log.read_text(errors="replace")) if self._log.exists() else None
+        is_cause = not any(echo in reason for echo in ECHOES) or cause is None
+        return f"vLLM could not start on {self.name}: {reason if is_cause else cause}"
+
+
+def root_cause(log: str) -> str | None:
+    """Return the error that ended vLLM's start, from its log; None if the log holds none.
+
+    vLLM raises "Engine core initialization failed" in one process after another raised the cause.
+    """
+    found = [match for line in log.splitlines() if (match := CAUSE.match(line)) is not None]
+    for match in found:
+        if not any(echo in match[0] for echo in ECHOES):
+            return f"{match['error'].rpartition('.')[2]}: {match['text']}"
+    return None
+
+
+def end_session(
+    process: subprocess.Popen[bytes], connection: Connection, folder: tempfile.TemporaryDirectory[str]
+) -> None:
+    """End every process of the server's session, and remove its files.
+
+    vLLM's resource tracker is left to end by itself: it removes shared memory that killed processes leave behind.
+
+    Args:
+        process: the server, which began the session.
+        connection: the socket to the server.
+        folder: the server's files.
+    """
+    for _ in range(50):
+        members = session_members(process.pid)
+        for member in members:
+            with contextlib.suppress(psutil.Error):
+                member.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.1)
+        if process.returncode is not None and not members:
+            break
+    with contextlib.suppress(OSError):  # last: only the server's end wakes the thread that listens
+        connection.close()
+    folder.cleanup()
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """Return the living processes of a session, but for the resource tracker."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) != session:
+                continue
+            member = psutil.Process(pid)
+            if member.status() != psutil.STATUS_ZOMBIE and not is_resource_tracker(member):
+                found.append(member)
+        except (OSError, psutil.Error):
+            continue  # it has ended
+    return found
+
+
+def _listen(owner: weakref.ref[EngineProcess], connection: Connection) -> None:
+    """Pass messages to the owner until the connection ends or the owner is gone."""
+    while True:
+        try:
+            message = connection.recv()
+        except (OSError, EOFError, TypeError):  # the last if another thread closes it
+            break
+        if (process := owner()) is None:
+            return
+        process._receive(message)
+        del process
+    if (process := owner()) is not None:
+        process._lost()

@@ -1,0 +1,370 @@
+"""The process that runs vLLM's asynchronous engine for one replica; see `process.py` for its messages.
+
+vLLM starts further processes: the engine core, and one worker for each device. A child may import this module again, so
+vLLM is imported by a function. Tokens leave vLLM's frontend as soon as they arrive from the engine core: the frontend
+makes several objects for each token, and on a small model that takes as long as the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from rlite.backends.vllm.releases import Release, Table
+from rlite.backends.vllm.requests import objection, sampling_arguments, scored_prompt
+from rlite.backends.vllm.steps import TokenStep
+from rlite.data.chat.answers import length_at_stop
+from rlite.errors import RliteError
+from rlite.nn.pretrained import load_tokenizer
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Serving:
+    """One request that vLLM serves."""
+
+    request: SequenceRequest
+    name: str
+    """name of the request in vLLM. A request number can return after a cancelled request that vLLM still knows"""
+    made: list[int]
+    """tokens of the answer so far, if it has stop strings"""
+    is_started: bool = False
+    """vLLM has accepted it"""
+
+
+class Server:
+    """Serves one connection. All methods run in the event loop.
+
+    The worker calls public methods by `EngineProcess.call` if they are coroutines, and by `EngineProcess.cast` if not.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._release = Release()
+        self._engine: Any = None
+        self._serving: dict[str, Serving] = {}
+        self._by_number: dict[int, Serving] = {}
+        self._ended: list[TokenChunk] = []
+        self._counter = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._version = 0
+        self._tokenizer: Any = None
+        self._watched: list[int] = []
+
+    async def run(self) -> None:
+        """Process messages until the connection ends."""
+        loop = asyncio.get_running_loop()
+        messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        os.register_at_fork(after_in_child=self._connection.close)  # the end of this process alone has to close it
+        threading.Thread(target=_read, args=(self._connection, loop, messages), daemon=True).start()
+        while True:
+            kind, *content = await messages.get()
+            if kind == "cast":
+                method, args, kwargs = content
+                getattr(self, method)(*args, **kwargs)
+            else:
+                await self._answer(*content)
+
+    async def _answer(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            value, error = await getattr(self, method)(*args, **kwargs), None
+        except Exception as raised:  # the boundary: it belongs to the caller
+            traceback.print_exc()
+            value, error = None, f"{type(raised).__name__}: {raised}"
+        self._flush()
+        self._connection.send(("reply", number, value, error))
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(
+        self, engine_arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
+    ) -> dict[str, Any]:
+        """Start the engine.
+
+        Args:
+            engine_arguments: arguments of vLLM's AsyncEngineArgs.
+            tokenizer_path: folder of the tokenizer.
+            end_ids: the model's own end tokens.
+            version: policy version of the weights.
+
+        Returns:
+            Facts about the engine: max_model_len, and bytes of weights and KV cache.
+        """
+        self._version, self._end_ids, self._tokenizer_path = version, frozenset(end_ids), tokenizer_path
+        self._engine = self._release.start_engine(engine_arguments, self._take)
+        facts = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
+        self._max_model_len = int(self._engine.model_config.max_model_len)
+        self._vocab_size = int(self._engine.model_config.get_vocab_size())
+        self._watch_children()
+        return {"max_model_len": self._max_model_len, "workers": facts}
+
+    def _watch_children(self) -> None:
+        """Report the death of any process that vLLM has started."""
+        loop = asyncio.get_running_loop()
+        for child in psutil.Process().children(recursive=True):
+            if is_resource_tracker(child):
+                continue
+            with contextlib.suppress(OSError, psutil.Error):
+                descriptor = os.pidfd_open(child.pid)
+                title = " ".join(child.cmdline())[:40] or child.name()
+                loop.add_reader(descriptor, self._child_died, f"{title} (process {child.pid})")
+                self._watched.append(descriptor)
+
+    def _child_died(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        for descriptor in self._watched:
+            loop.remove_reader(descriptor)
+        self._die(f"vLLM's {name} has ended")
+
+    def _die(self, reason: str) -> None:
+        self._flush()
+        with contextlib.suppress(OSError):
+            self._connection.send(("died", reason))
+        end_everything()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[SequenceRequest]) -> None:
+        """Start requests."""
+        for request in requests:
+            error = objection(request, self._max_model_len, self._vocab_size, self._tokenizer_error(request))
+            if error is not None:
+                self._put_last(request.request_id, error=error)
+                continue
+            serving = Serving(request, f"{request.request_id}.{next(self._counter)}", [*request.output_ids])
+            self._serving[serving.name] = self._by_number[request.request_id] = serving
+            self._run_beside(self._begin(serving))
+
+    def cancel(self, request_ids: list[int]) -> None:
+        """End requests with their tokens so far."""
+        for number in request_ids:
+            if (serving := self._by_number.get(number)) is not None:
+                self._abort(serving, finish_reason="abort")
+
+    async def _begin(self, serving: Serving) -> None:
+        request = serving.request
+        arguments = sampling_arguments(request, self._end_ids, self._max_model_len)
+        try:
+            await self._release.add(self._engine, serving.name, [*request.input_ids, *request.output_ids], arguments)
+        except Exception as error:  # of any kind: it belongs to this request, unless vLLM is gone
+            if serving.name in self._serving and not self._release.is_death(error):
+                traceback.print_exc()
+                self._end(serving, error=f"vLLM could not serve the request: {error}")
+            return
+        serving.is_started = True
+        if serving.name not in self._serving:  # it ended while vLLM accepted it
+            await self._engine.abort(serving.name)
+
+    def _abort(self, serving: Serving, **fields: Any) -> None:
+        """End a request that vLLM continues."""
+        self._end(serving, **fields)
+        if serving.is_started:  # otherwise `_begin` aborts it
+            self._run_beside(self._engine.abort(serving.name))
+
+    def _end(self, serving: Serving, **fields: Any) -> None:
+        del self._serving[serving.name], self._by_number[serving.request.request_id]
+        self._put_last(serving.request.request_id, **fields)
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # the event loop keeps no reference
+        task.add_done_callback(self._tasks.discard)
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def _take(self, outputs: list[Any]) -> list[Any]:
+        """Send the tokens of some steps.
+
+        Returns:
+            The outputs that vLLM's own frontend has to see.
+        """
+        try:
+            return self._send_tokens(outputs)
+        except Exception as error:  # of any kind: requests would wait for their tokens forever
+            traceback.print_exc()
+            self._die(f"vLLM's outputs could not be read: {type(error).__name__}: {error}")
+            raise
+
+    def _send_tokens(self, outputs: list[Any]) -> list[Any]:
+        self._flush()
+        whole, kept, kept_ids = self._release.take_table(outputs)
+        step, left, row = TokenStep(version=self._version, last=self._ended), [], 0
+        for output in outputs:
+            rows = slice(row, row := row + len(output.new_token_ids))
+            serving = self._serving.get(self._release.name_of(output))
+            reason = self._release.finish_reason(output)
+            if serving is not None:
+                self._add(step, serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
+            if serving is None or reason is not None:  # it forgets a request at its last output
+                left.append(output)
+        self._ended = []
+        self._connection.send(("step", step))
+        return left
+
+    def _add(self, step: TokenStep, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:
+        logprobs, over_kept, kept_ids = table
+        if any(value != value for value in logprobs):
+            told = "the model computes NaN or infinity for this request"
+            return self._abort(serving, error=told, is_nonfinite=True)
+        num = None
+        if stops := serving.request.gconfig.stop:
+            start = len(serving.made)
+            serving.made += tokens
+            if (length := length_at_stop(self._tokenizer, serving.made, stops, start)) is not None:
+                num = length - start
+        step.request_ids.append(serving.request.request_id)
+        step.counts.append(len(tokens[:num]))
+        step.token_ids.extend(tokens[:num])
+        step.logprobs.extend(logprobs[:num])
+        step.sampling_logprobs.extend(over_kept[:num])
+        if tokens and "kept_ids" in serving.request.extras:
+            step.kept_ids.setdefault(serving.request.request_id, []).extend(kept_ids[:num])
+        if num is not None:
+            self._abort(serving, finish_reason="stop")
+        elif reason in ("stop", "length"):
+            self._end(serving, finish_reason=reason)
+        elif reason is not None:
+            self._end(serving, error=f"vLLM ended the request with {reason!r}")
+
+    def _put_last(self, number: int, **fields: Any) -> None:
+        """Send a request's last chunk, with the tokens of the step under way if there is one."""
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._ended.append(TokenChunk(request_id=number, version=self._version, **fields))
+
+    def _flush(self) -> None:
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._connection.send(("step", TokenStep(version=self._version, last=ended)))
+
+    def _tokenizer_error(self, request: SequenceRequest) -> str | None:
+        """Read the tokenizer when the first stop string needs it.
+
+        Returns:
+            The reason why there is none, None if there is one or none is needed.
+        """
+        if not request.gconfig.stop:
+            return None
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = load_tokenizer(self._tokenizer_path)
+            except RliteError as error:  # only stop strings need it
+                return str(error)
+        return None
+
+    async def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+        """
+        return await asyncio.gather(*(self._prompt_logprobs(ids, num_top) for ids in prompts))
+
+    async def _prompt_logprobs(self, ids: list[int], num_top: int) -> PromptLogprobs:
+        if len(ids) < 2:
+            return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+        params = self._release.sampling_params({"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False})
+        name = f"prompt-{next(self._counter)}"
+        async for output in self._engine.generate({"prompt_token_ids": ids}, params, name):
+            entries = output.prompt_logprobs
+        return scored_prompt(ids, entries, num_top)
+
+    # -- rest, weights and residency -----------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Rest at a token boundary, with every token before it sent."""
+        await self._release.pause(self._engine)
+
+    async def resume(self) -> None:
+        """Continue after `pause`."""
+        await self._engine.resume_generation()
+
+    async def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on, and return when this holds."""
+        self._version = version
+
+    async def load(self, source: Any, version: int | None) -> None:
+        """Load weights into every worker, and forget what was computed with the old weights.
+
+        Args:
+            source: shared tensors by Hugging Face name, or the path of a checkpoint.
+            version: policy version of the weights; None leaves the version.
+        """
+        await self._engine.collective_rpc("rlite_load", args=(pickle.dumps(source),))
+        await self._release.forget_cache(self._engine)
+        if version is not None:
+            self._version = version
+
+    async def free_cache(self) -> None:
+        """Free the memory of the KV cache. Running requests recompute their keys and values later."""
+        await self._release.forget_cache(self._engine)
+        await self._engine.collective_rpc("rlite_free_cache")
+
+    async def allocate_cache(self) -> None:
+        """Allocate the KV cache again."""
+        await self._engine.collective_rpc("rlite_allocate_cache")
+
+    async def sleep(self, level: int) -> None:
+        """Free GPU memory; level 1 keeps the weights in host memory, level 2 does not."""
+        await self._engine.sleep(level=level)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Allocate GPU memory again."""
+        await self._engine.wake_up(tags=tags)
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Return whether a process is Python's resource tracker, which removes shared memory."""
+    return any("resource_tracker" in argument for argument in process.cmdline())
+
+
+def end_everything() -> None:
+    """End every process that vLLM has started, remove their files, then end this process."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if not is_resource_tracker(child):
+                    child.kill()
+    shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+    os._exit(1)
+
+
+def _read(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[tuple[Any, ...]]) -> None:
+    """Pass messages to the event loop. The end of the connection ends everything, even if the loop is busy."""
+    try:
+        while True:
+            message = connection.recv()
+            loop.call_soon_threadsafe(messages.put_nowait, message)
+    except (OSError, EOFError, RuntimeError):
+        end_everything()
+
+
+def main() -> None:
+    """Serve the connection whose file descriptor is the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is for the driver
+    asyncio.run(Server(Connection(int(sys.argv[1]))).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""The worker of the vLLM executor. The first rank of a replica starts vLLM, which runs on the devices of all its ranks.
+
+The other ranks hold the replica's devices and do nothing. Weight sync writes into staging memory of the first rank,
+which vLLM's workers read in place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from rlite.backends.vllm.options import VllmOptions
+from rlite.backends.vllm.process import EngineProcess
+from rlite.backends.vllm.server import Server
+from rlite.engine.outputs import check_lengths
+from rlite.engine.workers import Part
+from rlite.errors import ConfigError, WeightSyncError, WorkerDied
+from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.parallel.processes import subgroup
+from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
+from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
+
+START_S = 1800.0
+"""time limit in seconds for the start of vLLM, which loads the weights and may compile the model"""
+WAIT_S = 0.02
+"""seconds that a call waits for the first tokens: new requests and other calls wait as long"""
+CPU_BLOCK = 128
+"""tokens of one block of vLLM's KV cache on CPU"""
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class VllmWorker:
+    """One rank of one replica. The constructor returns when vLLM is ready.
+
+    Args:
+        context: the place of this worker.
+        path: folder of the checkpoint.
+        options: options of the executor.
+        executor_size: number of workers in a replica.
+
+    Raises:
+        ConfigError: vLLM cannot serve the model with these options.
+    """
+
+    def __init__(self, context: WorkerContext, path: str, options: VllmOptions, executor_size: int) -> None:
+        self._context, self._path, self._options, self._size = context, path, options, executor_size
+        self._name = f"rank {context.rank} on {context.device}"
+        self._is_first = context.rank % executor_size == 0
+        self._is_cpu = context.device.kind == "cpu"
+        self._environment = self._variables()
+        self._version = 0
+        self._process: EngineProcess | None = None
+        self._staging: tuple[SharedArena, dict[str, ParameterShard]] | None = None
+        self._has_cache = self._are_weights_here = False
+        if not self._is_first:
+            return
+        self._config = load_config(path)
+        self._dtype = checkpoint_dtype(path, self._config) if options.dtype is None else options.dtype
+        self._shapes = parameter_shapes(self._config)
+        self._start("auto")
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
+        """Start `new`, end `aborted`, and return the tokens that have been generated.
+
+        Args:
+            new: requests, each of which continues after its `output_ids`.
+            aborted: numbers of requests that end with their tokens so far.
+            max_steps: 0 does not wait for tokens.
+
+        Returns:
+            One chunk for each request that made progress or ended.
+
+        Raises:
+            WorkerDied: vLLM is gone.
+        """
+        if self._process is None:
+            return []
+        if new:
+            self._process.cast(Server.submit, new)
+        if aborted:
+            self._process.cast(Server.cancel, aborted)
+        return self._process.take_chunks(WAIT_S if max_steps else 0.0)
+
+    def pause(self) -> list[TokenChunk]:
+        """Rest at a token boundary.
+
+        Returns:
+            The tokens before it that no call has returned.
+        """
+        if self._process is None:
+            return []
+        self._process.call(Server.pause)
+        return self._process.take_chunks()
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        if self._process is not None:
+            self._process.call(Server.resume)
+
+    def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+
+        Raises:
+            DataError: a prompt is too long.
+        """
+        if self._process is None:
+            return []
+        check_lengths(prompts, self._process.facts["max_model_len"] - 1)
+        return self._process.call(Server.prompt_logprobs, prompts, num_top)
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on."""
+        self._version = version
+        if self._process is not None:
+            self._process.call(Server.set_version, version)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def load_weights(self, path: str | None = None) -> None:
+        """Read weights from a checkpoint of the same model; None is the engine's own."""
+        if not self._is_first:
+            return
+        self._staging = None
+        self.to_device("weights")
+        self._load(path or self._path, None)
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return staging tensors of all parameters on the first rank, and nothing on the others."""
+        if not self._is_first:
+            return {}
+        if self._staging is None:
+            dtype = getattr(torch, self._dtype)
+            arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in self._shapes.values()))
+            shards = {
+                name: ParameterShard(arena.empty(shape, dtype), (0,) * len(shape), shape)
+                for name, shape in self._shapes.items()
+            }
+            self._staging = arena, shards
+        return self._staging[1]
+
+    def weights_changed(self, version: int) -> None:
+        """Let vLLM read the staging tensors, and free them."""
+        self._version = version
+        if self._process is None:
+            return
+        if self._staging is None:  # the weights came from a checkpoint
+            self._process.call(Server.set_version, version)
+            return
+        arena, shards = self._staging
+        handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
+        self._load(handles, version)
+        self._staging = None
+
+    def _load(self, source: Any, version: int | None) -> None:
+        """Let vLLM load weights.
+
+        Raises:
+            WorkerDied: vLLM is gone.
+            WeightSyncError: vLLM could not load them.
+        """
+        assert self._process is not None
+        try:
+            self._process.call(Server.load, source, version)
+        except WorkerDied:
+            raise
+        except RuntimeError as error:
+            raise WeightSyncError(f"{self._name}: vLLM could not load the weights: {error}") from error
+
+    # -- residency -----------------------------------------------------------------------------------------------
+
+    def to_device(self, what: Part = "all") -> None:
+        """Move weights, KV cache or both to the device. After `to_meta` the weights are random."""
+        if not self._is_first:
+            return
+        if self._process is None:
+            self._start("dummy")
+            self._free_cache()
+        assert self._process is not None
+        if what != "kv_cache" and not self._are_weights_here:
+            if not self._is_cpu:
+                self._process.call(Server.wake_up, ["weights"])
+            self._are_weights_here = True
+        if what != "weights" and not self._has_cache:
+            if self._is_cpu:
+                self._process.call(Server.allocate_cache)
+            else:
+                self._process.call(Server.wake_up, ["kv_cache"])
+            self._has_cache = True
+
+    def to_cpu(self) -> None:
+        """Keep the weights in host memory alone, where they are if vLLM computes on CPU. Drop the KV cache."""
+        if self._process is None:
+            return
+        if self._is_cpu:
+            self._free_cache()
+        else:
+            self._process.call(Server.sleep, 1)
+        self._has_cache = self._are_weights_here = False
+
+    def to_meta(self) -> None:
+        """Free all memory. vLLM has no sleep mode on CPU, so there its processes end."""
+        self._staging = None
+        if self._process is None:
+            return
+        if self._is_cpu:
+            self.shut_down()
+        else:
+            self._process.call(Server.sleep, 2)
+        self._has_cache = self._are_weights_here = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes that this replica holds on its devices, on the first rank."""
+        weights = cache = 0
+        if self._process is not None:
+            itemsize = getattr(torch, self._dtype).itemsize
+            weights = itemsize * sum(map(math.prod, self._shapes.values())) if self._are_weights_here else 0
+            cache = sum(each["kv_cache"] for each in self._process.facts["workers"]) if self._has_cache else 0
+        return {"weights": weights, "kv_cache": cache}
+
+    def shut_down(self) -> None:
+        """End vLLM and all its processes."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _free_cache(self) -> None:
+        assert self._process is not None
+        if self._is_cpu:
+            self._process.call(Server.free_cache)
+        self._has_cache = not self._is_cpu
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def _start(self, load_format: str) -> None:
+        settings = {
+            "engine_arguments": self._engine_arguments(load_format),
+            "tokenizer_path": self._path,
+            "end_ids": tuple(end_ids(self._path, self._config)),
+            "version": self._version,
+        }
+        self._process = EngineProcess(self._name, settings, self._environment, START_S)
+        self._has_cache = self._are_weights_here = True
+
+    def _engine_arguments(self, load_format: str) -> dict[str, Any]:
+        options = self._options
+        arguments: dict[str, Any] = {
+            "model": self._path,
+            "tensor_parallel_size": self._size,
+            "distributed_executor_backend": "mp" if self._size > 1 else "uni",
+            "dtype": self._dtype,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "seed": 0,  # every request has its own
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "load_format": load_format,
+            "disable_log_stats": True,
+        }
+        if self._is_cpu:
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cpu_cache_bytes()}
+        else:
+            arguments |= {"enable_sleep_mode": True}
+        return arguments | options.passed_on
+
+    def _cpu_cache_bytes(self) -> int:
+        """Return the bytes of KV cache of one vLLM worker: for all sequences, or as many as fit.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        layers, _, key_heads, head_dim = attention_shape(self._config)
+        limit = self._config.get_text_config().max_position_embeddings
+        length = self._options.max_model_len or limit
+        per_token = 2 * layers * max(key_heads // self._size, 1) * head_dim * getattr(torch, self._dtype).itemsize
+        per_sequence = -(-length // CPU_BLOCK) * CPU_BLOCK * per_token
+        # at worst, all workers of the engine share this machine
+        share = self._options.gpu_memory_utilization / self._context.world_size
+        free = int(psutil.virtual_memory().available * share)
+        given = self._options.passed_on.get("kv_cache_memory_bytes", free)
+        # vLLM keeps one block for itself
+        needed = (self._options.max_num_seqs + 1) * per_sequence
+        if given < per_sequence + CPU_BLOCK * per_token:
+            raise ConfigError(
+                f"one sequence of max_model_len={length} needs {per_sequence / 2**20:.3g} MiB of KV cache, "
+                f"{given / 2**20:.3g} MiB are available; lower max_model_len, or raise gpu_memory_utilization or "
+                "kv_cache_memory_bytes"
+            )
+        return min(needed, given)
+
+    def _variables(self) -> dict[str, str]:
+        """Return environment variables of vLLM. Variables that the user has set win, except for devices and threads."""
+        threads = max(self._context.num_threads or torch.get_num_threads(), 1)
+        own = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # the sampler of `extension.py` needs the first one
+            # several replicas share the cores, and vLLM's own binding gives each of them the same ones
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        own = {name: os.environ.get(name, value) for name, value in own.items()}
+        if self._is_cpu:
+            if self._options.passed_on.get("enforce_eager", True):
+                own["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles small functions even then, with a C++ compiler
+            return own | {"OMP_NUM_THREADS": str(threads)}
+        return own | {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus())}
+
+    def _gpus(self) -> list[str]:
+        """Return the GPUs of this replica, as CUDA_VISIBLE_DEVICES names them; a collective of its ranks."""
+        index = torch.device(self._context.torch_device).index or 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        own = visible.split(",")[index] if visible else str(index)
+        if self._size == 1:
+            return [own]
+        gathered: list[Any] = [None] * self._size
+        dist.all_gather_object(gathered, own, group=subgroup(self._context.replica_ranks(self._size)))
+        return gathered
+
+
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by Hugging Face name. Tied parameters appear once."""
+    return {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
+
+
+def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
+    """Return the name of a checkpoint's dtype.
+
+    Raises:
+        ConfigError: vLLM does not compute in this dtype.
+    """
+    name = str(stored_dtype(path, config)).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
+    return name

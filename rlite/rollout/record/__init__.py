@@ -1,1 +1,0 @@
-"""Make the record of a run from its rollouts."""

@@ -1,0 +1,1 @@
+"""Processes and bytes: clusters, parallelism, sandboxes, files. No algorithm is known here."""

@@ -1,0 +1,300 @@
+"""The Ray launcher: one actor per worker, and one placement group that holds the devices."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import InvalidStateError, wait
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlite.errors import CallTimeout, ConfigError, PlacementError, WorkerDied, WorkerError
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes, worker_name
+from rlite.runtime.cluster.host import WorkerFactory
+from rlite.runtime.cluster.launcher import SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.placement import Device, DeviceKind
+from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
+from rlite.runtime.cluster.ray.host import HostActor, RayHandle
+from rlite.runtime.parallel.processes import join, keep_for_ever, open_store
+
+logger = logging.getLogger(__name__)
+
+GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
+VISIBILITY = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+GRACE_S = 30.0
+"""seconds from SIGTERM to the end of a worker, in which its replica can leave; the default of Kubernetes"""
+CONTROL_PATIENCE_S = 30.0
+"""A cluster that rlite did not start may start its control service again. After 60 s Ray itself ends the driver."""
+
+
+class RayLauncher:
+    """Launcher that attaches to a Ray cluster, or starts one on this machine, and holds `num_devices` devices of it."""
+
+    kind = "ray"
+    survives_deaths = True
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._options = options
+        self._placement: Any = None
+        self._control: ControlService | None = None
+        self._groups: list[WorkerGroup] = []
+        self._grace_s: dict[str, float] = {}
+        """by group, how long its workers go on after SIGTERM"""
+        self._moving = threading.Lock()
+        self._connection = RayConnection(options.device, options.num_devices, options.address)
+        try:
+            address = ray.get_runtime_context().gcs_address
+            patience_s = 0.0 if self._connection.is_own else CONTROL_PATIENCE_S
+            self._control = ControlService(address, patience_s, self._lose_control)
+            self._placement = _reserve(options)
+        except BaseException:
+            self.shutdown()
+            raise
+        table = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        seen: Counter[str] = Counter()
+        self._bundles: dict[Device, int] = {}
+        for bundle, node_id in sorted(table.items()):
+            device = Device(node_id, seen[node_id], nodes[node_id]["NodeManagerAddress"], options.device)
+            self._bundles[device] = bundle
+            seen[node_id] += 1
+        self.devices = tuple(sorted(self._bundles))
+        self._num_threads = {
+            node_id: options.num_threads or max(1, _cores(nodes[node_id], options.device) // num_devices)
+            for node_id, num_devices in seen.items()
+        }
+
+    def start(
+        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
+    ) -> WorkerGroup:
+        """Start one actor per device, join each replica in a torch.distributed world, and make every worker.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: number of neighbouring workers that no collective joins with others; None: all.
+
+        Returns:
+            The group.
+        """
+        grace_s = self._grace_s[name] = GRACE_S if replica_size else 0.0
+        group = WorkerGroup(name, devices, self._actors(name, 0, devices, grace_s), self._options.call_timeout)
+        group.divide(replica_size or len(devices))
+        self._groups.append(group)
+        try:
+            self._make_workers(group, range(len(group)), factory)
+        except BaseException:
+            group.stop()
+            raise
+        return group
+
+    def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
+        """Start the workers of one replica beside the others; see `Launcher.start_replica`.
+
+        Args:
+            group: a group of this launcher.
+            first: first rank of the replica; the number of ranks appends a replica.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+        """
+        handles = self._actors(group.name, first, devices, self._grace_s[group.name])
+        candidate = group.with_replica(first, devices, handles)
+        ranks = range(first, first + len(devices))
+        try:
+            devices = self._located(devices, handles)
+            candidate = group.with_replica(first, devices, handles)
+            self._make_workers(candidate, ranks, factory)
+            group.take_replica(first, devices, handles)
+        except BaseException:
+            candidate.mark_lost(ranks, WorkerError(f"{group.name}: this replica could not be started"))
+            raise
+
+    def _located(self, devices: Sequence[Device], handles: Sequence[RayHandle]) -> list[Device]:
+        """Return the devices that processes have. Ray gives them others if their node has died.
+
+        Raises:
+            CallTimeout: a process does not start, because no other node has a free device.
+        """
+        timeout = self._options.start_timeout
+        looks = [handle.look() for handle in handles]
+        wait(looks, timeout)
+        if late := [str(device) for device, look in zip(devices, looks, strict=True) if not look.done()]:
+            raise CallTimeout(
+                f"no process started for {', '.join(late)} within {timeout:g} s. If its node has died, the cluster "
+                "needs another one with as many free devices"
+            )
+        return [self._at(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
+
+    def _at(self, device: Device, node: str) -> Device:
+        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
+        with self._moving:
+            return device if node == device.node else self._moved(device, node)
+
+    def _moved(self, device: Device, node: str) -> Device:
+        bundle = self._bundles[device]
+        known = [each for each, its_bundle in self._bundles.items() if each.node == node and its_bundle == bundle]
+        if known:  # another owner's worker came first
+            return known[0]
+        assert self._control is not None  # since the constructor
+        with self._control.using():
+            (ip,) = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+        index = 1 + max((each.index for each in self._bundles if each.node == node), default=-1)
+        moved = replace(device, node=node, index=index, ip=ip)
+        self._bundles[moved] = bundle
+        self._num_threads.setdefault(node, self._num_threads[device.node])
+        logger.warning("%s is at %s now, because Ray moved it to another node", device, moved)
+        return moved
+
+    def _actors(self, name: str, first: int, devices: Sequence[Device], grace_s: float) -> list[RayHandle]:
+        assert self._control is not None  # since the constructor
+        with self._control.using():
+            return [
+                RayHandle(
+                    self._actor(device, grace_s),
+                    worker_name(name, rank, device),
+                    self._control,
+                    has_notice=grace_s > 0,
+                )
+                for rank, device in enumerate(devices, first)
+            ]
+
+    def _actor(self, device: Device, grace_s: float) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._placement,
+            placement_group_bundle_index=self._bundles[device],
+            placement_group_capture_child_tasks=False,
+        )
+        num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
+        return HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
+
+    def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: WorkerFactory) -> None:
+        torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in group.devices]
+        num_threads = [self._num_threads[device.node] for device in group.devices]
+        world_ranks = [rank % group.replica_size for rank in range(len(group))]
+        self._meet(group, ranks)
+        group.create(factory, torch_devices, num_threads, world_ranks, self._options.start_timeout, ranks)
+
+    def _meet(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Join each replica among these ranks in a world of its own."""
+        devices, size, timeout = group.devices, group.replica_size, self._options.start_timeout
+        calls: list[Any] = [(group, rank, (), (devices[rank].kind, str(devices[rank]))) for rank in ranks]
+        apply_on_processes(calls, check_visibility, [group], "look for the device", timeout)
+        is_one_node = len({device.node for device in devices}) == 1
+        ips = ["127.0.0.1" if is_one_node else device.ip for device in devices]
+        firsts = ranks[::size]
+        calls = [(group, rank, (), (ips[rank],)) for rank in firsts]
+        opened = apply_on_processes(calls, open_store, [group], "open a rendezvous", timeout)
+        ports = dict(zip(firsts, opened, strict=True))
+        calls = []
+        for rank in ranks:
+            first = rank - rank % size
+            meeting = (rank % size, size, ips[first], ports[first], ips[rank], devices[rank].kind, timeout)
+            calls.append((group, rank, (), meeting))
+        apply_on_processes(calls, join, [group], "meet", timeout)
+
+    def _lose_control(self) -> None:
+        why = (
+            "Ray's control service (GCS) has ended: no worker can be started, stopped or replaced any more. End this "
+            "run, start Ray again if it is not rlite's own, and resume from a checkpoint."
+        )
+        logger.error(why)
+        stop_reporting_errors()
+        for group in self._groups:
+            group.mark_lost(range(len(group)), WorkerError(why))
+            for rank, handle in enumerate(group.handles):
+                with suppress(InvalidStateError):  # it is dead already
+                    handle.death.set_exception(WorkerDied(why, (group.describe(rank),)))
+
+    def shutdown(self) -> None:
+        """Return the devices and, if rlite started Ray, end it."""
+        is_sound = self._control is None or not self._control.is_gone
+        if self._control is not None:
+            self._control.close()
+        if self._placement is not None and is_sound:
+            with suppress(RayError):
+                remove_placement_group(self._placement)
+        self._connection.close(is_sound)
+
+
+def _leave_to_parent() -> None:
+    """Detach a forked child from Ray.
+
+    Ray's threads do not exist there, so nothing may wait for them or be destroyed.
+    """
+    if ray.is_initialized():
+        atexit.unregister(ray.shutdown)
+        atexit.register(_keep_native_objects)
+        sys.excepthook = sys.__excepthook__  # Ray's sends the error to the cluster
+        if sys.platform == "linux":  # the first of the handlers that exit() calls: the destructors behind it would wait
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)
+
+
+def _keep_native_objects() -> None:
+    keep_for_ever(*(each for each in gc.get_referents(*gc.get_objects()) if type(each).__module__ == "ray._raylet"))
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def check_visibility(kind: DeviceKind, device: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Check in a worker process that its GPU is the only one it sees.
+
+    Args:
+        kind: kind of the device.
+        device: the device's name for the message.
+        environment: the process's environment.
+
+    Raises:
+        ConfigError: the process sees all GPUs.
+    """
+    if kind == "cuda" and environment.get(VISIBILITY, "").lower() in ("1", "true"):
+        raise ConfigError(
+            f"{device}: {VISIBILITY} is set, so Ray does not restrict a worker to its GPU and every worker would take "
+            "the first. Unset it, on every node before `ray start`."
+        )
+
+
+def _cores(node: Mapping[str, Any], device: DeviceKind) -> int:
+    """Return the cores of a node. For CPU slots Ray's resource counts the slots."""
+    return (os.cpu_count() or 1) if device == "cpu" else int(node["Resources"].get("CPU", 1))
+
+
+def _reserve(options: SessionOptions) -> Any:
+    """Return one placement group with a bundle per device.
+
+    Raises:
+        PlacementError: the cluster has too few devices, or other jobs hold them.
+    """
+    resource = "CPU" if options.device == "cpu" else "GPU"
+    by_node = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    present = sum(by_node)
+    usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present
+    count = usable if options.num_devices is None else options.num_devices
+    if count == 0 or count > present:
+        raise PlacementError(
+            f"{count or 'some'} devices were asked for (Ray resource {resource}), the cluster has {present}. "
+            f"Ask for fewer (num_devices=), or start Ray with more."
+        )
+    group = placement_group([{resource: 1}] * count, strategy="PACK")
+    if not group.wait(timeout_seconds=options.start_timeout):
+        remove_placement_group(group)
+        raise PlacementError(
+            f"Ray did not give {count} x {resource} within {options.start_timeout:g} s: another job holds them. "
+            f"Free now: {ray.available_resources().get(resource, 0):g}. Ask for fewer (num_devices=) or wait for it."
+        )
+    return group

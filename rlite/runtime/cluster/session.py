@@ -1,0 +1,303 @@
+"""`rlite.init()` and `rlite.shutdown()`: a program's one session, with its launcher and its ledger of devices."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import count
+from typing import Any, Literal
+
+import torch
+
+from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
+from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.host import WorkerFactory
+from rlite.runtime.cluster.inprocess import InprocessLauncher
+from rlite.runtime.cluster.launcher import Launcher, SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
+from rlite.runtime.cluster.torchrun import TorchrunLauncher
+from rlite.runtime.parallel.processes import keep_for_ever
+
+LauncherName = Literal["inprocess", "torchrun", "ray"]
+
+
+class Session:
+    """Devices and their owners. Engines place and release themselves here."""
+
+    def __init__(
+        self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        self.launcher = launcher
+        self.device = device
+        self.engine_options = engine_options or {}
+        """defaults of the executors' options, by the name of the executor"""
+        self._ledger = Ledger(launcher.devices)
+        self._groups: dict[str, WorkerGroup] = {}
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        self._lock = threading.Lock()
+        self._closing: dict[str, ExitStack] = {}
+        """acts before an owner's release; all of them run, even if one raises"""
+        self._pid = os.getpid()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices."""
+        return self._ledger.devices
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of the engines that have workers, oldest first."""
+        return tuple(self._groups)
+
+    def new_name(self, kind: str) -> str:
+        """Make a name that no other owner in this session has.
+
+        Returns:
+            "train-0", "train-1", ...
+        """
+        with self._lock:
+            return f"{kind}-{next(self._numbers[kind])}"
+
+    def place(self, request: PlacementRequest) -> tuple[tuple[Device, ...], ...]:
+        """Take devices. If the request is refused, nothing is taken.
+
+        Returns:
+            The devices of each executor.
+        """
+        with self._lock:
+            self._ledger, executors = self._ledger.place(request)
+        return executors
+
+    def start(
+        self, owner: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
+    ) -> WorkerGroup:
+        """Start the owner's workers.
+
+        Args:
+            owner: name of the engine.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: number of neighbouring workers that no collective joins with others; None: all.
+
+        Returns:
+            The group of the workers.
+        """
+        self._groups[owner] = self.launcher.start(owner, devices, factory, replica_size)
+        return self._groups[owner]
+
+    def restart(self, owner: str, replica: int, factory: WorkerFactory) -> None:
+        """Start the workers of a lost replica again, on their devices, or on others if their node has died.
+
+        Args:
+            owner: name of the engine.
+            replica: number of the replica in the owner's group.
+            factory: makes a worker from its context, in its process.
+        """
+        group = self._groups[owner]
+        ranks = group.replica_of(replica * group.replica_size)
+        before = [group.devices[rank] for rank in ranks]
+        self.launcher.start_replica(group, ranks[0], before, factory)
+        after = [group.devices[rank] for rank in ranks]
+        if moved := {old: new for old, new in zip(before, after, strict=True) if old != new}:
+            self._move(moved)
+
+    def _move(self, places: Mapping[Device, Device]) -> None:
+        """Record for all owners that devices have moved. Their workers on the old devices have died with the node."""
+        with self._lock:
+            self._ledger = self._ledger.moved(places)
+            for group in self._groups.values():
+                group.devices = tuple(places.get(device, device) for device in group.devices)
+
+    def grow(self, owner: str, replicas: Sequence[int]) -> None:
+        """Take devices for further replicas of an owner. `restart` starts their workers.
+
+        Args:
+            owner: name of the engine.
+            replicas: numbers of the replicas in the owner's group.
+
+        Raises:
+            PlacementError: the devices are not available. Nothing is taken.
+        """
+        with self._lock:
+            self._ledger, executors = self._ledger.grow(owner, len(replicas))
+        for replica, devices in zip(replicas, executors, strict=True):
+            self._groups[owner].offer(replica, devices)
+
+    def shrink(self, owner: str, replica: int, why: WorkerError) -> None:
+        """Stop the workers of a replica and return its devices.
+
+        Args:
+            owner: name of the engine.
+            replica: number of the replica in the owner's group.
+            why: the error of later calls on the replica.
+        """
+        group = self._groups[owner]
+        ranks = group.replica_of(replica * group.replica_size)
+        group.mark_lost(ranks, why)
+        with self._lock:
+            self._ledger = self._ledger.shrink(owner, [tuple(group.devices[rank] for rank in ranks)])
+
+    def neighbours(self, owner: str) -> list[tuple[WorkerGroup, int]]:
+        """Return the serving workers of other owners on this owner's devices, as (group, rank)."""
+        held = set(self._ledger.placements[owner].devices)
+        return [
+            (group, rank)
+            for name, group in self._groups.items()
+            for rank, device in enumerate(group.devices)
+            if name != owner and device in held and group.is_serving(rank)
+        ]
+
+    def before_release(self, owner: str, act: Callable[[], None]) -> None:
+        """Call `act` once before the owner's workers end, also at shutdown; engines end their threads there.
+
+        The latest registered act runs first.
+        """
+        self._closing.setdefault(owner, ExitStack()).callback(act)
+
+    def release(self, owner: str) -> None:
+        """Stop the owner's workers and return its devices. Safe to call again, and in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.pop(owner, ExitStack()).close()
+        if (group := self._groups.pop(owner, None)) is not None:
+            group.stop()
+        with self._lock:
+            if owner in self._ledger.placements:
+                self._ledger = self._ledger.release(owner)
+
+    def close(self) -> None:
+        """Release every owner, newest first, and end the launcher."""
+        with ExitStack() as stack:  # all of it, even if a part raises
+            stack.callback(self.launcher.shutdown)
+            for owner in self._groups:
+                stack.callback(self.release, owner)
+
+
+_session: Session | None = None
+_at_shutdown = ExitStack()
+"""ends connections that belong to no session"""
+_is_forked = False
+"""true if this process was forked from a process with a session"""
+
+
+def _leave_to_parent() -> None:
+    """Detach a forked child: the session and its end belong to the parent."""
+    global _session, _is_forked
+    _at_shutdown.pop_all()
+    if _session is not None:
+        keep_for_ever(_session)
+        _session, _is_forked = None, True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def init(
+    options: SessionOptions,
+    launcher: LauncherName | None = None,
+    engine_options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Session:
+    """Start the program's session. Programs call `rlite.init`, which documents the arguments.
+
+    Args:
+        options: options for the launcher.
+        launcher: name of the launcher, or None.
+        engine_options: defaults of the executors' options, by the name of the executor.
+
+    Returns:
+        The session.
+
+    Raises:
+        ConfigError: a session exists, the device is missing, or the launcher is not available.
+        RliteError: this is a forked child of a process with a session.
+    """
+    global _session
+    if _is_forked:
+        raise RliteError(f"rlite.init() {FORKED}")
+    if _session is not None:
+        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
+    device, num_devices = options.device, options.num_devices
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices}: expected at least 1")
+    kind = launcher or _default_launcher(device, num_devices)
+    if kind == "inprocess":
+        if num_devices not in (None, 1):
+            raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
+        started: Launcher = InprocessLauncher(options)
+    elif kind == "torchrun":
+        if "RANK" not in os.environ:
+            raise ConfigError("launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`")
+        started = TorchrunLauncher(options)
+    elif kind == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; "
+                "for one device call rlite.init(num_devices=1)"
+            )
+        started = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
+    else:
+        raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
+    _session = Session(started, device, engine_options)
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
+    return _session
+
+
+def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        return "torchrun"
+    if num_devices is None:
+        num_devices = torch.cuda.device_count() if device == "cuda" else default_cpu_slots(os.cpu_count() or 1)
+    return "inprocess" if num_devices == 1 else "ray"
+
+
+def has_session() -> bool:
+    """Return whether this program has a session."""
+    return _session is not None
+
+
+def current_session() -> Session:
+    """Return the session of this program.
+
+    Raises:
+        RliteError: the program has no session.
+    """
+    if _is_forked:
+        raise RliteError(f"rlite {FORKED}")
+    if _session is None:
+        raise RliteError("rlite is not initialised: call rlite.init() first")
+    return _session
+
+
+def has_gpus() -> bool:
+    """Return whether this program has a session, and its devices are GPUs."""
+    return _session is not None and _session.device == "cuda"
+
+
+def default_options(executor: str) -> Mapping[str, Any]:
+    """Return the defaults that the session has for an executor's options; none without a session."""
+    return {} if _session is None else _session.engine_options.get(executor, {})
+
+
+def at_shutdown(act: Callable[[], None]) -> None:
+    """Call `act` once in `rlite.shutdown()`, after the end of the session. The latest registered act runs first."""
+    _at_shutdown.callback(act)
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # before Ray's own end
+
+
+def shutdown() -> None:
+    """End the session, stop every worker and return all devices. Safe to call again."""
+    global _session
+    with _at_shutdown.pop_all():
+        if _session is not None:
+            session, _session = _session, None
+            session.close()

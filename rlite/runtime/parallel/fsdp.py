@@ -1,0 +1,264 @@
+"""Sharding of a meta module with FSDP2, and allocation of this rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rlite.errors import ConfigError
+from rlite.runtime.parallel.mesh import TrainMesh
+from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
+
+
+def shard(
+    module: nn.Module, units: Sequence[nn.Module], mesh: TrainMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
+) -> None:
+    """Apply FSDP2 to each unit and to the module itself. A single rank without mixed precision needs none.
+
+    The module's own inputs are cast to `compute_dtype`. Inputs of units are not: positions and masks stay exact.
+
+    Args:
+        module: the module, on meta.
+        units: submodules that are gathered one at a time, such as the layers.
+        mesh: this rank's place in the mesh.
+        compute_dtype: dtype of parameters in forward and backward passes.
+        param_dtype: dtype in which parameters are stored.
+    """
+    if mesh.is_plain and compute_dtype == param_dtype:
+        return
+    outer = inner = MixedPrecisionPolicy()
+    if compute_dtype != param_dtype:
+        outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        inner = replace(outer, cast_forward_inputs=False)
+    for unit in units:
+        fully_shard(unit, mesh=mesh.data, mp_policy=inner)
+    fully_shard(module, mesh=mesh.data, mp_policy=outer)
+
+
+def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that gather parameters together, and so run every forward pass together; None for one rank."""
+    for group in _parameter_groups(module):
+        return group.mesh_info.shard_process_group
+    return None
+
+
+def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
+    """Reduce gradients over copies of the model only in the batch's last backward pass.
+
+    Over the shards of one copy gradients are reduced in every pass. Otherwise each rank would accumulate whole
+    gradients.
+
+    Args:
+        module: the sharded module.
+        is_last: True before the last backward pass.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(is_last)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: TrainMesh, group: Any) -> float:
+    """Scale gradients down to the global norm `max_norm`, as `nn.utils.clip_grad_norm_` does, with one all-reduce.
+
+    Args:
+        parameters: the parameters; those without a gradient are ignored.
+        max_norm: the largest norm allowed.
+        mesh: this rank's place in the mesh. A gradient that several ranks hold is counted by the first.
+        group: all workers of the engine.
+
+    Returns:
+        The norm before clipping.
+    """
+    gradients = [(p.grad, local_tensor(p.grad)) for p in parameters if p.grad is not None]
+    counted = [
+        local
+        for whole, local in gradients
+        if mesh.tensor_rank == 0 or not (isinstance(whole, DTensor) and whole.placements[-1].is_replicate())
+    ]
+    device = gradients[0][1].device if gradients else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if held := [local for local in counted if local.numel()]:
+        for one in torch._foreach_norm(held, dtype=torch.promote_types(held[0].dtype, torch.float32)):
+            squares += one.double() ** 2
+    dist.all_reduce(squares, group=group)
+    norm = float((squares / mesh.dims.copies).sqrt())
+    if norm > max_norm and gradients:
+        torch._foreach_mul_([local for _, local in gradients], max_norm / (norm + 1e-6))
+    return norm
+
+
+@contextmanager
+def resharded(module: nn.Module) -> Iterator[None]:
+    """Reshard FSDP's gathered parameters at the end of the block.
+
+    A forward pass without a backward pass leaves the outermost parameters gathered. They take memory, and they are not
+    the parameters that the optimizer and the checkpoint know.
+
+    Yields:
+        None.
+    """
+    try:
+        yield
+    finally:
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Reset FSDP after a forward or backward pass that raised. Accumulated gradients are lost.
+
+    Gradients that are not reduced yet live inside FSDP, out of reach of `optimizer.zero_grad()`. Without this reset the
+    next step would include them.
+    """
+    set_gradient_sync(module, is_last=True)
+    for group in _parameter_groups(module):
+        for parameter in group.fsdp_params:
+            with suppress(AttributeError):  # in torch 2.15 it is no more than the unsharded parameter's
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # made by the first forward
+                parameter.unsharded_param.grad = None
+    if isinstance(module, FSDPModule):
+        if hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+        else:
+            _reset_iteration(module)
+    module.zero_grad(set_to_none=True)
+
+
+def _parameter_groups(module: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's parameter groups, one per unit. torch 2.11 has no public name for them."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            group = submodule._get_fsdp_state()._fsdp_param_group
+            if group is not None:  # all parameters are its units'
+                yield group
+
+
+def _reset_iteration(module: FSDPModule) -> None:
+    """Do what `reset_iter_state` does; torch 2.11 does not have it."""
+    root = module._get_fsdp_state()
+    root._device_handle.synchronize()  # what is in flight may end, before its memory goes
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None  # type: ignore[attr-defined]
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        if (group := state._fsdp_param_group) is not None:
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group.reshard()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's block of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the whole parameter on every rank; a collective.
+
+    Axes are gathered one by one: FSDP's shards are innermost.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    placements = list(parameter.placements)
+    whole: Any = parameter.detach()
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    return whole.to_local()
+
+
+def local_shard(parameter: Tensor) -> ParameterShard:
+    """Return the part of a parameter that this rank holds; it shares the parameter's memory."""
+    if not isinstance(parameter, DTensor):
+        return ParameterShard(parameter.data, (0,) * parameter.dim(), tuple(parameter.shape))
+    mesh = parameter.device_mesh
+    offset = _local_offset(parameter.shape, mesh, tuple(mesh.get_coordinate() or ()), parameter.placements)
+    return ParameterShard(local_tensor(parameter.data), offset, tuple(parameter.shape))
+
+
+@lru_cache(maxsize=4096)  # torch takes 25 microseconds for each parameter of each weight sync
+def _local_offset(
+    shape: torch.Size, mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[int, ...]:
+    """Return where the block of the rank at `coordinate` of the mesh begins."""
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
+
+
+def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:
+    """Give every meta parameter uninitialized memory on `device` and move buffers there.
+
+    On CPU the memory is an arena. Tied parameters stay tied. FSDP moves a shard of uneven size into padded memory
+    outside of the arena.
+
+    Args:
+        module: the sharded module, on meta.
+        device: where parameters go.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The arena, on CPU.
+
+    Raises:
+        ConfigError: a buffer is on meta, so its values are unknown.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"buffer {name!r} is on meta, so its values are lost: build the module inside "
+                "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
+            )
+    shapes = [tuple(local_tensor(parameter).shape) for parameter in module.parameters()]
+    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes)) if device.type == "cpu" else None
+
+    def make(parameter: nn.Parameter) -> nn.Parameter:
+        shape = tuple(local_tensor(parameter).shape)
+        local = arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
+        return nn.Parameter(dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
+
+    replace_parameters(module, make)
+    for submodule in module.modules():
+        for name, tensor in submodule._buffers.items():
+            if tensor is not None:
+                submodule._buffers[name] = tensor.to(device)
+    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        module._apply(lambda tensor: tensor)  # FSDP takes notice of its parameters' new memory
+    return arena
+
+
+def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace every parameter by what `make` returns for it; shared parameters stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = make(parameter)
+                submodule._parameters[name] = made[parameter]
+
+
+def dtensor_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor laid out like `tensor`, a DTensor or not, with another local block."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

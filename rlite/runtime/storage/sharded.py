@@ -1,0 +1,356 @@
+"""Sharded training state in torch.distributed.checkpoint's format, which another number of ranks can load.
+
+Saving takes two steps. `snapshot` reads the module. Writing does not, so it may run beside the next training steps,
+over a process group of its own. Beside the shared part each rank writes `rank-N.pt`: its own state, and values that
+are not tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rlite.errors import CheckpointError, why_not_written
+from rlite.runtime.parallel.fsdp import local_tensor
+from rlite.runtime.parallel.host_memory import HostMemory
+from rlite.runtime.storage.atomic import hash_files, publish, seal
+from rlite.runtime.storage.randomness import random_state, set_random_state
+from rlite.runtime.storage.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+"""One thread per process. Writes run in submission order, which is the same on all ranks, so the writes of two engines
+cannot wait for each other."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of one rank at a step boundary."""
+
+    shared: dict[str, Any]
+    """tensors of all ranks: "model", "optimizer", "gradients" """
+    own: dict[str, Any]
+
+
+def snapshot(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    is_copied: bool,
+    memory: HostMemory | None = None,
+    accumulated: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Collect the state of one rank.
+
+    Args:
+        module: the sharded module.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+        is_copied: copy the state to host memory, so that training may go on while it is written.
+        memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
+        accumulated: plain values that belong to the gradients; `load` returns them.
+
+    Returns:
+        The state; without a copy it refers to the live tensors.
+    """
+    stepped = _with_state(module, optimizer)
+    gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+    own: dict[str, Any] = {
+        "random": random_state(),
+        "scheduler": scheduler.state_dict() if scheduler else None,
+        "settings": _settings(optimizer),
+        "stepped": stepped,
+        "gradients": gradients,
+        "accumulated": dict(accumulated or {}),
+    }
+    shared = _shared(module, optimizer if stepped else None, gradients)
+    if is_copied:
+        shared, own = _on_host(shared, memory or HostMemory()), deepcopy(own)
+    return Snapshot(shared, own)
+
+
+def start_writing(
+    state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
+) -> Future[None]:
+    """Start to write this rank's part into `folder`; rank 0 then seals the folder and renames it to `path`.
+
+    Args:
+        state: the rank's snapshot.
+        folder: the staging folder, the same on every rank.
+        path: the final folder.
+        facts: values for the checkpoint's readers.
+        rank: this rank in `group`.
+        group: a process group of all ranks that nothing but writes use.
+
+    Returns:
+        A future. It raises CheckpointError on every rank if one rank could not write; `path` is then unchanged.
+    """
+
+    def write() -> None:
+        with where:
+            try:
+                dcp.save(state.shared, storage_writer=JsonWriter(folder), process_group=group)
+                records = _gather(_write_own(state.own, folder, rank), group)
+                if rank == 0:
+                    seal(folder, facts, known=records)
+                    publish(folder, path)
+            except (CheckpointException, OSError) as error:  # the first is a BaseException, which would end the worker
+                if rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)  # on a full disk it takes room
+                raise CheckpointError(f"{path}: could not be written: {_reason(error)}") from None
+
+    # A new thread starts on the first GPU. There torch would synchronize the wrong stream, and write tensors that are
+    # not copied yet.
+    where = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+    return _writer.submit(write)
+
+
+def _gather(outcome: dict[str, Any] | str, group: dist.ProcessGroup) -> dict[str, Any]:
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    if errors := [f"rank {index}: {each}" for index, each in enumerate(outcomes) if isinstance(each, str)]:
+        raise OSError("; ".join(errors))
+    return {name: record for each in outcomes for name, record in each.items()}
+
+
+def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] | str:
+    """Write the rank's own file.
+
+    Returns:
+        Hashes of all files that this rank wrote, or the reason of a failure as text: peers wait for an answer.
+    """
+    try:
+        file = folder / f"rank-{rank}.pt"
+        with file.open("wb") as stream:
+            torch.save(own, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return hash_files(folder, [file.name, *(part.name for part in folder.glob(f"__{rank}_*"))])
+    except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
+        return why_not_written(error)
+
+
+def load(
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """Read a checkpoint into this layout. Extra ranks keep their own random state.
+
+    Args:
+        folder: the checkpoint.
+        module: the sharded module that takes the weights.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+        rank: this rank in `group`.
+        group: the process group of all ranks that read.
+
+    Returns:
+        `accumulated` of the snapshot; empty for a checkpoint of an earlier version.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, and nothing was changed; or it could not be read.
+    """
+    file = folder / f"rank-{rank}.pt"
+    own = load_values(file if file.exists() else folder / "rank-0.pt")
+    _check_model(folder, module)
+    if own["stepped"] and optimizer is None:
+        raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
+    if optimizer is not None and len(own["settings"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{folder}: saved with another optimizer or other parameter groups: {len(own['settings'])} groups, not "
+            f"{len(optimizer.param_groups)}. Resume with the options of that run, or start over from its weights"
+        )
+
+    def read(state: dict[str, Any]) -> None:
+        try:
+            dcp.load(state, storage_reader=JsonReader(folder), planner=PlainLoadPlanner(), process_group=group)
+        except CheckpointException as error:  # a BaseException, which would end the worker
+            raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
+
+    _take(own, read, module, optimizer, scheduler)
+    if file.exists():
+        set_random_state(own["random"])
+    return own.get("accumulated", {})
+
+
+def pack(state: Snapshot) -> bytes:
+    """Return a rank's snapshot as bytes that `unpack` reads: blocks of tensors and plain values."""
+    buffer = io.BytesIO()
+    shared = tree_map_only(Tensor, lambda value: local_tensor(value.detach()), state.shared)
+    torch.save({"shared": shared, "own": state.own}, buffer)
+    return buffer.getvalue()
+
+
+def unpack(
+    packed: bytes, module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Scheduler | None
+) -> dict[str, Any]:
+    """Continue from a snapshot of the same rank of the same layout.
+
+    Args:
+        packed: result of `pack`.
+        module: the sharded module that takes the weights.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+
+    Returns:
+        `accumulated` of the snapshot.
+    """
+    saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)  # executes nothing
+    own = saved["own"]
+    _take(own, lambda state: _fill(state, saved["shared"]), module, optimizer, scheduler)
+    set_random_state(own["random"])
+    return own["accumulated"]
+
+
+def _fill(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Copy saved blocks into the tensors of a state, and replace its other values."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _fill(value, saved[key])
+        elif isinstance(value, Tensor):
+            local_tensor(value.detach()).copy_(saved[key])
+        else:
+            state[key] = saved[key]
+
+
+def _take(
+    own: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], None],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+) -> None:
+    """Restore a module and its optimizer from a state.
+
+    Args:
+        own: the rank's own part of it.
+        read: fills the tensors that all ranks share.
+        module: the sharded module that takes the weights.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+    """
+    module.zero_grad(set_to_none=True)
+    for name in own["gradients"]:
+        parameter = module.get_parameter(name)
+        parameter.grad = torch.zeros_like(parameter.detach())
+    if optimizer is not None:
+        optimizer.state.clear()  # torch fills an empty one, which is then whole
+    state = _shared(module, optimizer if own["stepped"] else None, own["gradients"])
+    filled = state["optimizer"]["state"] if own["stepped"] else {}
+    if own["stepped"]:
+        state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
+    read(state)
+    set_model_state_dict(module, state["model"])
+    if optimizer is not None:
+        if own["stepped"]:
+            state["optimizer"]["state"] = {**filled, **state["optimizer"]["state"]}  # torch wants all
+            set_optimizer_state_dict(module, optimizer, state["optimizer"])
+        stepped = {id(module.get_parameter(name)) for name in own["stepped"]}
+        for forgotten in [parameter for parameter in optimizer.state if id(parameter) not in stepped]:
+            del optimizer.state[forgotten]
+        for group_now, settings in zip(optimizer.param_groups, own["settings"], strict=True):
+            group_now.update(settings)
+    if scheduler is not None and own["scheduler"] is not None:
+        scheduler.load_state_dict(own["scheduler"])
+
+
+def _reason(error: BaseException) -> str:
+    """Return the causes of a failure by rank, without tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return why_not_written(error)
+    return "; ".join(f"rank {rank}: {why_not_written(failure[0])}" for rank, failure in sorted(error.failures.items()))
+
+
+def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradients: list[str]) -> dict[str, Any]:
+    """Return the tensors that all ranks share.
+
+    If an optimizer has made no step, torch fills its state by a step of zero, which counts as a step. Saving must not
+    trigger that, so callers pass such an optimizer only for loading.
+    """
+    state: dict[str, Any] = {"model": get_model_state_dict(module)}
+    if optimizer is not None:
+        had = {name: parameter.grad for name, parameter in module.named_parameters()}
+        for parameter in module.parameters():
+            parameter.grad = None  # torch refuses to fill an optimizer whose parameters have gradients
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+        for name, gradient in had.items():
+            module.get_parameter(name).grad = gradient
+    if gradients:
+        state["gradients"] = {name: module.get_parameter(name).grad for name in gradients}
+    return state
+
+
+def _with_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Return the names of the parameters for which the optimizer has state."""
+    if optimizer is None:
+        return []
+    remembered = {id(parameter) for parameter, state in optimizer.state.items() if state}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in remembered]
+
+
+def _settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Return the settings (learning rate and so on) of each parameter group."""
+    groups = optimizer.param_groups if optimizer else []
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _check_model(folder: Path, module: nn.Module) -> None:
+    """Compare names and shapes of the checkpoint's tensors with the module's.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    entries = JsonReader(folder).read_metadata().state_dict_metadata
+    saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
+    for name, value in get_model_state_dict(module).items():
+        if name not in saved:
+            raise CheckpointError(f"{folder}: saved from another model: it has no {name}")
+        size = getattr(saved.pop(name), "size", None)
+        if isinstance(value, Tensor) and size != value.shape:
+            found = None if size is None else tuple(size)
+            raise CheckpointError(f"{folder}: saved from another model: {name} is {found}, not {tuple(value.shape)}")
+    if saved:
+        raise CheckpointError(f"{folder}: saved from another model: this one has no {next(iter(saved))}")
+
+
+def _on_host(state: dict[str, Any], memory: HostMemory) -> dict[str, Any]:
+    """Return a copy in host memory. A tensor that occurs twice (tied parameters) is copied once.
+
+    DTensors are built by their constructor, because `from_local` would move the block to the mesh's device.
+    """
+    tensors = {id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}
+    blocks = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
+    copies = {
+        key: DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+        for (key, value), copy in zip(tensors.items(), memory.copies([b.detach() for b in blocks]), strict=True)
+    }
+    if any(block.is_cuda for block in blocks):
+        torch.cuda.synchronize()
+    return tree_map_only(Tensor, lambda value: copies[id(value)], state)

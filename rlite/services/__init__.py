@@ -1,0 +1,1 @@
+"""What watches, keeps, shows or restarts a step: records, consoles, checkpoints, recovery."""

@@ -1,0 +1,466 @@
+"""The console: a start-up panel, one line of metrics per step, progress while a step waits, and alarms.
+
+On a terminal it is drawn with rich: columns with a header, a bar with the time left, panels with coloured frames. In a
+pipe or a file it is plain text without control characters, and each step is one line of `key value` pairs.
+
+The console's choice of metrics, and the text of their names and values.
+
+Improvement of a run: first, last and best values of its metrics, in words.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from rlite.errors import did_you_mean
+from rlite.services.console.sinks.jsonl import read_metrics
+
+Choice = Literal["auto", "all"] | Sequence[str]
+"""auto: the trainer's own choice; all metrics; or a list of names"""
+
+LABELS = {
+    "tokens_per_second": "tokens/s",
+    "response_length": "length",
+    "num_tokens": "tokens",
+    "grad_norm": "grad",
+    "logprob_drift": "drift",
+    "test_accuracy": "test_acc",
+    "seconds": "seconds",
+    "turns": "turns/ep",
+}
+"""short titles of columns"""
+LAG = "lag_steps"
+"""metric of an evaluation: steps since the evaluated weights"""
+WIDTH = 8
+"""characters of the narrowest column"""
+GAP = 2
+
+
+def find(key: str, metrics: Collection[str], evaluated: Collection[str] = ()) -> str | None:
+    """Return the metric that a name means: itself, or else the first metric that it is the last part of.
+
+    Args:
+        key: such as "loss".
+        metrics: names of metrics, such as "actor/loss".
+        evaluated: metrics of evaluations, of which only the whole name counts
+    """
+    if key in metrics:
+        return key
+    return next((name for name in metrics if name.endswith(f"/{key}") and name not in evaluated), None)
+
+
+class Columns:
+    """Columns of a table that grows by one row for each step. A column begins with the first row that has its metric.
+
+    Args:
+        choice: metrics to show.
+        auto: metrics that "auto" stands for, the most important first.
+        evaluated: metrics of evaluations, which only some steps have.
+    """
+
+    def __init__(self, choice: Choice, auto: Sequence[str], evaluated: Collection[str] = ()) -> None:
+        self._wanted = None if choice == "all" else tuple(auto if isinstance(choice, str) else choice)
+        self.may_drop = choice == "auto"
+        """true if a line without room leaves the last metrics out"""
+        self._evaluated = frozenset(evaluated)
+        self._seen: dict[str, None] = {}
+
+    def chosen(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the values to show of a step, by the name that was asked for."""
+        wanted = tuple(metrics) if self._wanted is None else self._wanted
+        names = {key: find(key, metrics, self._evaluated) for key in wanted}
+        return {key: metrics[name] for key, name in names.items() if name is not None}
+
+    def unknown(self, metrics: Collection[str], later: Collection[str]) -> dict[str, str]:
+        """Return a hint for each name that was asked for and is no metric.
+
+        Args:
+            metrics: metrics of a step.
+            later: further metrics, which other steps have.
+        """
+        names = () if self.may_drop else self._wanted or ()
+        known = {*metrics, *later, *self._evaluated}
+        return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
+
+    def fit(self, metrics: Mapping[str, float], width: int) -> list[str] | None:
+        """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.
+
+        Args:
+            metrics: metrics of the step.
+            width: characters of the line that columns may take.
+        """
+        self._seen |= dict.fromkeys(self.chosen(metrics))
+        columns = [key for key in self._wanted or self._seen if key in self._seen]
+        ends = [sum(GAP + _width(key) for key in columns[: index + 1]) for index in range(len(columns))]
+        fitting = [key for key, end in zip(columns, ends, strict=True) if end <= width]
+        return fitting if self.may_drop or len(fitting) == len(columns) else None
+
+
+def header(columns: Sequence[str]) -> str:
+    """Return the titles of columns, each at the right end of its column."""
+    return "".join(f"{'':{GAP}}{_label(key):>{_width(key)}}" for key in columns)
+
+
+def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
+    """Return the values of a step below their titles, "-" for a metric that the step does not have."""
+    cells = [number(key, values[key]) if key in values else "-" for key in columns]
+    return "".join(f"{'':{GAP}}{cell:>{_width(key)}}" for key, cell in zip(columns, cells, strict=True))
+
+
+def number(key: str, value: float) -> str:
+    """Return a metric's value as text: three digits of seconds, whole tokens per second, four digits of the rest.
+
+    Args:
+        key: name of the metric.
+        value: its value.
+    """
+    size = abs(value)
+    if not math.isfinite(value):
+        return str(value)
+    if key.endswith("per_second") or size >= 1000:
+        return f"{value:,.0f}"
+    if key.rpartition("/")[2].startswith("seconds"):
+        return f"{value:.{max(0, min(3, 2 - math.floor(math.log10(size))))}f}" if size else "0"
+    if size and size < 0.001:
+        return f"{value:.1e}"
+    return f"{value:.{4 if size < 10 else 2 if size < 100 else 1}f}" if size else "0"
+
+
+def plain_number(value: float) -> str:
+    """Return a value for a pipe: four digits, and whole numbers from 10,000 on, without separators."""
+    is_large = math.isfinite(value) and abs(value) >= 10_000
+    return f"{value:.0f}" if is_large else f"{float(value):.4g}"
+
+
+def _label(key: str) -> str:
+    return LABELS.get(key, key)
+
+
+def _width(key: str) -> int:
+    return max(WIDTH, len(_label(key)))
+
+
+DEFAULT_METRICS = ("loss", "reward", "score", "accuracy", "kl", "entropy", "clip_fraction", "grad_norm", "lr")
+LOST, FINISHED = "rollout/num_lost", "rollout/num_groups"
+"""metrics that count a step's lost and finished groups"""
+_RECENT = 20
+"""steps over which the pace is measured"""
+_HEADER_EVERY = 20
+"""steps after which the header is repeated"""
+_POLL_S = 1.0
+"""seconds between two looks at the progress"""
+_QUIET_S = 30.0
+"""seconds without a line after which a pipe gets a line of progress"""
+_PLAIN_WIDTH = 9
+"""characters of a value in a pipe, so that the values of consecutive lines are aligned"""
+_PLAIN_COLUMNS = 165
+"""characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
+
+
+class ConsoleReporter:
+    """A metric sink for readers. Its methods may be called in any thread.
+
+    `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a
+    longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
+    `evaluated` are metrics of evaluations: the first step need not have them, and only their whole names match.
+    `total_steps` gives the bar its end, `done_steps` where a resumed run starts.
+    In a pipe, a line of progress follows after `quiet_s` seconds without a line.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        metrics: Sequence[str] = DEFAULT_METRICS,
+        choice: Choice = "auto",
+        evaluated: Sequence[str] = (),
+        done_steps: int = 0,
+        file: TextIO | None = None,
+        quiet_s: float = _QUIET_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file = file or sys.stdout
+        self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
+        self._columns = Columns(choice, metrics, evaluated)
+        self._later: Sequence[str] | None = metrics
+        self._total = total_steps
+        self._quiet_s = quiet_s
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
+        self._progress: Progress | None = None
+        self._shown: list[str] | None = None
+        self._num_rows = 0
+        """rows below the last header"""
+        self._printed_at = clock()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._follower: threading.Thread | None = None
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def report(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]], style: str = "") -> None:
+        """Print a titled table of names and values.
+
+        Args:
+            title: first line, or text in the frame.
+            rows: names and values.
+            style: colour of the frame on a terminal.
+        """
+        pairs = list(rows.items() if isinstance(rows, Mapping) else rows)
+        if not self._console.is_terminal:
+            width = max((len(str(name)) for name, _ in pairs), default=0)
+            self._print(title, *(f"  {name!s:<{width}}  {value}" for name, value in pairs))
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold cyan", no_wrap=True)
+        table.add_column()
+        for name, value in pairs:
+            table.add_row(str(name), str(value))
+        heading = Text(title, f"bold {style}".strip())
+        is_long = len(title) > self._console.width - 6  # a frame would cut its title
+        framed = Panel(
+            table,
+            title=None if is_long else heading,
+            title_align="left",
+            box=box.ROUNDED,
+            expand=False,
+            border_style=style or "none",
+        )
+        with self._lock:
+            self._console.print(*([heading] if is_long else []), framed, sep="\n")
+            self._num_rows = 0
+
+    def alarm(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
+        """Print a table in a red frame: something is wrong with the run."""
+        self.report(title, rows, style="red")
+
+    def warn(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
+        """Print a table in a yellow frame: something was lost, and the run goes on."""
+        self.report(title, rows, style="yellow")
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the chosen metrics of a step and move the bar."""
+        with self._lock:
+            self._seen.append((self._clock(), step))
+            self._look_for_unknown(step, metrics)
+            if not self._console.is_terminal:
+                self._print(self._plain_line(step, metrics))
+                return
+            bar = self._bar()
+            for text in self._lines(step, metrics):
+                bar.console.print(text, soft_wrap=True)
+            bar.update(bar.task_ids[0], completed=step, pace=self._pace(), description="training")
+
+    def _look_for_unknown(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report names that are no metrics, at the first step."""
+        if step and self._later is not None:
+            if unknown := self._columns.unknown(metrics, self._later):
+                self.warn("trainer.console: no such metric", unknown)
+            self._later = None
+
+    def note(self, text: str) -> None:
+        """Show how far the work under way is: beside the bar, or in a pipe as a line after `quiet_s` without one.
+
+        Args:
+            text: such as "rollout: 12 of 64 episodes, 3,456 tokens".
+        """
+        with self._lock:
+            if self._closed.is_set():
+                return
+            if self._console.is_terminal:
+                bar = self._bar()
+                bar.update(bar.task_ids[0], description=text)
+            elif self._clock() - self._printed_at >= self._quiet_s:
+                self._print(text)
+
+    def follow(self, poll: Callable[[], str]) -> None:
+        """Call `note` every second with the progress that `poll` returns, until `close`.
+
+        Args:
+            poll: called in a thread of the console; returns at once, "" if nothing is under way.
+        """
+
+        def look() -> None:
+            while not self._closed.wait(_POLL_S):
+                if text := poll():
+                    self.note(text)
+
+        self._follower = threading.Thread(target=look, name="rlite-console", daemon=True)
+        self._follower.start()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._closed.set()
+        if self._follower is not None:
+            self._follower.join()
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    # -- texts ---------------------------------------------------------------------------------------------------
+
+    def _lines(self, step: int, metrics: Mapping[str, float]) -> list[Text]:
+        """Return the lines of a step for a terminal, with a header where it is due."""
+        values, title = self._columns.chosen(metrics), self._step(step)
+        below = [(_lost(metrics), "yellow"), (_lagging(step, metrics), "dim")]
+        notes = [Text(f"{'':{len(title)}}  {text}", style) for text, style in below if text]
+        columns = self._columns.fit(metrics, self._console.width - len(title))
+        if columns is None:
+            pairs = [f"{key} {number(key, value)}" for key, value in values.items()]
+            return [Text(f"step {title.strip()}", "bold"), *map(Text, _grid(pairs, self._console.width)), *notes]
+        lines = [Text.assemble((title, "dim"), row(columns, values)), *notes]
+        if columns != self._shown or self._num_rows % _HEADER_EVERY == 0:
+            lines.insert(0, Text(f"{'step':>{len(title)}}{header(columns)}", "bold"))
+            self._shown, self._num_rows = columns, 0
+        self._num_rows += 1
+        return lines
+
+    def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
+        values, title = self._columns.chosen(metrics), self._step(step)
+        numbers = {key: plain_number(value) for key, value in values.items()}
+        columns = self._columns.fit(metrics, sys.maxsize) or ()
+        while self._columns.may_drop and sum(len(key) + 3 + _PLAIN_WIDTH for key in columns) > _PLAIN_COLUMNS:
+            columns = columns[:-1]
+        pairs = [
+            f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
+        ]
+        parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), _lagging(step, metrics), self._pace()]
+        return "  ".join(part for part in parts if part).rstrip()
+
+    def _step(self, step: int) -> str:
+        of_total = f"/{self._total}" if self._total else ""
+        return f"{step}{of_total}".rjust(max(5, 2 * len(str(self._total or 0)) + 1))
+
+    def _pace(self) -> str:
+        (first, first_step), (last, last_step) = self._seen[0], self._seen[-1]
+        if last_step <= first_step:
+            return ""
+        seconds = (last - first) / (last_step - first_step)
+        pace = f"{seconds:.3g} s/step"
+        if not self._total:
+            return pace
+        return f"{pace}  {timedelta(seconds=round(seconds * max(0, self._total - last_step)))} left"
+
+    def _bar(self) -> Progress:
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description}", style="bold", markup=False),
+                BarColumn(bar_width=10 if self._console.width < 100 else 24),
+                *([MofNCompleteColumn()] if self._total else []),
+                TimeElapsedColumn(),
+                TextColumn("[dim]{task.fields[pace]}"),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._progress.add_task("training", total=self._total, completed=self._seen[-1][1], pace="")
+            self._progress.start()
+        return self._progress
+
+    def _print(self, *lines: str) -> None:
+        with self._lock:
+            for line in lines:
+                self._file.write(f"{line}\n")
+            self._file.flush()
+            self._printed_at = self._clock()
+
+
+def _lost(metrics: Mapping[str, float]) -> str:
+    """Return in words how many groups of a step were lost; "" if none was."""
+    lost = metrics.get(LOST, 0)
+    return f"{lost:g} of {lost + metrics.get(FINISHED, 0):g} groups lost" if lost else ""
+
+
+def _lagging(step: int, metrics: Mapping[str, float]) -> str:
+    """Return the step of the evaluated weights in words, if it is an earlier step; else ""."""
+    sets = {name.rpartition("/"): lag for name, lag in metrics.items()}
+    lags = {name: lag for (name, _, metric), lag in sets.items() if metric == LAG and lag}
+    return ", ".join(f"{f'evaluation {name}'.strip()} of step {step - lag:g}" for name, lag in lags.items())
+
+
+def _grid(cells: Sequence[str], width: int) -> list[str]:
+    """Return cells in as many columns as fit into a width, row by row."""
+    wide = max(map(len, cells), default=0) + 2
+    per_row = max(1, width // wide)
+    rows = [cells[start : start + per_row] for start in range(0, len(cells), per_row)]
+    return ["  " + "".join(cell.ljust(wide) for cell in cells).rstrip() for cells in rows]
+
+
+TENTH = 10
+Names = Sequence[str]
+
+
+class History:
+    """The values of some metrics over the steps of a run.
+
+    Args:
+        evaluated: metrics of evaluations, of which the first, the last and the best value count.
+        trained: metrics of every step, of which the means over the first and the last tenth of the steps count.
+        lowest: metrics of evaluations whose lowest value is the best.
+        chosen: metric whose best value another line tells, which knows the evaluations that count for it.
+    """
+
+    def __init__(
+        self, evaluated: Names, trained: Names, lowest: Collection[str] = (), chosen: str | None = None
+    ) -> None:
+        self._evaluated, self._trained, self._lowest, self._chosen = evaluated, trained, lowest, chosen
+        self._values: dict[str, dict[int, float]] = {name: {} for name in (*evaluated, *trained)}
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step. A value of an evaluation is of the step of the evaluated weights."""
+        for key, values in self._values.items():
+            if (name := find(key, metrics, self._evaluated)) is not None:
+                lag = metrics.get(f"{name.rpartition('/')[0]}/{LAG}".lstrip("/"), 0) if key in self._evaluated else 0
+                if math.isfinite(value := float(metrics[name])) and math.isfinite(lag):
+                    values[step - int(lag)] = value
+
+    def read(self, path: Path) -> None:
+        """Take the metrics of earlier steps from a file of JSON lines, if there is one that can be read."""
+        with suppress(OSError):
+            for row in read_metrics(path):
+                self.add(int(row["step"]), row)
+
+    def rows(self) -> dict[str, str]:
+        """Return the change of each metric that has at least two values, in words. Equal texts appear once."""
+        evaluated = {key: self._of_evaluations(key) for key in self._evaluated}
+        trained = {key: _of_steps(key, self._values[key]) for key in self._trained}
+        first_with = {text: key for key, text in reversed({**evaluated, **trained}.items()) if text}
+        return {key: text for text, key in reversed(first_with.items())}
+
+    def _of_evaluations(self, key: str) -> str:
+        values = self._values[key]
+        if len(values) < 2:
+            return ""
+        (first, before), (last, after) = min(values.items()), max(values.items())
+        best = (min if key in self._lowest else max)(values, key=values.__getitem__)
+        text = f"{number(key, before)} at step {first} -> {number(key, after)} at step {last}"
+        is_told = values[best] == after or key == self._chosen
+        return text if is_told else f"{text}, best {number(key, values[best])} at step {best}"
+
+
+def _of_steps(key: str, values: Mapping[int, float]) -> str:
+    ordered = [values[step] for step in sorted(values)]
+    if len(ordered) < 2:
+        return ""
+    count = max(1, len(ordered) // TENTH)
+    means = fmean(ordered[:count]), fmean(ordered[-count:])
+    steps = "step" if count == 1 else f"{count} steps"
+    return f"{number(key, means[0])} -> {number(key, means[1])}, means of the first and of the last {steps}"

@@ -1,0 +1,392 @@
+"""The files of a record, which appear whole or not at all.
+
+FOLDER/record/train-00000012.rows.parquet          what step 12 decided
+FOLDER/record/train-00000012.tokens.parquet        tokens of some of its rollouts
+FOLDER/record/eval.NAME-00000012.rows.parquet      the evaluation of set NAME after step 12
+FOLDER/record/train-00000001_00000100.rows.parquet steps 1 to 100, compacted
+
+The steps follow the last hyphen, so a NAME may end in a hyphen and digits.
+
+Gaps of a record: steps that are missing because they could not be written.
+
+FOLDER/record/gaps.jsonl   {"first": 12, "last": 40, "reason": "the disk is full"}
+
+Changes to the files of a record: full hundreds of steps are merged, and later steps and old texts are removed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlite import files
+from rlite.errors import DataError, writing
+from rlite.services.record.schema import ROWS
+from rlite.wording import warn_once
+
+FOLDER = "record"
+TRAIN = "train"
+DAMAGED = ".damaged"
+"""suffix of a file that a resumed run can neither read nor cut"""
+TOKEN_ROWS = 8
+"""sequences that are read together, to show one"""
+ROW_BYTES = 16 << 20
+"""rollouts that are read together, to show one: about a millisecond more for each such part when all are read"""
+Kind = Literal["rows", "tokens"]
+_NAME = re.compile(r"(train|eval\.[\w.-]+)-([0-9]{8,})(?:_([0-9]{8,}))?\.(rows|tokens)\.parquet")
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """One file of a record."""
+
+    path: Path
+    source: str
+    """`train`, or `eval.NAME`"""
+    first: int
+    last: int
+    """first and last step"""
+    kind: str
+    """rows or tokens"""
+
+    def covers(self, other: RecordFile) -> bool:
+        """Return whether this file holds what another file holds, and further steps."""
+        is_alike = (self.source, self.kind) == (other.source, other.kind)
+        return is_alike and self != other and self.first <= other.first and other.last <= self.last
+
+
+def all_files(folder: Path) -> list[RecordFile]:
+    """Return the files of the record in a run's folder, by name, also those that a compacted file covers.
+
+    Pipes, sockets and links to nothing are no files of the record.
+    """
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.parquet")):
+        if (match := _NAME.fullmatch(path.name)) and os.path.isfile(path):
+            source, first, last, kind = match.groups()
+            found.append(RecordFile(path, source, int(first), int(last or first), kind))
+    return found
+
+
+def record_files(folder: Path) -> Iterator[RecordFile]:
+    """Yield the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
+    found = all_files(folder)
+    compacted = [file for file in found if file.first < file.last]
+    yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
+
+
+def damaged_files(folder: Path) -> list[Path]:
+    """Return the damaged files that a resumed run has set aside, by name."""
+    return sorted((folder / FOLDER).glob(f"*{DAMAGED}"))
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of all files of the record in a run's folder, whatever they are."""
+    return sum(size_of(path) for path in (folder / FOLDER).glob("*"))
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 if there is none."""
+    return (files.stamp(path) or (0, 0))[1]
+
+
+def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path:
+    """Return the path of the file of some steps.
+
+    Args:
+        folder: the run's folder.
+        source: `train`, or `eval.NAME`.
+        kind: rows or tokens.
+        first: first step.
+        last: last step.
+    """
+    steps = f"{first:08d}" if first == last else f"{first:08d}_{last:08d}"
+    return folder / FOLDER / f"{source}-{steps}.{kind}.parquet"
+
+
+def write_table(folder: Path, source: str, step: int, kind: Kind, table: pa.Table) -> Path:
+    """Write one table of a step; an older table of the same step is replaced.
+
+    Args:
+        folder: the run's folder.
+        source: `train`, or `eval.NAME`.
+        step: step of the run.
+        kind: which table.
+        table: table of the schema `ROWS` or `TOKENS`.
+
+    Returns:
+        The file.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    path = path_of(folder, source, kind, step, step)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = io.BytesIO()
+        size = TOKEN_ROWS if kind == "tokens" else max(ROW_BYTES * len(table) // max(table.nbytes, 1), 1)
+        pq.write_table(table, stream, compression="zstd", row_group_size=size)
+        files.replace(path, stream.getvalue())
+    return path
+
+
+GAPS = "gaps.jsonl"
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Steps that may be missing in a record, all of them or in part."""
+
+    first: int
+    last: int | None
+    """last step; None if the run has not been resumed since"""
+    reason: str
+
+    def __str__(self) -> str:
+        last = "the end" if self.last is None else self.last
+        return f"steps {self.first} to {last} are missing or incomplete: {self.reason}"
+
+
+def read_gaps(folder: Path) -> list[Gap]:
+    """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
+    try:
+        with files.reading(folder / FOLDER / GAPS) as file:
+            lines = file.read(MAX_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [gap for line in lines if (gap := _gap(line)) is not None]
+
+
+def write_gaps(folder: Path, gaps: Sequence[Gap]) -> None:
+    """Replace the gaps of the record in a run's folder.
+
+    Raises:
+        StorageError: the file cannot be written or deleted.
+    """
+    path = folder / FOLDER / GAPS
+    with writing(path):
+        if gaps:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(path, "".join(f"{json.dumps(asdict(gap))}\n" for gap in gaps).encode())
+        else:
+            path.unlink(missing_ok=True)
+
+
+def resume_gaps(folder: Path, step: int) -> None:
+    """End the gaps at the step from which a run is resumed. Later steps are recorded anew.
+
+    Raises:
+        StorageError: the file cannot be written or deleted.
+    """
+    if gaps := read_gaps(folder):
+        kept = [gap for gap in gaps if gap.first <= step]
+        write_gaps(folder, [replace(gap, last=step if gap.last is None else min(gap.last, step)) for gap in kept])
+
+
+def _gap(line: str) -> Gap | None:
+    try:
+        found = json.loads(line)
+        last = found["last"]
+        return Gap(int(found["first"]), None if last is None else int(last), str(found["reason"]))
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+        return None
+
+
+logger = logging.getLogger(__name__)
+HUNDRED = 100
+"""steps that a compacted file holds"""
+PART_BYTES = 4 << 20
+"""rows that are read together of a file of many steps, to show one: a footer lists the parts, and is read first"""
+TEXTS = ("segments", "data")
+"""columns of rows that are null if the text of a rollout is not recorded"""
+
+
+def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda num_bytes: True) -> None:
+    """Merge the files of each full hundred of steps, from step 1 on, into one file for each source and kind.
+
+    Args:
+        folder: the run's folder.
+        before: step after the last step that may be merged. It may still be recorded: the evaluation after a step
+            comes later than the step's own rows.
+        has_room: whether the disk may take so many more bytes. While files are merged they are there twice; files for
+            which there is no room stay as they are.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+
+    def hundred_of(file: RecordFile) -> tuple[str, str, int]:
+        return file.source, file.kind, (file.first - 1) // HUNDRED
+
+    due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED < before]
+    for (source, kind, number), parts in groupby(sorted(due, key=hundred_of), key=hundred_of):
+        own = sorted(parts, key=lambda file: file.first)
+        if len(own) > 1 and has_room(sum(size_of(file.path) for file in own)):
+            target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)
+            if _rewrite([file.path for file in own], target):
+                delete(file.path for file in own)
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Remove the rows of later steps, and what a killed run has left behind.
+
+    Args:
+        folder: the run's folder.
+        step: last step that stays; -1 removes all steps.
+
+    Raises:
+        StorageError: a file cannot be written or deleted.
+    """
+    delete((folder / FOLDER).glob(".*.partial"))
+    resume_gaps(folder, step)
+    whole = {file.path for file in record_files(folder)}
+    for file in all_files(folder):
+        if file.path not in whole or file.first > step:
+            delete([file.path])
+        elif file.last > step:
+            target = path_of(folder, file.source, file.kind, file.first, step)
+            if _rewrite([file.path], target, lambda table: table.filter(pc.field("step") <= step)):
+                delete([file.path])
+            else:  # its name would hide the files of the steps that are made again
+                file.path.rename(file.path.with_suffix(DAMAGED))
+
+
+def strip(file: RecordFile) -> bool:
+    """Remove the texts and tokens of a file.
+
+    Args:
+        file: a file of tokens is deleted, and a file of rows loses its texts.
+
+    Returns:
+        False if the file has no texts, or cannot be read.
+
+    Raises:
+        StorageError: a file cannot be written or deleted.
+    """
+    if file.kind == "tokens":
+        return delete([file.path])
+    if not _has_texts(file.path):
+        return False
+    return _rewrite([file.path], file.path, _without_texts)
+
+
+def delete(paths: Iterable[Path]) -> bool:
+    """Delete files.
+
+    Returns:
+        True.
+
+    Raises:
+        StorageError: a file cannot be deleted.
+    """
+    for path in paths:
+        with writing(path):
+            path.unlink(missing_ok=True)
+    return True
+
+
+def _has_texts(path: Path) -> bool:
+    """Return whether a file has a text, which is read no further than to the first row group with one."""
+    try:
+        with pq.ParquetFile(path) as file:
+            parts = (file.read_row_group(number, columns=list(TEXTS)) for number in range(file.num_row_groups))
+            return any(column.null_count < len(column) for part in parts for column in part.columns)
+    except (pa.ArrowException, OSError, ValueError):
+        return False
+
+
+def _without_texts(table: pa.Table) -> pa.Table:
+    for place, name in enumerate(table.column_names):
+        if name in TEXTS:
+            field = ROWS.field(name)
+            table = table.set_column(place, field, pa.nulls(len(table), field.type))
+    return table
+
+
+def _rewrite(
+    sources: Sequence[Path], target: Path, change: Callable[[pa.Table], pa.Table] = lambda table: table
+) -> bool:
+    """Write the changed rows of files into one file. Neighbouring row groups are joined up to `PART_BYTES`.
+
+    Returns:
+        False if a source cannot be read. The sources stay as they are, and one warning names the unreadable source.
+
+    Raises:
+        StorageError: the target cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    with writing(target):
+        try:
+            _copy(sources, partial, change)
+            files.sync(partial)
+            os.replace(partial, target)
+        except DataError as error:
+            warn_once(logger, str(error))  # every later compaction finds the same damage
+            return False
+        finally:
+            partial.unlink(missing_ok=True)
+        files.sync(target.parent)
+    return True
+
+
+def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    schemas: list[pa.Schema] = []
+    for source in sources:
+        with _reading(source):
+            schemas.append(pq.read_schema(source))
+    schema = pa.unify_schemas(schemas)  # older files lack columns
+    changed = (table for source in sources for table in _changed(source, schema, change) if len(table))
+    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        for table in _joined(changed):
+            writer.write_table(table)
+
+
+def _changed(source: Path, schema: pa.Schema, change: Callable[[pa.Table], pa.Table]) -> Iterator[pa.Table]:
+    with _reading(source), pq.ParquetFile(source) as file:
+        for number in range(file.num_row_groups):
+            table = change(file.read_row_group(number))
+            yield pa.concat_tables([schema.empty_table(), table], promote_options="default").cast(schema)
+
+
+def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield tables of at most `PART_BYTES` from smaller ones; a larger one stays as it is."""
+    held: list[pa.Table] = []
+    size = 0
+    for table in tables:
+        if held and size + table.nbytes > PART_BYTES:
+            yield pa.concat_tables(held)
+            held, size = [], 0
+        held.append(table)
+        size += table.nbytes
+    if held:
+        yield pa.concat_tables(held)
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """Convert the errors that pyarrow raises for a damaged file.
+
+    Yields:
+        None.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{source} cannot be read and is left as it is: {error}") from error

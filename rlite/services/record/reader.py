@@ -1,0 +1,379 @@
+"""Tolerant reading of a record: readable files are shown, and unreadable files are named with the reason.
+
+A record may grow, be compacted, or be cut off by a crash while it is read. Files are immutable, so each is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow.dataset import ParquetFileFormat, ParquetFileFragment
+from pyarrow.fs import LocalFileSystem
+
+from rlite import files
+from rlite.errors import DataError
+from rlite.services.record.files import FOLDER, Kind, RecordFile, record_files
+from rlite.services.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
+
+LONG = ("segments", "events", "data")
+"""columns that are read for single rollouts only"""
+SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
+SEGMENTS = pa.schema([ROWS.field(name) for name in ("step", "group", "sample", "segments")])
+Place = tuple[int, int]
+"""group and sample of a rollout in its step"""
+Stamp = tuple[int, int]
+"""time of change and size of a file"""
+PartReader = Callable[[Path, pa.Schema, pc.Expression | None, bool, int], tuple[pa.Table, int | None]]
+"""signature of `read_file_part`"""
+PART = 16 << 20
+"""bytes after which a part of a file ends, with its last row group"""
+MAX_PART = 128 << 20
+"""bytes of a part; the row groups that this library writes have about 16 MiB"""
+TOO_LARGE = f"cannot be read: a part of it takes more than {MAX_PART >> 20} MiB"
+MAX_KEPT = 512 << 20
+"""bytes of the rows without texts that are kept: those of a million rollouts take a third"""
+BATCH_ROWS = 1024
+MAX_FOOTERS = 16
+"""files whose footers are kept: each takes about 5 kB for each row group"""
+
+
+class RecordReader:
+    """Reader of the record in one run's folder. One thread at a time may use it.
+
+    Args:
+        folder: the run's folder.
+        read_part: reads a part of a file; default: in this process.
+    """
+
+    def __init__(self, folder: Path, read_part: PartReader | None = None) -> None:
+        self.folder = folder
+        self._read_part = read_part or read_file_part
+        self.problems: dict[str, str] = {}
+        """file name -> why the file, or a part of it, is not shown"""
+        self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
+        self._kept: dict[Path, pa.Table | None] = {}
+        """rows of files without their texts; None for rows that cannot be kept, and for files of tokens"""
+        self._tables: dict[str, pa.Table] = {}
+        self._has_news = False
+
+    def refresh(self) -> bool:
+        """Look for new, replaced and deleted files.
+
+        Returns:
+            True if there are any since the last call.
+        """
+        self._look()
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def _look(self) -> None:
+        found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        self.problems = {name: text for name, text in self.problems.items() if text != files.LEADS_OUT}
+        for file in record_files(self.folder):
+            if not files.is_inside(file.path, self.folder):
+                self.problems[file.path.name] = files.LEADS_OUT
+            elif stamp := files.stamp(file.path):
+                found[file.path] = (file, stamp)
+        changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
+        for path in changed:
+            self._kept.pop(path, None)
+            self.problems.pop(path.name, None)
+        self._files = found
+        if changed:
+            self._tables.clear()
+            self._has_news = True
+
+    def check_tokens(self) -> None:
+        """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
+        for path, (file, _) in self._files.items():
+            if file.kind == "tokens" and path not in self._kept:
+                self._kept[path] = None
+                list(self._read(file, TOKENS, pc.scalar(False)))
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources that have rows: `train` first, then the sets of evaluations."""
+        return sorted({file.source for file, _ in self._files.values()}, key=lambda source: (source != "train", source))
+
+    def table(self, source: str) -> pa.Table:
+        """Return all rows of a source without texts and events, in the order of step, group and sample."""
+        if source not in self._tables:
+            files, own = self._files, self._holders(source, "rows")
+            for file in own:
+                if file.path not in self._kept:
+                    self._keep(file)
+            if self._files is not files:  # some were merged meanwhile
+                return self.table(source)
+            parts = [part for file in own if (part := self._kept[file.path]) is not None]
+            joined = pa.concat_tables([SCALARS.empty_table(), *parts])
+            self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
+        return self._tables[source]
+
+    def segments(
+        self, source: str, steps: Sequence[int] | None = None, newest_first: bool = False
+    ) -> Iterator[pa.Table]:
+        """Yield tables of step, group, sample and segments, one for each row group that may have the steps.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            steps: steps to read; None for all.
+            newest_first: True for the order from the last step to the first.
+        """
+        yield from self._chosen(source, "rows", SEGMENTS, steps, newest_first=newest_first)
+
+    def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
+        """Return rollouts of a step with all their columns.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            step: the step.
+            place: group and sample of the rollout to return; None for all.
+        """
+        return _rows(self._chosen(source, "rows", ROWS, [step], place))
+
+    def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
+        """Return the recorded sequences of a step, in the order of their numbers.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            step: the step.
+            place: group and sample of the rollout whose sequences to return; None for all.
+        """
+        found = self._chosen(source, "tokens", TOKENS, [step], place)
+        return sorted(_rows(found), key=lambda sequence: sequence["sequence"])
+
+    def token_table(self, source: str, steps: Sequence[int] | None = None) -> pa.Table:
+        """Return all recorded sequences of some steps; None for all steps."""
+        return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, "tokens", TOKENS, steps)])
+
+    def _chosen(
+        self,
+        source: str,
+        kind: Kind,
+        schema: pa.Schema,
+        steps: Sequence[int] | None,
+        place: Place | None = None,
+        newest_first: bool = False,
+    ) -> Iterator[pa.Table]:
+        """Yield tables of the rows of some steps, or of one rollout in them."""
+        chosen = None if steps is None else pc.field("step").isin(list(steps))
+        if place is not None:
+            chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
+        own = self._holders(source, kind, steps)
+        for file in reversed(own) if newest_first else own:
+            yield from self._read(file, schema, chosen, newest_first)
+
+    def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
+        """Return the files that may have some steps."""
+        own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
+        if steps is not None:
+            own = [file for file in own if any(file.first <= step <= file.last for step in steps)]
+        return sorted(own, key=lambda file: file.first)
+
+    def _keep(self, file: RecordFile) -> None:
+        """Read and keep the rows of a file without their texts, if there is room for them."""
+        found: list[pa.Table] = []
+        others = sum(own.nbytes for own in self._kept.values() if own is not None)
+        for table in self._read(file, SCALARS):
+            found.append(table)
+            if others + sum(own.nbytes for own in found) > MAX_KEPT:
+                problem = f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
+                self.problems[file.path.name] = problem
+                found.clear()
+                break
+        if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
+            self._kept[file.path] = pa.concat_tables(found) if found else None
+
+    def _read(
+        self,
+        file: RecordFile,
+        schema: pa.Schema,
+        chosen: pc.Expression | None = None,
+        last_first: bool = False,
+    ) -> Iterator[pa.Table]:
+        """Yield columns of a file in the form of `schema`, one table for each row group that may have the chosen rows.
+
+        A file that was merged is read from the one that holds it. What cannot be read is a problem.
+        """
+        num_read = 0
+        with suppress(FileNotFoundError):
+            for table in self._read_file(file, schema, chosen, last_first):
+                num_read += 0 if last_first else len(table)  # in that order, the parts of both files differ
+                yield table
+            return
+        self._look()
+        own = (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
+        chosen = own if chosen is None else chosen & own
+        for wide in self._holders(file.source, file.kind, [file.first]):
+            with suppress(FileNotFoundError):
+                for table in self._read_file(wide, schema, chosen, last_first):
+                    yield table.slice(num_read)
+                    num_read = max(num_read - len(table), 0)
+                return
+
+    def _read_file(
+        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool
+    ) -> Iterator[pa.Table]:
+        """Yield the tables of `_read`.
+
+        Raises:
+            FileNotFoundError: the file was merged, or deleted.
+        """
+        try:
+            place: int | None = 0
+            while place is not None:
+                table, place = self._read_part(file.path, schema, chosen, last_first, place)
+                if len(table):
+                    yield table
+        except DataError as error:
+            self.problems[file.path.name] = str(error)
+
+
+def read_file_part(
+    path: Path, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool, start: int
+) -> tuple[pa.Table, int | None]:
+    """Return the next rows of a file, from some of its row groups, and the place after them; None at the end.
+
+    Args:
+        path: the file.
+        schema: columns of the table. Columns that the file lacks are null.
+        chosen: condition of the rows; None for all rows. Row groups without such rows have no place.
+        last_first: True to begin with the last row group.
+        start: place of the first row group to read; 0 is there always.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+        DataError: the file cannot be read, with the reason.
+    """
+    tables, size, end = [schema.empty_table()], 0, start
+    try:
+        footer = _footer(path)
+        if reason := _refusal(footer.physical_schema):
+            raise DataError(reason)
+        groups = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
+        if last_first:
+            groups.reverse()
+        for group in groups[start:]:
+            end += 1
+            for table in _batches(path, footer, group, schema):
+                size += table.nbytes
+                if size > MAX_PART:
+                    raise DataError(TOO_LARGE)
+                tables.append(table if chosen is None else table.filter(chosen))
+            if size >= PART or last_first:  # the caller stops as soon as it has enough
+                break
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
+        reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).partition("\n")[0]
+        raise DataError(f"cannot be read: {reason}") from error
+    return pa.concat_tables(tables), end if end < len(groups) else None
+
+
+def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the rows of one row group, a few at a time: they may take far more memory than the footer says.
+
+    Raises:
+        DataError: they take too much by the footer, or one of them has no place or status.
+    """
+    wanted = [name for name in schema.names if name in footer.physical_schema.names]
+    about = footer.metadata.row_group(group)
+    chunks = map(about.column, range(about.num_columns))
+    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted]
+    if sum(sizes) > MAX_PART:
+        raise DataError(TOO_LARGE)
+    rows = MAX_PART // max([1, *sizes])  # each of them may have a value as large as its whole column in the file
+    with pq.ParquetFile(path, metadata=footer.metadata) as opened:
+        for batch in opened.iter_batches(max(1, min(rows, BATCH_ROWS)), [group], wanted):
+            table = _conformed(pa.Table.from_batches([batch]), schema)
+            if empty := [name for name in schema.names if name in NOT_NULL and table[name].null_count]:
+                raise DataError(f"cannot be read: rows without a value of {', '.join(empty)}")
+            yield table
+
+
+def _rows(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def is_recorded(folder: Path) -> bool:
+    """Return True if a folder holds a record."""
+    return (folder / FOLDER).is_dir()
+
+
+def _footer(path: Path) -> ParquetFileFragment:
+    """Return the schema, the row groups and the statistics of a file; those of the files read last are kept.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+    """
+    if (stamp := files.stamp(path)) is None:
+        raise FileNotFoundError(path)
+    return _footer_of(path, stamp)
+
+
+@lru_cache(MAX_FOOTERS)
+def _footer_of(path: Path, stamp: Stamp) -> ParquetFileFragment:
+    footer = ParquetFileFormat().make_fragment(str(path), LocalFileSystem())
+    footer.ensure_complete_metadata()
+    return footer
+
+
+def _refusal(schema: pa.Schema) -> str:
+    """Return why a file cannot be read, by its version; an empty text if it can."""
+    version = (schema.metadata or {}).get(VERSION_KEY)
+    if version is None:
+        return "no table of a record: it has no version"
+    if version != str(VERSION).encode():
+        written = version.decode(errors="replace")
+        return f"written in version {written} of the format; this rlite reads version {VERSION}"
+    return ""
+
+
+def _conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table with exactly the columns of a schema. Missing columns are null, invalid UTF-8 is replaced."""
+    columns = []
+    for field in schema:
+        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
+        columns.append(_valid(column.cast(field.type)))
+    return pa.table(columns, schema=schema)
+
+
+def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
+    """Return a column whose texts are valid UTF-8."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        as_bytes = column.cast(_as_bytes(column.type)).to_pylist()
+        return pa.array(list(map(_decoded, as_bytes)), column.type)
+    return column
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """Return a type with bytes in place of texts."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_list(kind):
+        return pa.list_(_as_bytes(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _as_bytes(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+    return kind
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value with texts in place of its bytes."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_decoded(item) for item in value)
+    return value
