@@ -1,1 +1,1 @@
-"""What watches, keeps, shows or restarts a step: records, consoles, checkpoints, recovery."""
+"""Services that watch, keep, show or restart a step: records, consoles, checkpoints, recovery, agents' endpoint."""

@@ -22,7 +22,7 @@ from rlite.viewer.run import Change, ViewedRun
 try:
     from aiohttp import web
 
-    from rlite.rollout.openai.connections import Listener, RefusalLog
+    from rlite.services.endpoint.connections import Listener, RefusalLog
 except ModuleNotFoundError as error:
     raise ConfigError(
         "the page needs the package aiohttp: pip install 'rlite[view]'; or write it to a file: --export FILE.html"

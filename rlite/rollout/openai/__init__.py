@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
-    from rlite.rollout.openai.client import AgentClient
-    from rlite.rollout.openai.endpoint import Access, AgentEndpoint
-    from rlite.rollout.openai.recording import Recording, Turn
-    from rlite.rollout.openai.session import AgentSession
-    from rlite.rollout.openai.workflow import AgentWorkflow
+    from rlite.services.endpoint.client import AgentClient
+    from rlite.services.endpoint.endpoint import Access, AgentEndpoint
+    from rlite.services.endpoint.recording import Recording, Turn
+    from rlite.services.endpoint.session import AgentSession
+    from rlite.services.endpoint.workflow import AgentWorkflow
 
 # lazy: the client needs the openai package, the endpoint aiohttp; the rest needs neither
 __all__, __getattr__, __dir__ = lazy.exports()

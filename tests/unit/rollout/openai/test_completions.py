@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlite.rollout.openai import AgentSession
-from rlite.rollout.openai.recording import Turn
-from rlite.rollout.openai.requests import ApiError, read_completion
-from rlite.rollout.openai.responses import Exchange, scored_logprobs
+from rlite.services.endpoint.recording import Turn
+from rlite.services.endpoint.requests import ApiError, read_completion
+from rlite.services.endpoint.responses import Exchange, scored_logprobs
 from rlite.types import GenerationHyperparameters, LLMRequest, PromptLogprobs
 from tests.agents import Speaker, tokenizer_with
 

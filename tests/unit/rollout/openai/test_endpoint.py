@@ -27,9 +27,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlite.rollout.openai import Access, AgentClient, AgentEndpoint, AgentSession
-from rlite.rollout.openai.connections import Listener, find_capacity
-from rlite.rollout.openai.requests import ApiError
-from rlite.rollout.openai.responses import Reply
+from rlite.services.endpoint.connections import Listener, find_capacity
+from rlite.services.endpoint.requests import ApiError
+from rlite.services.endpoint.responses import Reply
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()
@@ -245,7 +245,7 @@ def test_a_thousand_agents_at_once_are_answered_with_1024_file_descriptors() -> 
 
 def test_too_few_file_descriptors_are_an_error_that_says_what_to_do() -> None:
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))\n"
-    code += "from rlite.rollout.openai.connections import find_capacity\nprint(find_capacity())"
+    code += "from rlite.services.endpoint.connections import find_capacity\nprint(find_capacity())"
     run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
     raised = run([sys.executable, "-c", code, "64", "1024"])
     assert 400 < int(raised.stdout) < 512, "the soft limit is raised to the hard one"

@@ -15,8 +15,8 @@ import pytest
 from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.seeds import Draws, SampleInference
 from rlite.rollout.openai import AgentSession
-from rlite.rollout.openai.requests import SLICE_TOKENS, ApiError
-from rlite.rollout.openai.responses import Reply
+from rlite.services.endpoint.requests import SLICE_TOKENS, ApiError
+from rlite.services.endpoint.responses import Reply
 from rlite.types import PromptLogprobs
 from tests.agents import Speaker, tokenizer_with
 

@@ -15,9 +15,9 @@ from tokenizers import AddedToken
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
 from rlite.rollout.openai import AgentClient, AgentSession
-from rlite.rollout.openai.recording import Recording, Turn, export
-from rlite.rollout.openai.requests import ApiError
-from rlite.rollout.openai.responses import TextStream
+from rlite.services.endpoint.recording import Recording, Turn, export
+from rlite.services.endpoint.requests import ApiError
+from rlite.services.endpoint.responses import TextStream
 from rlite.types import LLMRequest
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 

@@ -114,7 +114,7 @@ def test_an_agent_that_returns_nonsense_is_told_so() -> None:
 def test_a_package_that_is_missing_is_named_with_its_extra(
     interface: Any, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("rlite.rollout.openai.client", "rlite.rollout.openai.endpoint"):
+    for module in ("rlite.services.endpoint.client", "rlite.services.endpoint.endpoint"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'rlite\[agents\]'"):

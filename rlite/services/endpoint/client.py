@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.recording import RecordingOwner
-from rlite.rollout.openai.requests import ApiError
-from rlite.rollout.openai.responses import Reply
-from rlite.rollout.openai.session import AgentSession
+from rlite.services.endpoint.recording import RecordingOwner
+from rlite.services.endpoint.requests import ApiError
+from rlite.services.endpoint.responses import Reply
+from rlite.services.endpoint.session import AgentSession
 
 try:
     import openai

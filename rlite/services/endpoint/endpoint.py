@@ -14,14 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.requests import ApiError, unexpected
-from rlite.rollout.openai.responses import Reply
-from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, too_large
+from rlite.services.endpoint.requests import ApiError, unexpected
+from rlite.services.endpoint.responses import Reply
+from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_large
 
 try:
     from aiohttp import web
 
-    from rlite.rollout.openai.connections import Connection, Listener, RefusalLog
+    from rlite.services.endpoint.connections import Connection, Listener, RefusalLog
 except ModuleNotFoundError as error:
     raise ConfigError("the endpoint needs the package aiohttp: pip install 'rlite[agents]'") from error
 

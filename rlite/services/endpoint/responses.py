@@ -19,10 +19,10 @@ from typing import Any
 from rlite.data.chat.answers import end_of, split_at_stop
 from rlite.data.chat.template import Message
 from rlite.rollout.deadlines import beside_loop
-from rlite.rollout.openai.recording import Turn
-from rlite.rollout.openai.requests import ApiError, ModelRequest, Prompt, unexpected
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, numbered, typed
 from rlite.rollout.workflow import Tokenizer
+from rlite.services.endpoint.recording import Turn
+from rlite.services.endpoint.requests import ApiError, ModelRequest, Prompt, unexpected
 from rlite.types import PromptLogprobs, StopReason, TokenChunk
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,12 @@ from rlite.data.tokens import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.deadlines import beside_loop
-from rlite.rollout.openai import responses
-from rlite.rollout.openai.recording import Recording, RecordingOwner, Turn
-from rlite.rollout.openai.requests import (
+from rlite.rollout.tools.formats import ToolCallFormat
+from rlite.rollout.tools.response_template import tool_call_format
+from rlite.rollout.workflow import Tokenizer, context_length, end_ids
+from rlite.services.endpoint import responses
+from rlite.services.endpoint.recording import Recording, RecordingOwner, Turn
+from rlite.services.endpoint.requests import (
     ApiError,
     ChatPrompts,
     ModelRequest,
@@ -28,10 +31,7 @@ from rlite.rollout.openai.requests import (
     slices,
     unknown_model,
 )
-from rlite.rollout.openai.responses import Choice, Delta, Exchange, Reply, TextStream
-from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.response_template import tool_call_format
-from rlite.rollout.workflow import Tokenizer, context_length, end_ids
+from rlite.services.endpoint.responses import Choice, Delta, Exchange, Reply, TextStream
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
 MAX_BODY_BYTES = 64 << 20

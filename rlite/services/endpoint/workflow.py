@@ -12,12 +12,12 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.transcript import check_turn_discount
-from rlite.rollout.openai.recording import Style, check_style
-from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.services.endpoint.recording import Style, check_style
+from rlite.services.endpoint.session import AgentSession
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Interface = Literal["client", "http"]
@@ -38,7 +38,7 @@ class AgentWorkflow(RolloutWorkflow):
         tokenizer: the model's tokenizer.
         interface: "client": the agent gets an `openai.AsyncOpenAI` (needs the openai package); "http": an `Access` with
             base_url, api_key and model (needs aiohttp), for other clients, threads and processes on this machine.
-        style: "concat" or "individual". See `rlite.rollout.openai.recording.export`.
+        style: "concat" or "individual". See `rlite.services.endpoint.recording.export`.
         turn_discount: earlier interactions share in later rewards; None leaves rewards unchanged.
         model: the name that the agent asks for.
         tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
@@ -143,9 +143,9 @@ Serve = Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]
 
 def _server(interface: Interface) -> Serve:
     if interface == "client":
-        from rlite.rollout.openai.client import AgentClient  # the openai package is optional
+        from rlite.services.endpoint.client import AgentClient  # the openai package is optional
 
         return AgentClient
-    from rlite.rollout.openai.endpoint import AgentEndpoint  # aiohttp is optional
+    from rlite.services.endpoint.endpoint import AgentEndpoint  # aiohttp is optional
 
     return AgentEndpoint().serving

@@ -26,7 +26,7 @@ from rlite.data.chat.answers import text_after, tokens_after
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Message, Tokenizer
 from rlite.data.tokens import bounded_tokens, raw_prompts
 from rlite.errors import DataError, RliteError, shortened
-from rlite.rollout.openai.recording import Turn
+from rlite.services.endpoint.recording import Turn
 from rlite.types import GenerationHyperparameters
 
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}

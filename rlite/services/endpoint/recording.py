@@ -174,7 +174,7 @@ class RecordingOwner:
         self.recording.apply_reward_discount(turn_discount)
 
     def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
-        """Return the trainable data; see `rlite.rollout.openai.recording.export`."""
+        """Return the trainable data; see `rlite.services.endpoint.recording.export`."""
         return export(self.recording, style, include_aborted)
 
 
