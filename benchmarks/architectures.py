@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ from rlite.errors import RliteError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences, summary
 from rlite.nn.huggingface import causal_lm_class
+from tests import forked_python
 from tests.integration.worlds import world
 
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "WRONG", "not built"
@@ -95,7 +98,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     rows = []
-    with world(2):
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        forked_python.prepare(Path(folder))  # which starts the ranks
+        stack.enter_context(world(2))
         for config_class in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING), key=lambda config_class: config_class.model_type):
             if not args.only or config_class.model_type in args.only:
                 name = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
