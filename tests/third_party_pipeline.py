@@ -36,8 +36,8 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.storage.atomic import publish, seal
 from rlite.runtime.storage.huggingface import Writer
-from rlite.runtime.storage.randomness import random_state, set_random_state
 from rlite.runtime.storage.safe import load_values
+from rlite.runtime.storage.sharded import random_state, set_random_state
 
 CPU = torch.device("cpu")
 

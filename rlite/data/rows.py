@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlite.data.chat.template import has_chat_template, unread_keys
-from rlite.data.formats.normalise import normalise
-from rlite.data.formats.table import RowKind
+from rlite.data.formats.table import RowKind, normalise
 from rlite.data.order import Mixture
 from rlite.data.source import Source
 from rlite.data.streaming.table import StreamedTable

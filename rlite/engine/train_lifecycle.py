@@ -31,8 +31,8 @@ from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import local_checkpoint
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.storage.atomic import is_staged, staging, verify
-from rlite.runtime.storage.randomness import random_state, set_random_state
 from rlite.runtime.storage.safe import load_values
+from rlite.runtime.storage.sharded import random_state, set_random_state
 
 
 class WorkLayout(Protocol):

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlite.errors import DataError
+from rlite.evaluation.journal import Sample
 from rlite.evaluation.metrics import counted_scores, score_limits
-from rlite.evaluation.samples import Sample
 
 RESAMPLES = 10_000
 """draws of sign flips that are not enumerated"""

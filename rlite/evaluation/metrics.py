@@ -10,7 +10,7 @@ from itertools import groupby
 from statistics import NormalDist, fmean
 
 from rlite.errors import DataError
-from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
+from rlite.evaluation.journal import SOLVED_AT, Sample, reaches
 from rlite.rollout.collector.lost_groups import Selection, kind_of
 from rlite.wording import counted
 

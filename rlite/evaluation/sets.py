@@ -21,8 +21,8 @@ from tensordict import TensorDict
 from rlite.batch import check_one_per_row
 from rlite.errors import DataError, EvaluationInterrupted, writing
 from rlite.evaluation.compare import Comparison
+from rlite.evaluation.journal import SOLVED_AT, Sample
 from rlite.evaluation.metrics import summary
-from rlite.evaluation.samples import SOLVED_AT, Sample
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.group import Ended, Group
 from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, reason_of
@@ -33,7 +33,7 @@ from rlite.rollout.deadlines import side_by_side
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.services.record.files import all_files, write_table
-from rlite.services.record.rollout_tables import SEPARATOR, TokenTexts, make_tables
+from rlite.services.record.recorder import SEPARATOR, TokenTexts, make_tables
 from rlite.services.record.schema import ROWS, TOKENS
 from rlite.types import AsyncInference
 

@@ -22,7 +22,7 @@ from rlite.batch import with_keys
 from rlite.data.sft import preference_rows
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import DpoLoss
-from rlite.trainer.model.reference import Reference
+from rlite.trainer.model.modules import Reference
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
 
 

@@ -27,7 +27,7 @@ from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import KtoLoss, OwnLogprobs
-from rlite.trainer.model.reference import Reference
+from rlite.trainer.model.modules import Reference
 from rlite.trainer.supervised import SupervisedTrainer
 
 DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"

@@ -54,8 +54,7 @@ from rlite.trainer.rl.workflows import check_lengths, held_out_workflows, workfl
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.launch import serve_if_worker, session_of
-from rlite.trainer.run.start_time import started_at
-from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, loss_stats, started_at, step_metrics
 
 T = TypeVar("T")
 SHOWN = (

@@ -30,16 +30,14 @@ from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, losses_plan, topic_of
-from rlite.trainer.model.modules import policy_module, trained_engine
+from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
-from rlite.trainer.model.reference import Reference
 from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.report import ReportedMetrics, data_plan, model_plan
-from rlite.trainer.run.start_time import started_at
-from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, loss_stats, started_at, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted
 

@@ -27,7 +27,7 @@ OTHERS = {
         *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
         *("score", "tokens"),
     },
-    "rlite/services/record/rollout_tables.py": {"ids", "mask", "offsets", "text"},
+    "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
 """keys of data rows, records, saved groups and optimizers, in variables with the names of batches"""

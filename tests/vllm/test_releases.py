@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlite.backends.vllm import releases
+from rlite.backends.vllm import options
 
-SOURCES = Path(os.environ.get("VLLM_SOURCES") or releases.installed()[1])
+SOURCES = Path(os.environ.get("VLLM_SOURCES") or options.installed()[1])
 """VLLM_SOURCES=FOLDER checks another release than the installed one"""
 ASYNC_LLM = "v1/engine/async_llm.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
@@ -130,7 +130,7 @@ def test_weights_can_be_reloaded_in_place_from_tensors() -> None:
 
 
 def test_names_are_read_from_the_sources() -> None:
-    assert {"model", "worker_extension_cls", "kv_cache_memory_bytes", "enforce_eager"} <= releases.engine_arguments()
-    assert {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"} <= releases.architectures()
-    assert {32, 64, 128} <= releases.cpu_head_sizes()
-    assert 16 not in releases.cpu_head_sizes()
+    assert {"model", "worker_extension_cls", "kv_cache_memory_bytes", "enforce_eager"} <= options.engine_arguments()
+    assert {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"} <= options.architectures()
+    assert {32, 64, 128} <= options.cpu_head_sizes()
+    assert 16 not in options.cpu_head_sizes()

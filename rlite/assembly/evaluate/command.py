@@ -37,10 +37,18 @@ from rlite.assembly.evaluate.folder import (
     rows_of,
     settings_of,
 )
-from rlite.assembly.evaluate.generation import Generation, Items, read_questions
+from rlite.assembly.evaluate.generation import (
+    Generation,
+    Items,
+    TaskAnswers,
+    find_tasks,
+    lowest_tasks,
+    read_questions,
+    summary_of_tasks,
+    task_of,
+)
 from rlite.assembly.evaluate.options import EvalConfig
 from rlite.assembly.evaluate.report import print_result, recorded
-from rlite.assembly.evaluate.tasks import TaskAnswers, find_tasks, lowest_tasks, summary_of_tasks, task_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.compare import compare

@@ -17,7 +17,7 @@ from rlite.arguments import named, spelled, split_positional
 from rlite.config import Count, Finite, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
-from rlite.evaluation.samples import SOLVED_AT
+from rlite.evaluation.journal import SOLVED_AT
 from rlite.rollout.environments.file import EnvironmentOptions, is_gym_file
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out.options import problems_of_k

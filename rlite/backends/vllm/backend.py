@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rlite.backends.embedded.replica import PumpedReplica, PumpedWorker
-from rlite.backends.vllm import releases
+from rlite.backends.vllm import options
 from rlite.backends.vllm.options import VllmOptions
 from rlite.backends.vllm.worker import VllmWorker
 from rlite.engine.inference_executor import Capabilities, InferenceBackend
@@ -91,16 +91,16 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         ConfigError: vLLM does not know the model, or its CPU backend does not support the size of a head.
         CheckpointError: the config of the checkpoint is unusable.
     """
-    version, _ = releases.installed()
+    version, _ = options.installed()
     config = load_config(path)
     classes = config.architectures or []
-    if not releases.architectures().intersection(classes):
+    if not options.architectures().intersection(classes):
         raise ConfigError(
             f"{path}: its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not "
             "know. Export the model under the name of its Hugging Face class, or use executor='torch'"
         )
-    sizes, head_dim = releases.cpu_head_sizes(), attention_shape(config)[3]
-    if releases.is_cpu_build() and sizes and head_dim not in sizes:
+    sizes, head_dim = options.cpu_head_sizes(), attention_shape(config)[3]
+    if options.is_cpu_build() and sizes and head_dim not in sizes:
         raise ConfigError(
             f"{path}: vLLM {version} on CPU does not support attention heads of size {head_dim}; it supports "
             f"{', '.join(map(str, sorted(sizes)))}. Use executor='torch'"

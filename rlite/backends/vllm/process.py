@@ -31,7 +31,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import psutil
 
 from rlite.backends.vllm.server import Server, is_resource_tracker
-from rlite.backends.vllm.steps import TokenStep, chunks_of
+from rlite.backends.vllm.step_batching import TokenStep, chunks_of
 from rlite.errors import REBUILD, ConfigError, WorkerDied
 from rlite.types import TokenChunk
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from rlite.backends.vllm.releases import Release, Table
+from rlite.backends.vllm.options import Release, Table
 from rlite.backends.vllm.requests import objection, sampling_arguments, scored_prompt
-from rlite.backends.vllm.steps import TokenStep
+from rlite.backends.vllm.step_batching import TokenStep
 from rlite.data.chat.answers import length_at_stop
 from rlite.errors import RliteError
 from rlite.nn.pretrained import load_tokenizer

@@ -7,6 +7,8 @@ pauses.
 
 vLLM also slices the table of log-probabilities into three arrays for each token, and its frontend makes a dictionary of
 each slice. Requests of rlite therefore ask vLLM for none, and one table travels with the first output of a message.
+
+Tokens of some steps of vLLM's engine, in one message from the server to rlite's worker.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rlite.backends.vllm.requests import SAMPLING
+from rlite.types import TokenChunk
 
 HOLD_STEPS = 8
 HOLD_S = 0.1
@@ -136,3 +140,45 @@ def _has_content(message: Any) -> bool:
 def _widened(ids: np.ndarray, width: int) -> np.ndarray:
     """Return a table of ids with as many columns, padded with -1."""
     return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenStep:
+    """Tokens of all requests from some steps, in columns: a chunk per token would cost more than the token."""
+
+    version: int
+    """policy version that made the tokens"""
+    request_ids: list[int] = field(default_factory=list)
+    """requests that made tokens"""
+    counts: list[int] = field(default_factory=list)
+    """number of tokens of each of these requests"""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    kept_ids: dict[int, list[list[int]]] = field(default_factory=dict)
+    """kept ids of the tokens of each request that asks for them"""
+    last: list[TokenChunk] = field(default_factory=list)
+    """a chunk without tokens for each request that ended, after its tokens in this step"""
+
+
+def chunks_of(steps: Iterable[TokenStep]) -> list[TokenChunk]:
+    """Return one chunk for each request and policy version in these steps."""
+    chunks: dict[tuple[int, int], TokenChunk] = {}
+    for step in steps:
+        end = 0
+        for number, count in zip(step.request_ids, step.counts, strict=True):
+            chunk = chunks.get((number, step.version))
+            if chunk is None:
+                chunk = chunks[number, step.version] = TokenChunk(request_id=number, version=step.version)
+            own = slice(end, end := end + count)
+            chunk.token_ids.extend(step.token_ids[own])
+            chunk.logprobs.extend(step.logprobs[own])
+            chunk.sampling_logprobs.extend(step.sampling_logprobs[own])
+        for number, kept_ids in step.kept_ids.items():
+            chunks[number, step.version].extras.setdefault("kept_ids", []).extend(kept_ids)
+        for last in step.last:
+            made = chunks.get((last.request_id, last.version), last)
+            chunks[last.request_id, last.version] = replace(
+                made, finish_reason=last.finish_reason, error=last.error, is_nonfinite=last.is_nonfinite
+            )
+    return list(chunks.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -36,8 +38,31 @@ from rlite.errors import CheckpointError, why_not_written
 from rlite.runtime.parallel.fsdp import local_tensor
 from rlite.runtime.parallel.host_memory import HostMemory
 from rlite.runtime.storage.atomic import hash_files, publish, seal
-from rlite.runtime.storage.randomness import random_state, set_random_state
 from rlite.runtime.storage.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of torch (CPU and the current CUDA device), numpy and Python; `torch.load` reads it safely."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a state that `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 

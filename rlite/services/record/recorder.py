@@ -1,22 +1,405 @@
-"""The recorder of a run: it chooses what is recorded, and writes it in the background."""
+"""The recorder of a run: it chooses what is recorded, and writes it in the background.
+
+The tables of a step's record, made from groups that have ended.
+
+Text of token sequences, with the place of each token in it.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import pyarrow as pa
+import torch
 from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
+from rlite.batch import NAMED_REWARD
 from rlite.rollout.collector.group import Ended
-from rlite.services.record.files import TRAIN
-from rlite.services.record.rollout_tables import TokenTexts, make_tables
-from rlite.services.record.writer import RecordWriter
+from rlite.rollout.collector.lost_groups import in_a_line
+from rlite.rollout.episode import Episode
+from rlite.services.record.files import TRAIN, RecordWriter, Tables
+from rlite.services.record.schema import ROWS, TOKENS, Status
+
+WIDEST = 4
+"""tokens that one character takes at most"""
+
+
+class TokenTexts:
+    """Decodes sequences, special tokens included.
+
+    Args:
+        tokenizer: the model's tokenizer, for this object alone: no other thread may use it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        self._pieces: dict[int, str] = {}
+
+    def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text of a sequence, and the place at which each token begins, in characters.
+
+        Tokens that are parts of one character begin at the same place.
+        """
+        pieces = [self._piece(token) for token in ids]
+        if "".join(pieces) != self._decode(ids):  # text that depends on neighbours, such as parts of a character
+            pieces = self._in_context(ids)
+        offsets, end = [], 0
+        for piece in pieces:
+            offsets.append(end)
+            end += len(piece)
+        return "".join(pieces), offsets
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._decode([token])
+        return self._pieces[token]
+
+    def _in_context(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to the text before it."""
+        pieces: list[str] = []
+        start = read = 0
+        known = ""
+        for end in range(1, len(ids) + 1):
+            text = self._decode(ids[start:end])
+            is_whole = not text.endswith("\ufffd")
+            is_settled = is_whole or end - read == WIDEST or end == len(ids)
+            pieces.append(text[len(known) :] if is_settled else "")
+            if is_settled:
+                # bytes that are no character, taken once more with what follows, would make another text
+                start, read = (read if is_whole else end), end
+                known = self._piece(ids[start]) if read - start == 1 else self._decode(ids[start:read])
+        return pieces
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._backend is not None:  # the same, without the cost of its checks
+            return self._backend.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
 
 logger = logging.getLogger(__name__)
+MAX_EVENTS = 256
+"""events of an episode that are recorded, the first"""
+SHORTEST = 1e-3
+"""seconds of the environment that make an event"""
+SEPARATOR = ", "
+"""between the kinds of failed attempts in a column"""
+MAX_REASON = 500
+"""characters of a reason"""
+NOT_FINITE = "the loss or the gradients of its update were not finite"
+NO_TOKENS = "it has no token to train on, and its update was skipped"
+TRAINED = {
+    "trained_logprobs": "trainer_logprobs",
+    "old_logprobs": "trainer_logprobs",
+    "advantages": "advantages",
+    "entropies": "entropy",
+}
+"""columns of tokens that the trainer makes, by the keys of a batch; a later key counts more than an earlier one"""
+SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
+"""columns of tokens that a trajectory has, by their keys"""
+INTEGERS = ("turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "version_min", "version_max")
+"""columns of rows that are made of numbers of a trajectory, in 32 bits"""
+OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
+"""further keys of a trajectory that are recorded, beside the parts of its reward"""
+
+
+class TrainedBatch:
+    """A batch as it was trained on, by group and sample.
+
+    Args:
+        batch: the rows of a trajectory, and the trajectories of a group, are adjacent.
+    """
+
+    def __init__(self, batch: TensorDict) -> None:
+        self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
+        self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
+        self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
+        groups = batch["group_ids"].tolist()
+        sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
+        samples: dict[int, int] = defaultdict(lambda: -1)
+        for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
+            samples[group] += sequence == 0
+            self._rows[group, samples[group]].append(row)
+        self.groups = frozenset(samples)
+        """numbers of the groups that the batch holds"""
+
+    def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
+        """Return the trainer's columns of a sequence, one value for each token; {} if it was not trained on.
+
+        A column that is NaN for every token is left out: no update has made it.
+
+        Args:
+            group: number of the group.
+            sample: number in the group.
+            sequence: number in the trajectory.
+            length: tokens of the sequence.
+        """
+        if (rows := self._rows.get((group, sample))) is None:
+            return {}
+        own = {name: column[rows[sequence], :length] for name, column in self._columns.items()}
+        return {name: column for name, column in own.items() if not np.isnan(column).all()}
+
+    def status(self, group: int, sample: int) -> tuple[Status, str]:
+        """Return status and reason of a sample that the batch holds: it is trained if one of its updates was made."""
+        rows = self._rows[group, sample]
+        if not self._is_skipped[rows].all():
+            return "trained", ""
+        return "skipped", NOT_FINITE if self._columns["loss_mask"][rows].any() else NO_TOKENS
+
+    def advantage(self, group: int, sample: int) -> float | None:
+        """Return the mean advantage of a trajectory's tokens to train on; None if there are none."""
+        rows = self._rows.get((group, sample))
+        if rows is None or "advantages" not in self._columns:
+            return None
+        values = self._columns["advantages"][rows][self._columns["loss_mask"][rows]]
+        return float(values.mean()) if len(values) else None
+
+
+def as_array(values: Tensor) -> np.ndarray:
+    """Return the values of a tensor of any device; NumPy has no bfloat16, so float32 takes its place."""
+    values = values.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
+class Arrays:
+    """The recorded keys of an episode as arrays.
+
+    Args:
+        episode: without a trajectory, the history of its last attempt takes the place.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self.columns: dict[str, np.ndarray] = {}
+        """recorded keys of the trajectory"""
+        self.sequences: list[dict[str, np.ndarray]] = []
+        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
+        if episode.trajectory is None:
+            self.sequences = episode.attempt.arrays()
+        else:
+            self._read(episode.trajectory)
+
+    def _read(self, trajectory: TensorDict) -> None:
+        recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
+        self.columns = {
+            key: as_array(value)
+            for key, value in trajectory.items()
+            if isinstance(value, Tensor) and (key in recorded or key.startswith(NAMED_REWARD))
+        }
+        self.sequences = list(self._sequences())
+
+    def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
+        columns = {name: self.columns[key] for name, key in SEQUENCE.items() if key in self.columns}
+        columns.setdefault("mask", np.zeros_like(columns["ids"]))
+        columns["mask"] = columns["mask"].astype(bool)
+        columns.setdefault("versions", np.where(columns["mask"], 0, -1))
+        for row, length in enumerate(self.columns["attention_mask"].astype(bool).sum(-1).tolist()):
+            yield {name: column[row, :length] for name, column in columns.items()}
+
+    def total(self, key: str) -> float | None:
+        """Return a value of the whole trajectory, also if it is given token by token; None if it is not given."""
+        return float(self.columns[key][0].sum(dtype=np.float64)) if key in self.columns else None
+
+    def count(self, key: str) -> int | None:
+        """Return a number of the whole trajectory; None if it is not given."""
+        return int(self.columns[key].flatten()[0]) if key in self.columns else None
+
+    def parts(self) -> list[tuple[str, float]]:
+        """Return the parts of the reward that count, by name."""
+        names = sorted(key for key in self.columns if key.startswith(NAMED_REWARD))
+        values = [(name.removeprefix(NAMED_REWARD), float(self.columns[name].flatten()[0])) for name in names]
+        return [(_clean(name), value) for name, value in values if not math.isnan(value)]
+
+
+def make_tables(
+    step: int,
+    groups: Sequence[Ended],
+    texts: TokenTexts,
+    shown: Collection[int],
+    batch: TensorDict | None = None,
+    warn: Callable[[str], None] = logger.warning,
+) -> Tables:
+    """Return the tables of a step. A trajectory that cannot be read has a row without its columns.
+
+    An episode without a trajectory has the tokens of its last attempt.
+
+    Args:
+        step: step of the run.
+        groups: the ended groups; none has the status None.
+        texts: decodes the sequences.
+        shown: places in `groups` of the groups whose texts and tokens are recorded.
+        batch: the batch that was trained on.
+        warn: called with each trajectory that cannot be read.
+    """
+    trained = None if batch is None else TrainedBatch(batch)
+    rows: list[dict[str, Any]] = []
+    tokens: list[dict[str, Any]] = []
+    for place, group in enumerate(groups):
+        data = [(_clean(name), _clean(value)) for name, value in group.columns.items()]
+        for number, episode in enumerate(group.episodes):
+            key = {"step": step, "group": group.group, "sample": group.first_sample + number}
+            columns: dict[str, Any] = {}
+            own: list[dict[str, Any]] = []
+            try:
+                columns, own = _read(key, episode, place in shown, texts, trained)
+            except Exception as error:  # a workflow's keys may hold anything
+                place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
+                warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
+            advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
+            texts_of = {"segments": _segments(own), "data": data} if place in shown else {}
+            made = {**key, **_row(group, number), **columns, "advantage": advantage, **texts_of}
+            if group.status == "skipped" and trained is not None:  # some samples of the group may be in other updates
+                made["status"], made["reason"] = trained.status(key["group"], key["sample"])
+            rows.append(made)
+            tokens += own
+    return {"rows": pa.Table.from_pylist(rows, schema=ROWS), "tokens": pa.Table.from_pylist(tokens, schema=TOKENS)}
+
+
+def _read(
+    key: Mapping[str, int], episode: Episode, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown.
+
+    Raises:
+        OverflowError: A column cannot hold its number.
+    """
+    made = Arrays(episode)
+    if not made.sequences:
+        return {}, []
+    columns = _of_trajectory(made)
+    if beyond := [name for name in INTEGERS if not -(2**31) <= (columns[name] or 0) < 2**31]:
+        raise OverflowError(f"{', '.join(beyond)}: a number that the column cannot hold")
+    return columns, _tokens(key, made, texts, trained) if is_shown else []
+
+
+def _row(group: Ended, number: int) -> dict[str, Any]:
+    episode = group.episodes[number]
+    return {
+        "item": _clean(group.item),
+        "status": group.status,
+        "reason": _clean(_reason(group, number))[:MAX_REASON],
+        "response_tokens": group.num_tokens.get(number, 0),
+        "failed_attempts": _clean(SEPARATOR.join(episode.failed_attempts)),
+        "redrawn": _clean(episode.redrawn),
+        "answer": None if episode.answer is None else _clean(episode.answer),
+        **_times(episode),
+    }
+
+
+def _reason(group: Ended, number: int) -> str:
+    """Return why a sample was not trained on: its own failure, or which other sample of the group has failed."""
+    if own := group.episodes[number].failure:
+        return in_a_line(own)
+    failed = next((other for other, episode in enumerate(group.episodes) if episode.failure), None)
+    reason = in_a_line(group.reason)
+    return reason if failed is None else f"sample {group.first_sample + failed} of the group: {reason}"
+
+
+def _of_trajectory(made: Arrays) -> dict[str, Any]:
+    masks = [sequence["mask"] for sequence in made.sequences]
+    versions = np.concatenate([sequence["versions"] for sequence in made.sequences])
+    versions = versions[versions >= 0]
+    first, turns = masks[0], made.count("num_turns")
+    return {
+        "reward": made.total("rewards"),
+        "reward_parts": made.parts(),
+        "score": made.total("scores"),
+        "turns": sum(map(_num_runs, masks)) if turns is None else turns,
+        "tool_calls": made.count("num_tool_calls"),
+        "tool_errors": made.count("num_tool_errors"),
+        "prompt_tokens": int(first.argmax()) if first.any() else len(first),
+        "response_tokens": sum(int(mask.sum()) for mask in masks),
+        "truncated": bool(made.columns["truncated"].any()) if "truncated" in made.columns else None,
+        "version_min": int(versions.min()) if len(versions) else None,
+        "version_max": int(versions.max()) if len(versions) else None,
+    }
+
+
+def _num_runs(mask: np.ndarray) -> int:
+    """Return the number of runs of ones."""
+    return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
+
+
+def _times(episode: Episode) -> dict[str, Any]:
+    started, ended = episode.started, episode.ended
+    if started is None:
+        return {}
+    environment = None
+    if ended is not None:
+        environment = max(0.0, ended - started - episode.seconds("generate", "reward"))
+    return {
+        "seconds_queue": started,
+        "seconds_generate": episode.seconds("generate"),
+        "seconds_environment": environment,
+        "seconds_reward": episode.seconds("reward"),
+        "ended": episode.ended_at,
+        "events": [{"name": name, "start": start, "end": end} for name, start, end in _events(episode)[:MAX_EVENTS]],
+    }
+
+
+def _events(episode: Episode) -> list[tuple[str, float, float]]:
+    """Return the spans of an episode in order, with the gaps between them as the environment's."""
+    assert episode.started is not None
+    events, at = [("queue", 0.0, episode.started)], episode.started
+    for span in sorted(episode.spans, key=lambda span: span[1]):
+        if span[1] - at > SHORTEST:
+            events.append(("environment", at, span[1]))
+        events.append(span)
+        at = max(at, span[2])
+    if episode.ended is not None and episode.ended - at > SHORTEST:
+        events.append(("environment", at, episode.ended))
+    return events
+
+
+def _tokens(
+    key: Mapping[str, int], trajectory: Arrays, texts: TokenTexts, trained: TrainedBatch | None
+) -> list[dict[str, Any]]:
+    """Return a row of TOKENS for each sequence of a trajectory."""
+    rows: list[dict[str, Any]] = []
+    for number, sequence in enumerate(trajectory.sequences):
+        text, offsets = texts.decode(sequence["ids"].tolist())
+        place = key["group"], key["sample"], number, len(offsets)
+        made = {} if trained is None else trained.columns(*place)
+        made.pop("loss_mask", None)
+        rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **_typed(sequence | made)})
+    return rows
+
+
+def _typed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        name: column.astype(TOKENS.field(name).type.value_type.to_pandas_dtype()) for name, column in columns.items()
+    }
+
+
+def _segments(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the texts of sequences by role."""
+    segments = []
+    for row in sequences:
+        is_model = row["versions"] >= 0
+        offsets, at = [*row["offsets"], len(row["text"])], 0
+        for written, run in groupby(is_model.tolist()):
+            end = at + len(list(run))
+            role = "model" if written else "environment" if at else "prompt"
+            segments.append({"role": role, "text": row["text"][offsets[at] : offsets[end]]})
+            at = end
+    return segments
+
+
+def _clean(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which no file can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
 Amount = Literal["all", "sample", "none"]
 """amount that is recorded: everything; a row of every rollout, and some texts and tokens; nothing"""
 NUM_GROUPS = 2

@@ -12,7 +12,7 @@ from typing import TypeVar
 from rlite.config import Count, Finite, Options, Share
 from rlite.data.source import Source
 from rlite.errors import ConfigError
-from rlite.evaluation.samples import SOLVED_AT
+from rlite.evaluation.journal import SOLVED_AT
 from rlite.rollout.environments.file import WorkflowName
 from rlite.rollout.rewards.options import Rewards
 from rlite.suggestions import UNNAMED

@@ -1,15 +1,22 @@
-"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule."""
+"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule.
+
+The reference of a policy that learns from rows: the policy before its training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from tensordict import TensorDict
+from torch import Tensor
 
+import rlite
+from rlite import config
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
@@ -17,8 +24,9 @@ from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
 from rlite.nn.pretrained import opening
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
-from rlite.trainer.model.options import ModelOptions, OptimizerOptions
+from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, OptimizerOptions, frozen_build_options
 
 
 class _Optimized(LoraTrainModule):
@@ -137,3 +145,50 @@ def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: Lo
     if optimizer_options is not None:
         module.parameter_groups = parameter_groups(module, optimizer_options)
     return module
+
+
+class Reference:
+    """A frozen model beside the actor, or the actor without its adapters.
+
+    Args:
+        options: options of the reference.
+        actor: options of the actor.
+        engine: engine of the actor.
+    """
+
+    def __init__(self, options: FrozenModelOptions, actor: ModelOptions, engine: RliteTrainEngine) -> None:
+        self._options, self._actor, self._actor_engine = options, actor, engine
+        own = options.model_name or actor.model_name
+        is_plain = own == actor.model_name and options.use_liger_kernel is None and not options.offload_model
+        self.is_actor = actor.lora is not None and is_plain
+        """the reference is the actor without its adapters"""
+        self.engine = engine if self.is_actor else RliteTrainEngine(policy_module(own))
+
+    def describe(self) -> str:
+        """Return the reference in words."""
+        own = self._options.model_name or self._actor.model_name
+        return "reference: the model without its adapters" if self.is_actor else f"reference {own}"
+
+    def build(self, build_options: Mapping[str, Any]) -> None:
+        """Place the reference beside the actor, if it is a model of its own.
+
+        Args:
+            build_options: build options of the actor.
+        """
+        if self.is_actor:
+            return
+        own = config.inherit(self._options, self._actor)
+        options = frozen_build_options(build_options, rlite.current_session().device)
+        options["use_liger_kernel"] = own.use_liger_kernel
+        self.engine.build(**options, colocate_with=self._actor_engine)
+        if self._options.offload_model:
+            self.engine.cpu()
+
+    def logprobs(self, *batches: TensorDict) -> list[Tensor]:
+        """Return the reference's log-probability of each token, [N, L] for each batch."""
+        if self._options.offload_model:
+            self.engine.cuda()
+        found = [self.engine.forward(batch, OwnLogprobs(), without_adapters=self.is_actor) for batch in batches]
+        if self._options.offload_model:
+            self.engine.cpu()
+        return found

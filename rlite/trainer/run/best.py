@@ -13,7 +13,7 @@ from typing import Any
 
 from rlite import files
 from rlite.errors import ConfigError, did_you_mean, writing
-from rlite.evaluation.samples import reaches
+from rlite.evaluation.journal import reaches
 from rlite.observability import trace
 from rlite.runtime.storage.atomic import publish
 from rlite.services.console.terminal import number

@@ -4,6 +4,8 @@
 line are printed before. This module imports no torch.
 
 Objects that a program gives a trainer, in place of what the options name.
+
+Check that the files and folders that a command's options name exist.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rlite import config
+from rlite.arguments import flat
+from rlite.config import Options
 from rlite.data.source import Source
+from rlite.data.tables import check_exists
 from rlite.errors import (
     REBUILD,
     CheckpointError,
@@ -33,12 +39,39 @@ from rlite.errors import (
     why_not_written,
 )
 from rlite.help import help_topic
+from rlite.imports import check_file
+from rlite.nn.folders import model_folder
+from rlite.rollout.registry import find_reward
 from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import KEY
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
-from rlite.trainer.run.named_files import check_named_files
+
+OF_MODELS = ("model_name", "model", "other", "base_model")
+"""last parts of the keys of options that name a model"""
+
+
+def check_named_files(options: Options) -> None:
+    """Check that every model, table, reward and Python file that options name exists, unless it is a name on the hub.
+
+    Raises:
+        ConfigError: a model, a table or a function does not exist.
+        ImportFailed: a Python file does not exist, or the file of a reward raised an exception.
+    """
+    for key, value in flat(options.model_dump()):
+        *groups, name = key.split(".")
+        if not isinstance(value, str):
+            continue
+        if name in OF_MODELS and (name == "model_name" or not Path(value).expanduser().is_dir()):
+            model_folder(value)  # the other keys may name the folder of a run
+        elif name == "env_path":
+            check_file(value, f"{key}={value}")
+        elif name == "path" and "reward" in groups:
+            find_reward(value, f"reward.path={value}")
+        elif name == "path":
+            check_exists(value, ".".join(filter(None, [*groups, name])))
+
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
 FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)

@@ -1,20 +1,28 @@
-"""Manage a trainer's run around its loop: the folder, metrics, checkpoints, resume."""
+"""Manage a trainer's run around its loop: the folder, metrics, checkpoints, resume.
+
+The time at which a run started: the date that its chat template writes, today and after every resume.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlite import config
 from rlite.data.chat.template import CLOCK
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
+from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, StorageError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.rollout.workflow import RolloutError
 from rlite.runtime.cluster.session import at_shutdown
-from rlite.services.checkpoints import Checkpoints
+from rlite.runtime.storage.atomic import FACTS
+from rlite.services.checkpoints import Checkpoints, steps_of
 from rlite.services.console.sinks.base import Run, open_sinks
 from rlite.services.record.files import drop_later
 from rlite.services.recovery import reporting
@@ -22,11 +30,92 @@ from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, EvaluationTime, Thresholds
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
-from rlite.trainer.run.folder import begins_anew, clear, lock
+from rlite.trainer.run.folder import CONFIG, NEWEST, TRACE, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.report import ReportedMetrics, RunReport, usage_metrics
-from rlite.trainer.run.start_time import STARTED, wanted_checkpoint
-from rlite.trainer.run.step_trace import StepTrace
+
+STARTED = "started"
+"""fact of a checkpoint: the time at which its run started"""
+
+
+def wanted_checkpoint(resolved: Any) -> str | None:
+    """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run.
+
+    Args:
+        resolved: the trainer's config.
+
+    Raises:
+        ConfigError: the folder holds another run.
+    """
+    options = resolved.trainer
+    overwrites = options.overwrite and not reporting.has_begun()
+    folder = Path(options.save_dir)
+    return checkpoint_to_load(folder, options.load_ckpt_from, overwrites, config.to_container(resolved))
+
+
+def started_at(resolved: Any) -> datetime:
+    """Return the time at which the run started that is resumed, else the present.
+
+    Args:
+        resolved: the trainer's config. Its group `trainer` has the options of the run.
+
+    Raises:
+        ConfigError: the folder holds another run.
+    """
+    wanted = wanted_checkpoint(resolved)
+    if wanted is None:
+        return datetime.now()
+    steps = steps_of(Path(resolved.trainer.save_dir) / "state")
+    found = [path for _, path in sorted(steps.items(), reverse=True)] if wanted in NEWEST else [Path(wanted)]
+    for path in found:  # a damaged one is reported when it is loaded
+        with suppress(OSError, ValueError, KeyError):
+            return datetime.fromisoformat(json.loads((path / FACTS).read_text())[STARTED])
+        with suppress(OSError):  # an earlier version has not saved the time: it wrote this file when it started
+            return datetime.fromtimestamp((path.parent.parent / CONFIG).stat().st_mtime)
+    return datetime.now()
+
+
+logger = logging.getLogger(__name__)
+
+
+class StepTrace:
+    """Starts and stops the trace of a run. A trace that cannot be written costs a warning.
+
+    Args:
+        options: `trace` and `trace_steps`.
+        folder: the run's folder.
+    """
+
+    def __init__(self, options: RunOptions, folder: Path) -> None:
+        self._is_wanted, self._path = options.trace, folder / TRACE
+        self._first, self._last = options.trace_steps or (1, sys.maxsize)
+
+    def follow(self, step: int, is_over: bool) -> None:
+        """Trace the next step if the options say so, and write the trace of the last step.
+
+        Args:
+            step: finished steps.
+            is_over: no step is left. The trace of a run that was over before is kept.
+        """
+        if not self._is_wanted or (is_over and not trace.is_on()):
+            return
+        if step >= self._last:
+            trace.stop()
+        elif step + 1 >= self._first and not trace.is_on():
+            self._start()
+        trace.flush()
+
+    def _start(self) -> None:
+        try:
+            trace.start(self._path)
+        except StorageError as error:  # no trace is worth a run
+            logger.warning("this run is not traced: %s", error)
+            self._is_wanted = False
+
+    def close(self) -> None:
+        """End the trace, if the options ask for one."""
+        if self._is_wanted:
+            trace.stop()
 
 
 class TrainingRun:

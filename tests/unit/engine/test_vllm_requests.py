@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlite.backends.vllm.requests import SAMPLING, objection, sampling_arguments
-from rlite.backends.vllm.steps import TokenStep, chunks_of
+from rlite.backends.vllm.step_batching import TokenStep, chunks_of
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 
 

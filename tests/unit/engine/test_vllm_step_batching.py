@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlite.backends.vllm import step_batching
-from rlite.backends.vllm.releases import Release
+from rlite.backends.vllm.options import Release
 
 
 class PauseState(Enum):

@@ -19,8 +19,8 @@ from rlite.evaluation.compare import (
     paired_differences,
     sign_flip_p_value,
 )
+from rlite.evaluation.journal import Sample
 from rlite.evaluation.metrics import summary
-from rlite.evaluation.samples import Sample
 
 
 def of(scores: dict[str, list[float | None]]) -> list[Sample]:

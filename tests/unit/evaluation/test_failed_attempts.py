@@ -10,8 +10,8 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.evaluation.journal import Sample
 from rlite.evaluation.metrics import selection_of, summary
-from rlite.evaluation.samples import Sample
 from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate, row_of, sample_of
 from rlite.rollout import (
     CollectorOptions,
@@ -23,7 +23,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.openai import AgentWorkflow
-from rlite.services.record.rollout_tables import TokenTexts
+from rlite.services.record.recorder import TokenTexts
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with(WITH_TOOLS)

@@ -10,10 +10,10 @@ from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import DataError
-from rlite.evaluation.samples import Sample
+from rlite.evaluation.journal import Sample
 from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, Place, Row, row_of, sample_of
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.services.record.rollout_tables import TokenTexts
+from rlite.services.record.recorder import TokenTexts
 
 
 class Ask(RolloutWorkflow):

@@ -16,23 +16,25 @@ from rlite import config
 from rlite.assembly.evaluate import report
 from rlite.assembly.evaluate.command import advice, evaluate, result_of
 from rlite.assembly.evaluate.folder import EarlierResult, code_of, digest_of
-from rlite.assembly.evaluate.generation import context_limit, item_ids, unknown_context
-from rlite.assembly.evaluate.options import EvalConfig, check_name
-from rlite.assembly.evaluate.report import difference, print_result, shown, shown_metrics, title
-from rlite.assembly.evaluate.tasks import (
+from rlite.assembly.evaluate.generation import (
+    context_limit,
     directions,
     find_tasks,
+    item_ids,
     lower_is_better,
     summary_of_tasks,
     task_metrics,
     task_rows,
     task_values,
+    unknown_context,
 )
+from rlite.assembly.evaluate.options import EvalConfig, check_name
+from rlite.assembly.evaluate.report import difference, print_result, shown, shown_metrics, title
 from rlite.config import load
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.evaluation.compare import Comparison
+from rlite.evaluation.journal import Sample
 from rlite.evaluation.metrics import clustered_standard_error
-from rlite.evaluation.samples import Sample
 from rlite.evaluation.sets import EvaluatedModel, EvaluationResult
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlite.config import load
-from rlite.evaluation.samples import Sample
+from rlite.evaluation.journal import Sample
 from rlite.evaluation.sets import Evaluation, EvaluationSet
 from rlite.rollout import RolloutWorkflow
 from rlite.services.console.terminal import ConsoleReporter

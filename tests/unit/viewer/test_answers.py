@@ -13,9 +13,8 @@ import pytest
 from rlite.errors import DataError
 from rlite.services.record.files import write_table
 from rlite.services.record.schema import ROWS
-from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
+from rlite.viewer.answers import MAX_HITS, MAX_ITEMS, PAGE, QUESTIONS, answer, shortened
 from rlite.viewer.export import export
-from rlite.viewer.prompts import MAX_ITEMS, shortened
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.results import means_by_step
 from rlite.viewer.run import ViewedRun, open_runs
@@ -164,7 +163,7 @@ def test_a_search_reads_the_newest_texts_and_says_when_it_leaves_out_older_ones(
     runs = open_runs([str(tmp_path)])
     found = ask(runs, "items", text="count to")
     assert (found["number"], found["is_cut"]) == (20, False)
-    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
+    monkeypatch.setattr("rlite.viewer.answers.MAX_SEARCHED", 1)
     found = ask(runs, "items", text="count to")
     assert (found["items"]["item"], found["is_cut"]) == (["m20"], True)
 
@@ -178,7 +177,7 @@ def test_a_search_leaves_out_older_parts_of_a_merged_file(tmp_path: Path, monkey
     (tmp_path / "record").mkdir()
     merged = tmp_path / "record" / "train-00000001_00000100.rows.parquet"
     pq.write_table(pa.Table.from_pylist(given, schema=ROWS), merged, row_group_size=1)
-    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
+    monkeypatch.setattr("rlite.viewer.answers.MAX_SEARCHED", 1)
     found = ask(open_runs([str(tmp_path)]), "items", text="count")
     assert (found["items"]["item"], found["is_cut"]) == (["m3"], True)
 

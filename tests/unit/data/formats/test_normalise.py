@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.formats.normalise import normalise
-from rlite.data.formats.table import FORMATS, RowKind
+from rlite.data.formats.table import FORMATS, RowKind, normalise
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import read_source, streamed_source
 from rlite.data.sft import preference_rows, sft_rows

@@ -12,10 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rlite.services.record import writer as module
-from rlite.services.record.files import path_of, read_gaps
+from rlite.services.record import files as module
+from rlite.services.record.files import RecordWriter, Tables, path_of, read_gaps
 from rlite.services.record.schema import ROWS, TOKENS
-from rlite.services.record.writer import RecordWriter, Tables
 from tests.recorded import recorded
 
 

@@ -15,8 +15,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout.collector.group import MAX_COLUMNS, MAX_VALUE, Ended, Group
 from rlite.rollout.trajectories import TokenHistory, check_trajectory, join_histories, of_trajectory, pad_trajectories
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.services.record.recorder import NUM_GROUPS, FileRecorder, sampled
-from rlite.services.record.rollout_tables import MAX_EVENTS, TokenTexts, make_tables
+from rlite.services.record.recorder import MAX_EVENTS, NUM_GROUPS, FileRecorder, TokenTexts, make_tables, sampled
 from rlite.services.record.schema import ROWS, TOKENS, Status
 from rlite.types import TokenChunk
 from tests.recorded import recorded

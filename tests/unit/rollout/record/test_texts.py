@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.services.record.rollout_tables import TokenTexts
+from rlite.services.record.recorder import TokenTexts
 
 
 @pytest.fixture(scope="module")

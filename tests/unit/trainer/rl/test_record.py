@@ -21,7 +21,7 @@ from rlite.rollout.collector.group import Ended, Group
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.services.record.files import drop_later, read_gaps
-from rlite.services.record.rollout_tables import NO_TOKENS, NOT_FINITE
+from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord

@@ -6,7 +6,7 @@ import pytest
 
 from rlite.observability import trace
 from rlite.trainer.options import RunOptions
-from rlite.trainer.run.step_trace import StepTrace
+from rlite.trainer.run.training_run import StepTrace
 
 
 @pytest.mark.parametrize("steps", [[], [2, 3]])
