@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.model import build_model
 from benchmarks.sft import ROWS_PER_STEP, build_rows, token_rows
 from rlite.data.microbatch_plan import plan_microbatches
-from rlite.data.packs import pack
+from rlite.data.packs import lazy_pack
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn.attention import PACKED, PackedLayout
 from rlite.nn.linear import speed_up_linear_layers
@@ -78,7 +78,7 @@ def engine_step(engine: RliteTrainEngine, batch: Any) -> float:
 def ready_packs(batch: Any, capacity: int) -> list[dict[str, Any]]:
     """The packs that the engine makes of a batch, with labels."""
     lengths = batch["attention_mask"].sum(-1).tolist()
-    packs = [pack(batch, rows, torch.device("cpu")) for rows in plan_microbatches(lengths, 1, capacity)[0]]
+    packs = [lazy_pack(batch, rows, torch.device("cpu")) for rows in plan_microbatches(lengths, 1, capacity)[0]]
     for data in packs:
         data["labels"] = data["input_ids"].roll(-1)
         data["labels"][data["cu_seqlens"][1:].long() - 1] = -100

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rlite.algorithms.on_logprobs import OnLogprobs
 from rlite.data.microbatch_plan import PackingMethod
-from rlite.data.packs import pack, pair_rows
+from rlite.data.packs import lazy_pack, pair_rows
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, own_tokens
 from rlite.engine.redefinition import take_class
 from rlite.engine.registry import register_executor
@@ -210,7 +210,7 @@ class PipelineWorker:
         self._weight, self._is_finite = 0.0, True
 
     def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple:
-        packs = [pack(share.batch, rows or pair_rows(share.batch), CPU) for rows in share.microbatches]
+        packs = [dict(lazy_pack(share.batch, rows or pair_rows(share.batch), CPU)) for rows in share.microbatches]
         given = zip(share.microbatches, packs, strict=True)
         weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
@@ -235,7 +235,7 @@ class PipelineWorker:
         found = []
         with evaluating(self.module):
             for rows in share.microbatches:
-                data = pack(share.batch, rows or pair_rows(share.batch), CPU)
+                data = dict(lazy_pack(share.batch, rows or pair_rows(share.batch), CPU))
                 outputs = self._run(post_hook, data)
                 if self._is_last:
                     found.append(own_tokens(rows, post_hook(outputs, data)))
