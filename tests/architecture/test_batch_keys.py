@@ -36,7 +36,7 @@ OTHERS = {
 def keys_in(path: Path) -> Iterator[tuple[str, str]]:
     """Yield each key that a module reads from or writes into a batch, with the place."""
     folder = path.relative_to(ROOT).parts[1]
-    batches = BATCHES | (PACKS if folder in ("trainer", "engine", "nn", "algorithms") else set())
+    batches = BATCHES | (PACKS if folder in ("trainer", "engine", "backends", "nn", "algorithms") else set())
     for node in ast.walk(ast.parse(path.read_text())):
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, ast.Subscript):
@@ -57,9 +57,10 @@ def keys_in(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def modules() -> list[Path]:
-    parts = ("chat", "collector", "environments", "openai", "record", "tools")
-    folders = (*(f"rollout/{part}" for part in parts), "evaluation", "trainer", "engine", "nn", "algorithms")
+    parts = ("rollout/chat", "rollout/collector", "rollout/environments", "rollout/tools", "services/endpoint")
+    folders = (*parts, "assembly/evaluate", "evaluation", "trainer", "engine", "backends", "nn", "algorithms")
     files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
+    files += ["services/record/recorder.py", "services/checkpoints.py"]
     found = [path for folder in folders for path in (ROOT / "rlite" / folder).rglob("*.py")]
     return [*found, *(ROOT / "rlite" / name for name in files)]
 

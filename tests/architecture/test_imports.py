@@ -17,7 +17,7 @@ HOMES = {
     "ray": "rlite/runtime/cluster/ray/",
     "vllm": "rlite/backends/vllm/",
     "sglang": "rlite/backends/sglang/",
-    "peft": ("rlite/nn/lora.py", "rlite/nn/lora.py"),
+    "peft": "rlite/nn/lora.py",
     "liger_kernel": "rlite/nn/liger.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",

@@ -24,14 +24,16 @@ from tests.contracts.executors import EXECUTORS, declared, installed_executors, 
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
-CALLERS = sorted(
-    path for pattern in ("*.py", "replicas/*.py", "*/replica.py", "vllm/*.py") for path in ENGINE.glob(pattern)
-)
+BACKENDS = ENGINE.parent / "backends"
+CALLERS = [
+    *ENGINE.glob("*.py"),
+    *(path for part in ("replicas/*.py", "*/replica.py", "vllm/*.py") for path in BACKENDS.glob(part)),
+]
 HANDLES = (workers.Resident, inference_executor.Replica)
 CALLS = {"call", "ask", "keep", "cast"}
 
 
-@pytest.mark.parametrize("path", CALLERS, ids=lambda path: path.relative_to(ENGINE).as_posix())
+@pytest.mark.parametrize("path", sorted(CALLERS), ids=lambda path: path.relative_to(ENGINE.parent).as_posix())
 def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
@@ -93,7 +95,7 @@ def test_weight_sync_needs_only_the_shards_of_a_targets_worker() -> None:
 
 def test_the_methods_that_vllms_workers_are_asked_for_exist() -> None:
     def nodes(module: str) -> Iterator[ast.AST]:
-        return ast.walk(ast.parse((ENGINE / f"vllm/{module}.py").read_text()))
+        return ast.walk(ast.parse((BACKENDS / f"vllm/{module}.py").read_text()))
 
     calls = [node for node in nodes("server") if isinstance(node, ast.Call)]
     asked = {ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func).endswith(".collective_rpc")}
