@@ -29,8 +29,8 @@ from rlite import cli
 
 for _module in ("generate", "merge", "plan"):
     importlib.import_module(f"rlite.assembly.commands.{_module}")  # forks need not import them
-for _module in ("evaluate.command", "grpo", "sft"):
-    importlib.import_module(f"rlite.trainer.{_module}")
+for _module in ("assembly.evaluate.command", "trainer.grpo", "trainer.sft"):
+    importlib.import_module(f"rlite.{_module}")
 
 LIMIT_S = 40.0
 DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from rlite.checkpoint.safe import JsonReader, PlainLoadPlanner
+from rlite.runtime.storage.safe import JsonReader, PlainLoadPlanner
 
 PLACE = b"@FOLDER@"
 TEXTS = (".json", ".jsonl", ".yaml")
@@ -85,7 +85,7 @@ import shutil
 import time
 from pathlib import Path
 
-from rlite.recovery import reporting
+from rlite.services.recovery import reporting
 
 for step in (1, 2, 3):
     reporting.report_step(step, 3)
