@@ -25,7 +25,7 @@ from pydantic_core.core_schema import custom_error_schema
 from rlite.data.chat.answers import text_after, tokens_after
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Message, Tokenizer
 from rlite.data.tokens import bounded_tokens, raw_prompts
-from rlite.errors import DataError, RliteError, shortened
+from rlite.errors import DataError, ParameterError, RliteError, shortened
 from rlite.services.endpoint.recording import Turn
 from rlite.types import GenerationHyperparameters
 
@@ -302,9 +302,9 @@ class _Sampling(_Object):
             changes.setdefault("min_new_tokens", min(defaults.min_new_tokens, max(changes["max_new_tokens"], 0)))
         try:
             return defaults.new(n_samples=1, **changes)
-        except RliteError as error:
-            names = [key for key in _Sampling.model_fields if f"parameter {RENAMED.get(key, key)}=" in str(error)]
-            raise ApiError(str(error), param=names[0] if names else None, code="invalid_value") from error
+        except ParameterError as error:
+            names = (key for key in _Sampling.model_fields if RENAMED.get(key, key) == error.name)
+            raise ApiError(str(error), param=next(names, None), code="invalid_value") from error
 
 
 class _Body(_Sampling):
@@ -568,7 +568,7 @@ def _check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what}: half of a surrogate pair, {error.object[error.start]!r}, is no text") from error
+        raise DataError(f"{what}: half of a surrogate pair, {error.object[error.start]!r}, is no text", what) from error
 
 
 def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> list[Turn]:

@@ -162,8 +162,7 @@ class AgentSession(RecordingOwner):
         except TemplateRefusal as error:
             raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
         except DataError as error:
-            param = str(error).partition(":")[0]
-            raise ApiError(str(error), param=param, code="invalid_value") from error
+            raise ApiError(str(error), param=error.place or None, code="invalid_value") from error
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
