@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
-from rlite.control.classes import JobClasses, trainer_class, workload_class
 from rlite.control.job import RLJob
+from rlite.control.plan import JobClasses, label_of, trainer_class, workload_class
 from rlite.control.spec import JobSpec, RLRoleType
 from rlite.errors import ConfigError
 
@@ -145,12 +146,9 @@ class RLJobBuilder:
         workloads = {role: workload_class(role, self._classes[role]) for role in self._roles}
         trainer = trainer_class(self._trainer)
         roles = {role.lower(): {"workload": workloads[role].label, **values} for role, values in self._roles.items()}
-        rest: dict[str, Any] = {
-            "trainer": f"{trainer.__module__}:{trainer.__qualname__}",
-            "collocations": self._collocations,
-        }
+        rest = {"trainer": label_of(trainer), "collocations": self._collocations}
         spec = JobSpec(**{**self._values, **roles, **rest})
-        return RLJob(spec, JobClasses(trainer, workloads))
+        return RLJob(spec, JobClasses(cloudpickle.dumps(trainer), workloads))
 
     def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
         if role in self._roles:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
+import cloudpickle
+
 from rlite.control.entry import JobEntry, keep_record, save_entry
-from rlite.control.plan import JobPlan
+from rlite.control.plan import JobClasses, JobPlan, check_program, trainer_class, workload_class
 from rlite.control.spec import JobSpec, check_capacity
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
 from rlite.owner import Owner
@@ -209,7 +210,7 @@ class RLJob:
             name=job_name,
             submission=uuid.uuid4().hex,
             spec=self.spec,
-            classes=self.classes.packed(),
+            classes=self.classes,
             layout=self.layout,
             policy=self.spec.policy(job_max_restart),
             folder=os.getcwd(),
@@ -270,9 +271,9 @@ def job_of(spec: JobSpec) -> RLJob:
     """
     if spec.is_program:
         check_program(spec.trainer)
-        return RLJob(spec, JobClasses(None, {}))
+        return RLJob(spec, JobClasses(b"", {}))
     workloads = {role: workload_class(role, each.workload) for role, each in spec.roles().items()}
-    return RLJob(spec, JobClasses(trainer_class(spec.trainer), workloads))
+    return RLJob(spec, JobClasses(cloudpickle.dumps(trainer_class(spec.trainer)), workloads))
 
 
 def check_ray() -> None:

@@ -16,8 +16,7 @@ from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
 from rlite.control.program import Program
 from rlite.control.role_group import Rendezvous
 from rlite.control.spec import RLRoleType
-from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
-from rlite.control.workload import WorkloadFactory
+from rlite.control.workers import RoleActors, TrainerFactory, TrainerOutcome, WorkloadFactory
 from rlite.runtime.cluster.group import WorkerGroup, worker_name
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
 from rlite.runtime.cluster.placement import Device

@@ -28,7 +28,7 @@ import yaml
 
 from rlite.control.health import Judge, NodeAgent
 from rlite.control.spec import HealthOptions
-from rlite.control.trainer_process import Progress, TrainerOutcome
+from rlite.control.workers import Progress, TrainerOutcome
 from rlite.runtime.cluster.guard import Guard, reap
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.process_tree import find

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
-from rlite.viewer.answers import OF_TRACE, answer
+from rlite.viewer.answers import OF_TRACE, Query, UnknownPlace, answer
 from rlite.viewer.page import TYPES, assets, served_page
-from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import Change, ViewedRun
 
 try:

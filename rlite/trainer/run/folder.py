@@ -95,6 +95,9 @@ def checkpoint_to_load(
 def lock(folder: Path) -> FolderLock:
     """Keep other runs out of a folder, which is made if it is not there.
 
+    Returns:
+        The lock.
+
     Raises:
         FolderInUse: another run of this or another process is using the folder.
     """

@@ -30,7 +30,7 @@ TOO_LARGE = "cannot be read: a part of it takes more than 128 MiB"
 PEAK = """
 import sys
 from rlite.viewer.answers import answer
-from rlite.viewer.query import Query
+from rlite.viewer.answers import Query
 from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 runs = open_runs(sys.argv[1:])

@@ -1,7 +1,4 @@
-"""Process of a trainer: it makes the trainer, binds role groups to it, runs `init` and `fit`, and keeps the outcome.
-
-`BaseTrainer`: the user's program of a job, in a process of its own.
-"""
+"""Workers of a job: workloads and the trainer, with the classes that users extend, and the makers of both."""
 
 from __future__ import annotations
 
@@ -22,6 +19,138 @@ from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.placement import Device
 from rlite.services.recovery.reporting import TrainerReport
+
+
+@dataclass(frozen=True)
+class WorkloadPlace:
+    """Place of a workload in its job."""
+
+    name: str
+    role: RLRoleType
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    torch_master_addr: str
+    torch_master_port: int
+    collocation: str | None
+
+
+def _placed(name: str, meaning: str) -> Any:
+    """Return a property that reads a field of the workload's place."""
+    return property(lambda workload: getattr(workload._where, name), doc=meaning)
+
+
+class BaseWorkload:
+    """One of a role's processes. The trainer calls the methods of subclasses through role groups.
+
+    A subclass may define `__init__(self, master_handle, config)`. All properties are known there.
+    """
+
+    _place: WorkloadPlace | None = None
+
+    def __init__(self, master_handle: Any, config: DictConfig) -> None:
+        """Keep the arguments.
+
+        Args:
+            master_handle: Ray actor handle of the job's master.
+            config: the job's configuration.
+        """
+        self._master_handle = master_handle
+        self._config = config
+
+    @property
+    def master_handle(self) -> Any:
+        """Ray actor handle of the job's master."""
+        return self._master_handle
+
+    @property
+    def config(self) -> DictConfig:
+        """Configuration of the job."""
+        return self._config
+
+    name: str = _placed("name", 'Unique name of the workload: "ACTOR-0".')
+    role: RLRoleType = _placed("role", "Role of the workload.")
+    rank: int = _placed("rank", "Rank among the workloads of the role.")
+    world_size: int = _placed("world_size", "Number of the role's workloads.")
+    word_size: int = _placed("world_size", "Same as `world_size`, in DLRover's spelling.")
+    local_rank: int = _placed("local_rank", "Rank among the role's workloads on this node.")
+    local_world_size: int = _placed("local_world_size", "Number of the role's workloads on this node.")
+    torch_master_addr: str = _placed("torch_master_addr", "Address of rank 0, for torch.distributed's rendezvous.")
+    torch_master_port: int = _placed(
+        "torch_master_port",
+        "Port at rank 0, for torch.distributed's rendezvous. No other program gets it while the role lives.",
+    )
+
+    def is_actor_role(self) -> bool:
+        """Return True for an actor."""
+        return self.role is RLRoleType.ACTOR
+
+    def is_reference_role(self) -> bool:
+        """Return True for a reference model."""
+        return self.role is RLRoleType.REFERENCE
+
+    def is_rollout_role(self) -> bool:
+        """Return True for a rollout workload."""
+        return self.role is RLRoleType.ROLLOUT
+
+    def is_reward_role(self) -> bool:
+        """Return True for a reward workload."""
+        return self.role is RLRoleType.REWARD
+
+    def is_critic_role(self) -> bool:
+        """Return True for a critic."""
+        return self.role is RLRoleType.CRITIC
+
+    def get_device_collocation(self) -> str | None:
+        """Return the roles that share this workload's devices ("ACTOR,ROLLOUT"), or None."""
+        return self._where.collocation
+
+    def _rendezvous_address(self) -> tuple[str, int]:
+        return self.torch_master_addr, self.torch_master_port
+
+    @property
+    def _where(self) -> WorkloadPlace:
+        if self._place is None:
+            raise RliteError(f"{type(self).__name__} has no place: a job makes workloads, see RLJobBuilder")
+        return self._place
+
+
+@dataclass(frozen=True)
+class WorkloadFactory:
+    """Maker of a role's workloads, called in their processes."""
+
+    workload: bytes
+    """the pickled class"""
+    role: RLRoleType
+    config: Mapping[str, Any]
+    master: Any
+    local_ranks: tuple[tuple[int, int], ...]
+    """by rank: local rank and local world size"""
+    rendezvous: tuple[str, int]
+    collocation: str | None
+
+    def __call__(self, context: WorkerContext) -> BaseWorkload:
+        """Return the workload of a rank. Its place is set before its constructor runs."""
+        workload = object.__new__(cloudpickle.loads(self.workload))
+        local_rank, local_world_size = self.local_ranks[context.rank]
+        workload._place = WorkloadPlace(
+            f"{self.role}-{context.rank}",
+            self.role,
+            context.rank,
+            context.world_size,
+            local_rank,
+            local_world_size,
+            *self.rendezvous,
+            self.collocation,
+        )
+        workload.__init__(self.master, OmegaConf.create(dict(self.config)))
+        return workload
+
+
+def _handles_of(role: RLRoleType, meaning: str) -> Any:
+    """Return a property that reads the actor handles of a role."""
+    return property(lambda trainer: trainer.actor_handles.get(role, []), doc=meaning)
 
 
 class BaseTrainer(ABC):
@@ -78,30 +207,11 @@ class BaseTrainer(ABC):
         """Classes of the workloads, by role."""
         return self._actor_classes
 
-    @property
-    def actors(self) -> list[Any]:
-        """Ray actor handles of the actors."""
-        return self._handles(RLRoleType.ACTOR)
-
-    @property
-    def references(self) -> list[Any]:
-        """Ray actor handles of the reference workloads."""
-        return self._handles(RLRoleType.REFERENCE)
-
-    @property
-    def rollouts(self) -> list[Any]:
-        """Ray actor handles of the rollout workloads."""
-        return self._handles(RLRoleType.ROLLOUT)
-
-    @property
-    def rewards(self) -> list[Any]:
-        """Ray actor handles of the reward workloads."""
-        return self._handles(RLRoleType.REWARD)
-
-    @property
-    def critics(self) -> list[Any]:
-        """Ray actor handles of the critics."""
-        return self._handles(RLRoleType.CRITIC)
+    actors: list[Any] = _handles_of(RLRoleType.ACTOR, "Ray actor handles of the actors.")
+    references: list[Any] = _handles_of(RLRoleType.REFERENCE, "Ray actor handles of the reference workloads.")
+    rollouts: list[Any] = _handles_of(RLRoleType.ROLLOUT, "Ray actor handles of the rollout workloads.")
+    rewards: list[Any] = _handles_of(RLRoleType.REWARD, "Ray actor handles of the reward workloads.")
+    critics: list[Any] = _handles_of(RLRoleType.CRITIC, "Ray actor handles of the critics.")
 
     def get_role_groups(self) -> list[str]:
         """Return the names of the job's role groups."""
@@ -110,9 +220,6 @@ class BaseTrainer(ABC):
     def get_workload_resource(self, role: RLRoleType | str) -> dict[str, float]:
         """Return the Ray resources of one workload of a role, as a copy. A role that the job lacks has none."""
         return dict(self._resources.get(RLRoleType.of(role), {}))
-
-    def _handles(self, role: RLRoleType) -> list[Any]:
-        return self._actor_handles.get(role, [])
 
     def __getattr__(self, name: str) -> RoleGroup:
         if not name.startswith("RG_"):
