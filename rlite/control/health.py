@@ -11,16 +11,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from rlite.runtime.cluster.host import Outcome
 from rlite.services.recovery.failover import Condition, WorkloadId
 
 WATCH_S = 0.5
 """seconds between two checks of the master"""
+TICK_S = 1.0
+"""seconds between two rounds of the master"""
 LIVE_SHARE = 0.03
 """share of a core above which a process counts as computing; Ray's own threads take less"""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -236,3 +240,51 @@ class Judge:
             detail = f"{each.late} is late, and process {each.pid} has not computed for {each.idle_s:.0f} s"
             return Finding((each.life,), (each.pid,), "hung", detail)
         return None
+
+
+class Rounds:
+    """Rounds of questions to the agents of all nodes.
+
+    Args:
+        judge: judges the answers, and knows the processes.
+        ask: asks a node's agent about processes.
+    """
+
+    def __init__(self, judge: Judge, ask: Callable[[str, Sequence[int]], Future[Outcome]]) -> None:
+        self._judge, self._ask = judge, ask
+        self._began = time.monotonic()
+        self._asked: dict[str, Future[Outcome]] = {}
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the next round is due."""
+        return max(self._began + TICK_S - time.monotonic(), 0.0)
+
+    def findings(self, here: str) -> list[tuple[str, Finding, bool]]:
+        """Return what the answers tell, and ask again.
+
+        Args:
+            here: a node that is asked even if it has no process to look at.
+
+        Returns:
+            Node, finding, and whether the node is silent.
+        """
+        now = time.monotonic()
+        seconds, self._began = min(now - self._began, 2 * TICK_S), now
+        pids, found = {here: [], **self._judge.pids()}, []
+        for node in pids:
+            asked = self._asked.get(node)
+            if asked is not None and asked.done() and asked.exception() is not None:
+                self._judge.restart(node)  # Ray restarts an agent that died; it reports the death of a node itself
+            elif asked is not None:
+                vitals = asked.result().value if asked.done() else None
+                found += [(node, finding, vitals is None) for finding in self._judge.observe(node, vitals, seconds)]
+            if asked is None or asked.done():
+                self._asked[node] = self._ask(node, pids[node])
+        self._asked = {node: asked for node, asked in self._asked.items() if node in pids}
+        return found
+
+    def forget(self, node: str) -> None:
+        """Expect no answer to the last question, because the node gets another agent."""
+        self._asked.pop(node, None)
+        self._judge.restart(node)

@@ -19,7 +19,7 @@ from rlite.control.spec import JobSpec, Layout, RLRoleType
 from rlite.control.workers import BaseTrainer, BaseWorkload
 from rlite.errors import ConfigError, did_you_mean
 from rlite.runtime.cluster.launcher import Interface, interface_of
-from rlite.services.recovery.failover import FailoverPolicy, WorkloadId
+from rlite.services.recovery.failover import FailoverPolicy, JobState, WorkloadId
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,11 @@ class JobPlan:
                 bundle = bundles[seat.node][seat.device]
                 bundle |= {name: bundle.get(name, 0.0) + amount for name, amount in more.items()}
         return bundles
+
+    def lives(self, state: JobState) -> dict[RLRoleType, list[WorkloadId]]:
+        """Return the current life of every workload."""
+        seats = self.layout.seats
+        return {role: [state.life(str(role), rank) for rank in range(len(seats[role]))] for role in seats}
 
     def env(self, role: RLRoleType | None = None) -> dict[str, str]:
         """Return the environment variables of a role's workloads, or of the trainer."""

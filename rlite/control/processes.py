@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +88,10 @@ class JobProcesses:
         """Return True if a node that held devices of the job has died."""
         return not {reserved.node for reserved in self._reserved.values()} <= living_nodes()
 
+    def has_spare(self, excluded: Collection[str]) -> bool:
+        """Return True if the cluster has enough nodes for the job without the excluded ones."""
+        return len(living_nodes()) - len(excluded) >= len(self._plan.bundles())
+
     def devices(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
         return {str(role): [str(device) for device in group.devices] for role, group in self._groups.items()}
@@ -110,17 +114,29 @@ class JobProcesses:
             self._rendezvous.make(role, group)
             self._furnish(role, group, range(len(group)))
 
-    def replace_workload(self, role: RLRoleType, life: WorkloadId, on_start: OnStart) -> None:
+    def restart_role(self, role: RLRoleType, lives: Lives, on_start: OnStart) -> None:
+        """End all workloads of a role, and make them with a new rendezvous.
+
+        Args:
+            role: the role.
+            lives: all workloads of the job.
+            on_start: as for `create`.
+        """
+        self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
+        self.create({role: lives[role]}, on_start)
+        self.renew_trainer(role)
+
+    def restart_workload(self, life: WorkloadId, on_start: OnStart) -> None:
         """Restart one workload beside its peers.
 
         Args:
-            role: its role.
             life: its new life.
             on_start: called with the process before the workload is made.
 
         Raises:
             StaleRendezvous: rank 0 has left the rendezvous that its peers know, or the port was taken.
         """
+        role = RLRoleType(life.role)
         suffix = f"/{role}-{life.rank}"
         self._fleet.kill(lambda name: name.endswith(suffix) and name != actor_name(life))
         old = self._groups[role]
@@ -131,10 +147,7 @@ class JobProcesses:
         on_start(life, self._view(role, life.rank))
         self._rendezvous.keep(role, self._groups[role], life.rank)
         self._furnish(role, self._groups[role], [life.rank])
-
-    def end_role(self, role: RLRoleType) -> None:
-        """End all workloads of a role."""
-        self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
+        self.renew_trainer(role)
 
     def end_other_attempts(self, attempt: int) -> None:
         """End the trainer and all workloads that do not belong to an attempt."""
@@ -148,15 +161,15 @@ class JobProcesses:
         self._end(lambda name: name != "master", list(self._groups.values()))
         self._fleet.release(lambda _: True)
 
-    def stack(self, role: RLRoleType, rank: int) -> str:
+    def stack(self, life: WorkloadId) -> str:
         """Return the stack of a workload's call under way, as readable text."""
-        handle: Any = self._groups[role].handles[rank]
+        handle: Any = self._groups[RLRoleType(life.role)].handles[life.rank]
         (at,) = _answers([handle.look(with_stack=True)])
         return "no stack: the process is stopped, or native code holds Python's lock" if at is None else at.stack
 
-    def is_idle(self, role: RLRoleType, rank: int) -> bool:
+    def is_idle(self, life: WorkloadId) -> bool:
         """Return True if a workload has no call under way."""
-        (at,) = _answers([self._groups[role].handles[rank].look()], 1.0)
+        (at,) = _answers([self._groups[RLRoleType(life.role)].handles[life.rank].look()], 1.0)
         return at is not None and not at.place
 
     def adopt(self, lives: Lives) -> dict[WorkloadId, ProcessView]:
