@@ -31,30 +31,8 @@ from rlite.control.spec import RLRoleType
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, make_store, own_node
-from rlite.services.recovery.failover import (
-    JOB,
-    Action,
-    CreateJob,
-    EndJob,
-    Event,
-    InterruptTrainer,
-    JobState,
-    JobSubmitted,
-    MasterRestarted,
-    Recovered,
-    RecoveryFailed,
-    RendezvousLost,
-    RestartRole,
-    RestartWorkload,
-    StartTrainer,
-    StopRequested,
-    TrainerBegun,
-    TrainerFailed,
-    TrainerFinished,
-    WorkloadId,
-    WorkloadsFailed,
-    decide,
-)
+from rlite.services.recovery import failover
+from rlite.services.recovery.failover import WorkloadId
 from rlite.services.recovery.record import JobRecord, LogEntry, StateStore, load_record, save_record
 from rlite.services.recovery.reporting import TrainerReport
 
@@ -72,7 +50,7 @@ class Master:
     def __init__(self, job: str, submission: str) -> None:
         self._store: StateStore = RayStore()
         self._record = JobRecord(submission)
-        self._events: queue.Queue[Event | Callable[[], None]] = queue.Queue()
+        self._events: queue.Queue[failover.Event | Callable[[], None]] = queue.Queue()
         self._changed = threading.Condition()
         try:
             self._begin(job, submission)
@@ -101,7 +79,7 @@ class Master:
         self._recovering = threading.Lock()
         self._died_early: dict[WorkloadId, str] = {}
         """nodes of processes that died while they, or their role or job, were made"""
-        self._events.put(JobSubmitted(time.time()) if is_new else MasterRestarted(time.time()))
+        self._events.put(failover.JobSubmitted(time.time()) if is_new else failover.MasterRestarted(time.time()))
         if self._record.state.stage == "RUNNING":
             self._events.put(self._adopt)
         threading.Thread(target=self._run, name="rlite-master", daemon=True).start()
@@ -120,7 +98,7 @@ class Master:
 
     def stop(self, why: str, is_now: bool = False) -> None:
         """End the job. A program saves before, unless the job ends now."""
-        self._events.put(StopRequested(time.time(), why, may_save=self._plan.spec.is_program and not is_now))
+        self._events.put(failover.StopRequested(time.time(), why, may_save=self._plan.spec.is_program and not is_now))
 
     def placement(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
@@ -152,23 +130,23 @@ class Master:
                 logger.exception("the master of job %s failed", self._plan.name)
                 with suppress(StorageError):  # the end then stands in memory alone
                     why = f"the master failed: {type(error).__name__}: {error}"
-                    self._handle(StopRequested(time.time(), why, is_failure=True))
+                    self._handle(failover.StopRequested(time.time(), why, is_failure=True))
 
     @property
-    def _state(self) -> JobState:
+    def _state(self) -> failover.JobState:
         return self._record.state
 
-    def _handle(self, event: Event) -> None:
-        decision = decide(self._state, event, self._plan.policy)
-        if decision.is_stale and isinstance(event, WorkloadsFailed):
+    def _handle(self, event: failover.Event) -> None:
+        decision = failover.decide(self._state, event, self._plan.policy)
+        if decision.is_stale and isinstance(event, failover.WorkloadsFailed):
             return  # the end of a process that the job itself ended
         entry = LogEntry(event.at, decision.state.stage, str(event), decision.why, _detail(event))
-        if any(isinstance(action, EndJob) for action in decision.actions):
+        if any(isinstance(action, failover.EndJob) for action in decision.actions):
             self._processes.end()  # before the end is announced
         self._keep(replace(self._record.noted(entry), state=decision.state))
         self._judge.forget(lambda life: not self._is_wanted(life))
         for action in decision.actions:
-            if not isinstance(action, EndJob):
+            if not isinstance(action, failover.EndJob):
                 self._in_thread(self._perform, action)
 
     def _is_wanted(self, life: WorkloadId) -> bool:
@@ -189,30 +167,30 @@ class Master:
 
     # Actions
 
-    def _perform(self, action: Action) -> None:
-        if isinstance(action, StartTrainer):
+    def _perform(self, action: failover.Action) -> None:
+        if isinstance(action, failover.StartTrainer):
             self._start_trainer(action)
-        elif isinstance(action, InterruptTrainer):
+        elif isinstance(action, failover.InterruptTrainer):
             self._processes.interrupt_trainer()
-        elif not isinstance(action, EndJob):
+        elif not isinstance(action, failover.EndJob):
             self._recover(action)
 
-    def _recover(self, action: CreateJob | RestartRole | RestartWorkload) -> None:
+    def _recover(self, action: failover.CreateJob | failover.RestartRole | failover.RestartWorkload) -> None:
         try:
             self._renew(action)
         except StaleRendezvous as error:
-            self._events.put(RendezvousLost(time.time(), action.ticket, str(error)))
+            self._events.put(failover.RendezvousLost(time.time(), action.ticket, str(error)))
         except Exception as error:  # the boundary: any failure of a recovery is an event
             is_raised = not isinstance(error, WorkerError | CallTimeout)
             detail = f"{type(error).__name__}: {error}"
             has_lost_node = not is_raised and self._processes.has_lost_node()
-            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised, has_lost_node))
+            self._events.put(failover.RecoveryFailed(time.time(), action.ticket, detail, is_raised, has_lost_node))
         else:
-            self._events.put(Recovered(time.time(), action.ticket))
+            self._events.put(failover.Recovered(time.time(), action.ticket))
 
-    def _renew(self, action: CreateJob | RestartRole | RestartWorkload) -> None:
+    def _renew(self, action: failover.CreateJob | failover.RestartRole | failover.RestartWorkload) -> None:
         processes = self._processes
-        if isinstance(action, CreateJob):
+        if isinstance(action, failover.CreateJob):
             processes.end_other_attempts(action.attempt)  # which also ends a creation under way
         time.sleep(action.delay_s)
         with self._recovering:
@@ -222,12 +200,12 @@ class Master:
             processes.reserve(state.excluded_nodes)
             lives = self._plan.lives(state)
             match action:
-                case CreateJob():
+                case failover.CreateJob():
                     processes.end_other_attempts(action.attempt)
                     processes.create(lives, self._watch)
-                case RestartRole():
+                case failover.RestartRole():
                     processes.restart_role(RLRoleType(action.role), lives, self._watch)
-                case RestartWorkload():
+                case failover.RestartWorkload():
                     processes.restart_workload(action.workload, self._watch)
 
     def _watch(self, life: WorkloadId, process: ProcessView) -> None:
@@ -242,13 +220,13 @@ class Master:
     def _on_death(self, life: WorkloadId, node: str) -> None:
         if life.role == TRAINER or not self._is_wanted(life):  # `_follow_trainer` reports the trainer's end
             return
-        if {JOB, life.role, f"{life.role}/{life.rank}"} & self._state.recoveries.keys():
+        if {failover.JOB, life.role, f"{life.role}/{life.rank}"} & self._state.recoveries.keys():
             self._died_early[life] = node  # the recovery will fail and say why
         else:
             spare = self._processes.has_spare({*self._state.excluded_nodes, node})
-            self._handle(WorkloadsFailed(time.time(), (life,), "dead", node, has_spare_node=spare))
+            self._handle(failover.WorkloadsFailed(time.time(), (life,), "dead", node, has_spare_node=spare))
 
-    def _start_trainer(self, action: StartTrainer) -> None:
+    def _start_trainer(self, action: failover.StartTrainer) -> None:
         time.sleep(action.delay_s)
         run = action.run
         if run != self._state.run or self._state.is_trainer_waiting:
@@ -256,7 +234,7 @@ class Master:
         try:
             self._processes.start_trainer(run, has_begun=self._record.report is not None)
         except Exception as error:  # the boundary: the trainer's constructor may raise anything
-            self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
+            self._events.put(failover.TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
             return
         self._follow_trainer(run)
 
@@ -266,18 +244,18 @@ class Master:
             self._watch_trainer(run)
             outcome = self._processes.ask_trainer(0.0)
             if outcome.progress == "new":
-                self._events.put(TrainerBegun(time.time(), run, outcome.is_recoverable))
+                self._events.put(failover.TrainerBegun(time.time(), run, outcome.is_recoverable))
                 self._processes.run_trainer()
             while outcome.progress not in ("finished", "raised"):
                 outcome = self._processes.ask_trainer(TRAINER_WAIT_S)
                 self._events.put(partial(self._take_report, outcome.report))
         except Exception as error:  # the boundary: the process has ended, or the user's code raised
-            self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
+            self._events.put(failover.TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
             return
         if outcome.progress == "finished":
-            self._events.put(TrainerFinished(time.time(), run))
+            self._events.put(failover.TrainerFinished(time.time(), run))
         else:
-            self._events.put(TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
+            self._events.put(failover.TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
 
     def _watch_trainer(self, run: int) -> None:
         """Observe the trainer's process before it begins: a stopped process would never report its location.
@@ -310,7 +288,7 @@ class Master:
             self._in_thread(self._follow_trainer, state.run)
         else:
             why = "its process ended while the master was restarted"
-            self._events.put(TrainerFailed(time.time(), state.run, why))
+            self._events.put(failover.TrainerFailed(time.time(), state.run, why))
 
     def _expect_answers(self, looks: Mapping[WorkloadId, Future[Any]]) -> None:
         """Count processes as stopped that do not answer a new master."""
@@ -318,7 +296,7 @@ class Master:
         silent = tuple(life for life, look in looks.items() if not look.done())
         if silent:
             why = f"no answer to the new master within {ANSWER_S:g} s"
-            self._events.put(WorkloadsFailed(time.time(), silent, "stopped", detail=why))
+            self._events.put(failover.WorkloadsFailed(time.time(), silent, "stopped", detail=why))
 
     def _in_thread(self, act: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=act, args=args, name="rlite-action", daemon=True).start()
@@ -348,9 +326,9 @@ class Master:
             self._processes.end_trainer(self._state.run)  # it may be alive, on a node without heartbeats
         if lives:
             spare = self._processes.has_spare({*self._state.excluded_nodes, node})
-            self._handle(WorkloadsFailed(time.time(), lives, finding.condition, node, detail, spare))
+            self._handle(failover.WorkloadsFailed(time.time(), lives, finding.condition, node, detail, spare))
         if len(lives) < len(finding.lives):  # after the workloads, so that the trainer starts when they are ready
-            self._handle(TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
+            self._handle(failover.TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
 
     def _note_late(self, role: str, ranks: list[int], call: str) -> None:
         for life in [self._state.life(role, rank) for rank in ranks]:
@@ -376,11 +354,11 @@ def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, 
 
 
 def _failed(submission: str, why: str) -> JobRecord:
-    state = JobState(stage="ERROR", error=why)
+    state = failover.JobState(stage="ERROR", error=why)
     return JobRecord(submission, state).noted(LogEntry(time.time(), "ERROR", why, "end the job"))
 
 
-def _detail(event: Event) -> str:
-    if isinstance(event, TrainerFailed):
+def _detail(event: failover.Event) -> str:
+    if isinstance(event, failover.TrainerFailed):
         return event.trace
-    return event.detail.partition("\n")[2] if isinstance(event, WorkloadsFailed) else ""
+    return event.detail.partition("\n")[2] if isinstance(event, failover.WorkloadsFailed) else ""
