@@ -8,8 +8,8 @@ from typing import Any, Literal
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
-from rlite.control.job import RLJob
-from rlite.control.plan import JobClasses, label_of, trainer_class, workload_class
+from rlite.control.job import RLJob, label_of, trainer_class, workload_class
+from rlite.control.plan import JobClasses
 from rlite.control.spec import JobSpec, RLRoleType
 from rlite.errors import ConfigError
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from rlite.control.spec import HealthOptions
 from rlite.runtime.cluster.host import Outcome
 from rlite.services.recovery.failover import Condition, WorkloadId
 
@@ -156,10 +157,8 @@ class Watched:
 class Judge:
     """Judge of reports, which finds a process once. A node counts as silent only after its first report."""
 
-    def __init__(self, stopped_after_s: float, silent_after_s: float, hung_after_s: float) -> None:
-        self._stopped_after_s = stopped_after_s
-        self._silent_after_s = silent_after_s
-        self._hung_after_s = hung_after_s
+    def __init__(self, limits: HealthOptions) -> None:
+        self._limits = limits
         self._nodes: dict[str, dict[WorkloadId, Watched]] = {}
         self._silent_s: dict[str, float] = {}
         """seconds of silence, by node that has reported"""
@@ -223,7 +222,7 @@ class Judge:
         return findings
 
     def _judge_silence(self, node: str, here: list[Watched]) -> list[Finding]:
-        if self._silent_s[node] < self._silent_after_s or not here:
+        if self._silent_s[node] < self._limits.silent_after or not here:
             return []
         lives, pids = tuple(each.life for each in here), tuple(each.pid for each in here)
         return [Finding(lives, pids, "stopped", f"no heartbeat for {self._silent_s[node]:.1f} s")]
@@ -233,10 +232,10 @@ class Judge:
         used_s, each.cpu_s = vital.cpu_s - each.cpu_s, vital.cpu_s
         is_at_work = vital.status in AT_WORK or used_s > LIVE_SHARE * seconds
         each.idle_s = 0.0 if is_at_work or not each.late else each.idle_s + seconds
-        if each.stopped_s >= self._stopped_after_s:
+        if each.stopped_s >= self._limits.stopped_after:
             detail = f"process {each.pid} is in state T (SIGSTOP)"
             return Finding((each.life,), (each.pid,), "stopped", detail)
-        if each.late and each.idle_s >= self._hung_after_s:
+        if each.late and each.idle_s >= self._limits.hung_after:
             detail = f"{each.late} is late, and process {each.pid} has not computed for {each.idle_s:.0f} s"
             return Finding((each.life,), (each.pid,), "hung", detail)
         return None

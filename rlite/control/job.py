@@ -15,10 +15,12 @@ from typing import Any
 import cloudpickle
 
 from rlite.control.entry import JobEntry, keep_record, save_entry
-from rlite.control.plan import JobClasses, JobPlan, check_program, trainer_class, workload_class
-from rlite.control.spec import JobSpec, check_capacity
-from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
+from rlite.control.plan import JobClasses, JobPlan, WorkloadClass
+from rlite.control.spec import JobSpec, RLRoleType, check_capacity
+from rlite.control.workers import BaseTrainer, BaseWorkload
+from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError, did_you_mean
 from rlite.owner import Owner
+from rlite.runtime.cluster.launcher import interface_of
 from rlite.services.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
 
 WAIT_S = 5.0
@@ -274,6 +276,83 @@ def job_of(spec: JobSpec) -> RLJob:
         return RLJob(spec, JobClasses(b"", {}))
     workloads = {role: workload_class(role, each.workload) for role, each in spec.roles().items()}
     return RLJob(spec, JobClasses(cloudpickle.dumps(trainer_class(spec.trainer)), workloads))
+
+
+def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
+    """Return the class of a role's workloads.
+
+    Args:
+        role: the role, for messages.
+        given: a class, a class under `@ray.remote`, or "module:Class".
+
+    Raises:
+        ConfigError: the class cannot be imported, or is no BaseWorkload.
+    """
+    where = role.lower()
+    found, options = _plain(_imported(where, given))
+    if not isinstance(found, type) or not issubclass(found, BaseWorkload):
+        raise ConfigError(f"{where}: {_name(found)} is not a class that extends rlite.control.BaseWorkload")
+    return WorkloadClass(label_of(found), cloudpickle.dumps(found), interface_of(found), options)
+
+
+def label_of(cls: type) -> str:
+    """Return the name of a class: module:Class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def trainer_class(given: Any) -> type[BaseTrainer]:
+    """Return the class of a trainer.
+
+    Raises:
+        ConfigError: the class cannot be imported, is no BaseTrainer, or lacks `init` or `fit`.
+    """
+    found, _ = _plain(_imported("trainer", given))
+    if not isinstance(found, type) or not issubclass(found, BaseTrainer):
+        raise ConfigError(f"trainer: {_name(found)} is not a class that extends rlite.control.BaseTrainer")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
+    return found
+
+
+def check_program(module: str) -> None:
+    """Check that a trainer's module exists. It is not imported.
+
+    Raises:
+        ConfigError: there is no such module.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"trainer: {module!r} cannot be found: {error}") from error
+    if found is None:
+        raise ConfigError(
+            f"trainer: no module {module!r}; expected a module such as rlite.trainer.ppo, or module:Class"
+        )
+
+
+def _plain(given: Any) -> tuple[Any, dict[str, Any]]:
+    if not hasattr(given, "__ray_metadata__"):
+        return given, {}
+    return _ray("host").plain_class(given)
+
+
+def _imported(where: str, given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    module_name, _, name = given.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{where}: {given!r}: expected module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"{where}: {given!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{where}: module {module_name!r} has no {name!r}; {did_you_mean(name, vars(module))}")
+    return getattr(module, name)
+
+
+def _name(found: Any) -> str:
+    return getattr(found, "__name__", repr(found))
 
 
 def check_ray() -> None:

@@ -72,8 +72,7 @@ class Master:
         self._plan: JobPlan = kept_plan(job, submission)
         self._store = make_store(self._plan.spec.store)
         self._processes = JobProcesses(self._plan, Fleet(job))
-        health = self._plan.spec.health
-        self._judge = Judge(health.stopped_after, health.silent_after, health.hung_after)
+        self._judge = Judge(self._plan.spec.health)
         self._rounds = Rounds(self._judge, self._processes.look_on)
         self._record, is_new = _load_own(self._store, job, submission)
         self._recovering = threading.Lock()

@@ -205,38 +205,14 @@ class JobProcesses:
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory: Any = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
+        factory: Any = Program(plan, cluster_address(), has_begun) if plan.spec.is_program else self._trainer_factory()
         group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
 
     def _trainer_factory(self) -> TrainerFactory:
-        plan = self._plan
-        return TrainerFactory(
-            trainer=plan.classes.trainer,
-            config=plan.spec.config,
-            classes={role: each.pickled for role, each in plan.classes.workloads.items()},
-            resources={role: plan.spec.resource_of(role) for role in plan.spec.roles()},
-            roles={role: self._actors(role) for role in self._groups},
-            call_timeout=plan.spec.call_timeout,
-            make_handle=handle_of,
-            report_late=partial(Service(plan.name).tell, "report_late"),
-        )
-
-    def _program(self, has_begun: bool) -> Program:
-        plan, spec = self._plan, self._plan.spec
-        is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
-        return Program(
-            submission=plan.submission,
-            module=spec.trainer,
-            config=spec.config,
-            num_processes=spec.num_processes,
-            folder=plan.folder,
-            num_threads=None if is_left else spec.device_per_node // spec.num_processes,
-            health=spec.health,
-            ray_address=cluster_address(),
-            has_begun=has_begun,
-        )
+        actors = {role: self._actors(role) for role in self._groups}
+        return TrainerFactory(self._plan, actors, handle_of, partial(Service(self._plan.name).tell, "report_late"))
 
     def adopt_trainer(self, run: int) -> bool:
         """Return True if the trainer's process exists, and use it."""

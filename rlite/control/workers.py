@@ -12,6 +12,7 @@ from typing import Any, Literal
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
+from rlite.control.plan import JobPlan
 from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
 from rlite.control.spec import RLRoleType
 from rlite.errors import RliteError
@@ -266,14 +267,8 @@ class TrainerOutcome:
 class TrainerFactory:
     """Maker of a trainer's process."""
 
-    trainer: bytes
-    """the pickled class"""
-    config: Mapping[str, Any]
-    classes: Mapping[RLRoleType, bytes]
-    """pickled, of the workloads"""
-    resources: Mapping[RLRoleType, Mapping[str, float]]
+    plan: JobPlan
     roles: Mapping[RLRoleType, RoleActors]
-    call_timeout: float
     make_handle: Callable[[Any, str], Any]
     """makes a worker handle of an actor and its name"""
     report_late: Callable[[str, list[int], str, float], None]
@@ -284,26 +279,50 @@ class TrainerFactory:
         return TrainerProcess(self)
 
 
-class TrainerProcess:
-    """Worker of the trainer's process. `run` is called in order, the other methods beside it."""
+class TrainerRun(ABC):
+    """Worker of a trainer's process. `run` is called in order, the other methods beside it."""
 
-    def __init__(self, factory: TrainerFactory) -> None:
-        self._factory = factory
+    def __init__(self) -> None:
         self._progress: Progress = "new"
         self._error = self._trace = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        cls: type[BaseTrainer] = cloudpickle.loads(factory.trainer)
-        classes = {role: cloudpickle.loads(pickled) for role, pickled in factory.classes.items()}
+
+    @abstractmethod
+    def _run(self) -> str:
+        """Run to the end. Return why the trainer failed, or ""."""
+
+    def run(self) -> None:
+        """Run to the end, once."""
+        with self._lock:
+            if self._progress != "new":
+                return
+            self._progress = "running"
+        try:
+            self._error = self._run()
+        except BaseException as error:  # the boundary: the master decides what follows
+            self._error, self._trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        self._progress = "raised" if self._error else "finished"
+        self._ended.set()
+
+
+class TrainerProcess(TrainerRun):
+    """Worker of the process of a user's trainer."""
+
+    def __init__(self, factory: TrainerFactory) -> None:
+        super().__init__()
+        self._factory, plan = factory, factory.plan
+        cls: type[BaseTrainer] = cloudpickle.loads(plan.classes.trainer)
+        classes = {role: cloudpickle.loads(each.pickled) for role, each in plan.classes.workloads.items()}
         groups = {
             role: RoleGroup(role, classes[role], self._group(actors), factory.report_late)
             for role, actors in factory.roles.items()
         }
         handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
         self._trainer = cls.__new__(cls)
-        self._trainer._resources = factory.resources
+        self._trainer._resources = {role: plan.spec.resource_of(role) for role in plan.spec.roles()}
         self._trainer.__init__(  # type: ignore[misc]
-            handles, classes, OmegaConf.create(dict(factory.config))
+            handles, classes, OmegaConf.create(dict(plan.spec.config))
         )
         self._groups = groups
         self._trainer._groups = role_groups(groups.values())
@@ -312,22 +331,10 @@ class TrainerProcess:
                 f"{cls.__name__}.__init__ has to call super().__init__(actor_handles, actor_classes, config)"
             )
 
-    def run(self) -> None:
-        """Run `init` and `fit`, once."""
-        with self._lock:
-            if self._progress != "new":
-                return
-            self._progress = "running"
-        try:
-            self._trainer.init()
-            self._trainer.fit()
-        except BaseException as error:  # the boundary: the master decides what follows
-            self._error = f"{type(error).__name__}: {error}"
-            self._trace = traceback.format_exc()
-            self._progress = "raised"
-        else:
-            self._progress = "finished"
-        self._ended.set()
+    def _run(self) -> str:
+        self._trainer.init()
+        self._trainer.fit()
+        return ""
 
     def outcome(self, wait_s: float) -> TrainerOutcome:
         """Return the state of the run, at its end or after `wait_s` seconds."""
@@ -347,6 +354,6 @@ class TrainerProcess:
     def _group(self, role: RoleActors) -> WorkerGroup:
         names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
         handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
-        group = WorkerGroup(role.name, role.devices, handles, self._factory.call_timeout)
+        group = WorkerGroup(role.name, role.devices, handles, self._factory.plan.spec.call_timeout)
         group.divide(1)
         return group
