@@ -1,7 +1,7 @@
 """`JobPlan`: everything that a job's master needs, with the job's classes, and the names of the job's processes.
 
-A plan holds classes as bytes. Only the processes that make their objects unpickle them, so that the master imports none of
-the libraries of the user.
+A plan holds classes as bytes. Only the processes that make their objects unpickle them, so that the master imports
+none of the libraries of the user.
 """
 
 from __future__ import annotations

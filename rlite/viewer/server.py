@@ -128,7 +128,6 @@ class PageServer:
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             hint = "wrong or missing token: open the address that `rlite view` has printed"
             return web.json_response({"error": hint}, status=401)
-        self._listener.trust(request.transport)
         with self._listener.busy(request.transport):
             response = await handler(request)
         if self._listener.is_full:  # the place is another client's turn
