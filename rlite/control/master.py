@@ -227,19 +227,14 @@ class Master:
 
     def _start_trainer(self, action: failover.StartTrainer) -> None:
         time.sleep(action.delay_s)
-        run = action.run
-        if run != self._state.run or self._state.is_trainer_waiting:
-            return
-        try:
-            self._processes.start_trainer(run, has_begun=self._record.report is not None)
-        except Exception as error:  # the boundary: the trainer's constructor may raise anything
-            self._events.put(failover.TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
-            return
-        self._follow_trainer(run)
+        if action.run == self._state.run and not self._state.is_trainer_waiting:
+            self._follow_trainer(action.run, is_new=True)
 
-    def _follow_trainer(self, run: int) -> None:
-        """Report the beginning and the end of a run, and let it begin if it has not."""
+    def _follow_trainer(self, run: int, is_new: bool = False) -> None:
+        """Report the beginning and the end of a run, after starting its process if it is new, and let it begin."""
         try:
+            if is_new:
+                self._processes.start_trainer(run, has_begun=self._record.report is not None)
             self._watch_trainer(run)
             outcome = self._processes.ask_trainer(0.0)
             if outcome.progress == "new":
