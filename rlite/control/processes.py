@@ -20,16 +20,7 @@ from rlite.control.workers import RoleActors, TrainerFactory, TrainerOutcome, Wo
 from rlite.runtime.cluster.group import WorkerGroup, worker_name
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
 from rlite.runtime.cluster.placement import Device
-from rlite.runtime.cluster.ray.fleet import (
-    SERVICE_KEY,
-    Fleet,
-    Reserved,
-    Service,
-    cluster_address,
-    living_nodes,
-    own_node,
-    value_of,
-)
+from rlite.runtime.cluster.ray import fleet
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
 from rlite.services.recovery.failover import WorkloadId
 
@@ -62,10 +53,10 @@ OnStart = Callable[[WorkloadId, ProcessView], None]
 class JobProcesses:
     """All processes of a job. Threads of several actions may use it at the same time."""
 
-    def __init__(self, plan: JobPlan, fleet: Fleet) -> None:
+    def __init__(self, plan: JobPlan, own: fleet.Fleet) -> None:
         self._plan = plan
-        self._fleet = fleet
-        self._reserved: dict[int, Reserved] = {}
+        self._fleet = own
+        self._reserved: dict[int, fleet.Reserved] = {}
         self._groups: dict[RLRoleType, WorkerGroup] = {}
         self._rendezvous = Rendezvous(plan.spec.start_timeout)
         self._trainer: RayHandle | None = None
@@ -86,11 +77,11 @@ class JobProcesses:
 
     def has_lost_node(self) -> bool:
         """Return True if a node that held devices of the job has died."""
-        return not {reserved.node for reserved in self._reserved.values()} <= living_nodes()
+        return not {reserved.node for reserved in self._reserved.values()} <= fleet.living_nodes()
 
     def has_spare(self, excluded: Collection[str]) -> bool:
         """Return True if the cluster has enough nodes for the job without the excluded ones."""
-        return len(living_nodes()) - len(excluded) >= len(self._plan.bundles())
+        return len(fleet.living_nodes()) - len(excluded) >= len(self._plan.bundles())
 
     def devices(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
@@ -205,14 +196,18 @@ class JobProcesses:
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory: Any = Program(plan, cluster_address(), has_begun) if plan.spec.is_program else self._trainer_factory()
+        factory: Any = (
+            Program(plan, fleet.cluster_address(), has_begun) if plan.spec.is_program else self._trainer_factory()
+        )
         group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
 
     def _trainer_factory(self) -> TrainerFactory:
         actors = {role: self._actors(role) for role in self._groups}
-        return TrainerFactory(self._plan, actors, handle_of, partial(Service(self._plan.name).tell, "report_late"))
+        return TrainerFactory(
+            self._plan, actors, handle_of, partial(fleet.Service(self._plan.name).tell, "report_late")
+        )
 
     def adopt_trainer(self, run: int) -> bool:
         """Return True if the trainer's process exists, and use it."""
@@ -232,7 +227,7 @@ class JobProcesses:
             WorkerDied: the process has ended.
         """
         assert self._trainer is not None
-        return value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+        return fleet.value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
 
     def interrupt_trainer(self) -> None:
         """Let the trainer's program save and end."""
@@ -258,16 +253,18 @@ class JobProcesses:
 
     def look_on(self, node: str, pids: Sequence[int]) -> Future[Outcome]:
         """Return the answer of a node's agent about processes. The agent of this node watches this process, too."""
-        return self._agent(node).aside(SERVICE_KEY, "look", list(pids), os.getpid() if node == own_node() else 0)
+        return self._agent(node).aside(
+            fleet.SERVICE_KEY, "look", list(pids), os.getpid() if node == fleet.own_node() else 0
+        )
 
     def replace_agent(self, node: str) -> None:
         """End a node's agent that does not answer. The next question starts another."""
         if (agent := self._agents.pop(node, None)) is not None:
-            agent.stop(SERVICE_KEY)
+            agent.stop(fleet.SERVICE_KEY)
 
     def kill_on(self, node: str, pids: Sequence[int]) -> None:
         """Let a node's agent kill processes, which Ray cannot end while they are stopped."""
-        wait([self._agent(node).aside(SERVICE_KEY, "kill", list(pids))], LOOK_S)
+        wait([self._agent(node).aside(fleet.SERVICE_KEY, "kill", list(pids))], LOOK_S)
 
     def _agent(self, node: str) -> RayHandle:
         if node not in self._agents:
@@ -308,7 +305,7 @@ class JobProcesses:
             workload=plan.classes.workloads[role].pickled,
             role=role,
             config=plan.spec.config,
-            master=Service(plan.name).actor,
+            master=fleet.Service(plan.name).actor,
             local_ranks=plan.layout.local_ranks(role),
             rendezvous=self._rendezvous.known[role],
             collocation=plan.spec.collocation_of(role),
