@@ -342,12 +342,7 @@ class TrainerProcess(TrainerRun):
         return TrainerOutcome(self._progress, self._trainer.is_recoverable(), self._error, self._trace)
 
     def renew(self, role: RLRoleType, actors: RoleActors) -> None:
-        """Use new processes of a role.
-
-        Args:
-            role: the role.
-            actors: all of its processes.
-        """
+        """Use new processes of a role."""
         self._groups[role]._renew(self._group(actors))
         self._trainer.actor_handles[role][:] = actors.actors
 

@@ -143,12 +143,7 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
-    """Return the rows of one prompt, by source.
-
-    Args:
-        run: the run.
-        query: `item` and its `set`.
-    """
+    """Return the rows of one prompt, by source."""
     chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
     return [
         {"source": source, "columns": arrow.columns(table)}
@@ -255,11 +250,7 @@ MAX_DIFFERENT = 20
 
 
 def results(run: ViewedRun) -> dict[str, Any] | None:
-    """Return metrics by model, the comparison of two models, and the prompts on which they differ; None for training.
-
-    Args:
-        run: the run.
-    """
+    """Return metrics by model, the comparison of two models, and the prompts on which they differ; None for training."""
     if not run.results.models:
         return None
     names = [name for name in run.results.models if f"eval.{name}" in run.record.sources]
@@ -416,12 +407,7 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
-    """Return the answer to the question for one rollout, in values that JSON has.
-
-    Args:
-        row: the rollout's row.
-        sequences: its recorded sequences.
-    """
+    """Return the answer to the question for one rollout, in values that JSON has."""
     return jsonable({"row": arrow.plain_row(row), "sequences": [_sequence(each) for each in sequences]})
 
 

@@ -61,11 +61,7 @@ def read_part_aside(
 
 
 def read_in_process(arguments: dict[str, Any]) -> list[Any]:
-    """Return the answer of the process: a part in Arrow's stream format, or why there is none.
-
-    Args:
-        arguments: arguments of `read_file_part`.
-    """
+    """Return the answer of the process: a part in Arrow's stream format, or why there is none."""
     try:
         table, place = read_file_part(**arguments)
     except FileNotFoundError:
