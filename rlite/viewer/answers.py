@@ -250,7 +250,7 @@ MAX_DIFFERENT = 20
 
 
 def results(run: ViewedRun) -> dict[str, Any] | None:
-    """Return metrics by model, the comparison of two models, and the prompts on which they differ; None for training."""
+    """Return metrics by model, the comparison of two models, and the prompts where they differ; None for training."""
     if not run.results.models:
         return None
     names = [name for name in run.results.models if f"eval.{name}" in run.record.sources]
