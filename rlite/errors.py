@@ -79,7 +79,7 @@ class DataError(RliteError, ValueError):
 
     @property
     def place(self) -> str:
-        """Part of a conversation or prompt that cannot be used, such as "messages[0]"; "" if it is not known."""
+        """Name of the part that cannot be used, such as "messages[0]"; "" if the error does not tell."""
         return self.args[1] if len(self.args) > 1 else ""
 
 
