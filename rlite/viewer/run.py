@@ -14,8 +14,7 @@ from rlite.errors import ConfigError
 from rlite.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.services.record.files import read_gaps
-from rlite.services.record.reader import RecordReader, is_recorded
-from rlite.viewer.aside import read_part_aside
+from rlite.services.record.reader import RecordReader, is_recorded, read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.trace import TRACE, TraceLog
 
