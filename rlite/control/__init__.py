@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
-    from rlite.control.builder import RLJobBuilder
-    from rlite.control.job import JobHandle, JobResult, RLJob
+    from rlite.control.job import JobHandle, JobResult, RLJob, RLJobBuilder
     from rlite.control.role_group import RoleGroup, trainer_invocation
     from rlite.control.spec import JobSpec, RLRoleType, RoleSpec
     from rlite.control.workers import BaseTrainer, BaseWorkload

@@ -24,10 +24,9 @@ from typing import Any
 
 from rlite.control.entry import keep_record
 from rlite.control.health import Finding, Judge, Rounds
-from rlite.control.plan import TRAINER, JobPlan, trainer_life
 from rlite.control.processes import JobProcesses, ProcessView
 from rlite.control.role_group import StaleRendezvous
-from rlite.control.spec import RLRoleType
+from rlite.control.spec import TRAINER, JobPlan, RLRoleType, trainer_life
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, make_store, own_node

@@ -25,8 +25,7 @@ from pathlib import Path
 import yaml
 
 from rlite.control.health import Judge, NodeAgent
-from rlite.control.plan import JobPlan
-from rlite.control.spec import HealthOptions
+from rlite.control.spec import HealthOptions, JobPlan
 from rlite.control.workers import TrainerOutcome, TrainerRun
 from rlite.runtime.cluster.guard import Guard, reap
 from rlite.runtime.cluster.host import WorkerContext

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
-from rlite.control.plan import JobPlan
 from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
-from rlite.control.spec import RLRoleType
+from rlite.control.spec import JobPlan, RLRoleType
 from rlite.errors import RliteError
 from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.host import WorkerContext
