@@ -24,7 +24,7 @@ from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.services.recovery import reporting
-from rlite.services.recovery.faults import FaultBoard
+from rlite.testing import FaultBoard
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.workflows import context_limit

@@ -66,8 +66,21 @@ class PlacementError(RliteError, ValueError):
     """Devices were requested that do not exist or are taken."""
 
 
+class ParameterError(ConfigError):
+    """A sampling parameter has a value that cannot work. `name` is its name."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message, name)
+        self.name = name
+
+
 class DataError(RliteError, ValueError):
     """A prompt, a row or a file cannot be used; the message names the row and the key."""
+
+    @property
+    def place(self) -> str:
+        """Name of the part that cannot be used, such as "messages[0]"; "" if the error does not tell."""
+        return self.args[1] if len(self.args) > 1 else ""
 
 
 class StreamedDataError(DataError):

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
-from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, DataError, ParameterError, UnknownOptionError, did_you_mean
 
 StopReason = Literal["stop", "length", "abort"]
 Aggregation = Literal["token", "sequence", "constant"]
@@ -71,7 +71,7 @@ class GenerationHyperparameters:
             try:
                 object.__setattr__(self, name, as_plain(value))
             except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors of several elements
-                raise ConfigError(f"sampling parameter {name}={value!r}: expected {expected}") from error
+                raise ParameterError(f"sampling parameter {name}={value!r}: expected {expected}", name) from error
         if self.temperature == 0:
             object.__setattr__(self, "greedy", True)
         rules = {
@@ -90,7 +90,7 @@ class GenerationHyperparameters:
         }
         for name, (holds, expected) in rules.items():
             if not holds:
-                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}")
+                raise ParameterError(f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}", name)
 
     @property
     def is_truncating(self) -> bool:

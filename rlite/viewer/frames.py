@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rlite.errors import ConfigError
 from rlite.services.record.reader import SEGMENTS
-from rlite.viewer.results import PARTS, reward_parts
+from rlite.viewer.arrow import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
 
 try:

@@ -6,18 +6,15 @@ scores, are not mixed with them.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import functools
 import hashlib
 import inspect
 import json
 import marshal
-import os
 import secrets
 import shutil
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
@@ -41,13 +38,14 @@ from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.evaluate.options import EvalConfig, check_name
 from rlite.data.chat.template import CLOCK
-from rlite.errors import ConfigError, FolderInUse, writing
+from rlite.errors import ConfigError, writing
 from rlite.evaluation.journal import Journal, is_journal, read_journal, time_of
 from rlite.evaluation.sets import Row, remove_record
 from rlite.nn.pretrained import local_checkpoint
 from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.runtime.storage.lock import FolderLock, lock_folder
 from rlite.trainer.run.command import ProgramObjects
 
 RESULTS = "results.json"
@@ -122,46 +120,22 @@ def check_no_run(folder: Path) -> None:
             )
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder until the end of the block, which removes the lock.
-
-    The lock is of an open file, not of the process (`flock`): it also excludes other evaluations of this process, and
-    lasts however often the file is opened and closed. New folders are removed if the block writes nothing.
+def held(folder: Path) -> closing[FolderLock]:
+    """Keep other evaluations out of a folder until the end of the block, which removes the lock and empty new folders.
 
     Args:
         folder: is made if it does not exist.
 
-    Yields:
-        None.
+    Returns:
+        The block's context manager.
 
     Raises:
         FolderInUse: another evaluation is under way there.
         StorageError: the folder cannot be written.
     """
     with writing(folder):
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("ab")
-    with file:
-        in_use = FolderInUse(f"out={folder}: another evaluation is under way there; choose another folder")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise in_use from error
-            # a file system without locks
-        if not os.fstat(file.fileno()).st_nlink:  # its holder has removed it since it was opened
-            raise in_use
-        try:
-            yield
-        finally:
-            (folder / LOCK).unlink(missing_ok=True)
-            with suppress(OSError):  # until a folder that is not empty
-                for path in new:
-                    path.rmdir()
-            with suppress(OSError):  # a file system without locks; else at once, also if a forked child has a copy
-                fcntl.flock(file, fcntl.LOCK_UN)
+        in_use = f"out={folder}: another evaluation is under way there; choose another folder"
+        return closing(lock_folder(folder, LOCK, in_use))
 
 
 def check_alone(folder: Path, names: Collection[str]) -> None:

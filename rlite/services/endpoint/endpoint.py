@@ -184,7 +184,6 @@ class _Server:
         served = self.sessions.get(_digest(token))
         if scheme.lower() != "bearer" or served is None:
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
-        self._listener.trust(request.transport)
         return served
 
 

@@ -37,6 +37,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.errors import DataError, StorageError, writing
@@ -110,15 +111,7 @@ def size_of(path: Path) -> int:
 
 
 def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path:
-    """Return the path of the file of some steps.
-
-    Args:
-        folder: the run's folder.
-        source: `train`, or `eval.NAME`.
-        kind: rows or tokens.
-        first: first step.
-        last: last step.
-    """
+    """Return the path of the file of some steps."""
     steps = f"{first:08d}" if first == last else f"{first:08d}_{last:08d}"
     return folder / FOLDER / f"{source}-{steps}.{kind}.parquet"
 
@@ -167,6 +160,9 @@ class Gap:
         return f"steps {self.first} to {last} are missing or incomplete: {self.reason}"
 
 
+_GAP = TypeAdapter(Gap)
+
+
 def read_gaps(folder: Path) -> list[Gap]:
     """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
     try:
@@ -174,7 +170,11 @@ def read_gaps(folder: Path) -> list[Gap]:
             lines = file.read(MAX_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [gap for line in lines if (gap := _gap(line)) is not None]
+    gaps = []
+    for line in lines:
+        with suppress(ValidationError):
+            gaps.append(_GAP.validate_json(line))
+    return gaps
 
 
 def write_gaps(folder: Path, gaps: Sequence[Gap]) -> None:
@@ -201,15 +201,6 @@ def resume_gaps(folder: Path, step: int) -> None:
     if gaps := read_gaps(folder):
         kept = [gap for gap in gaps if gap.first <= step]
         write_gaps(folder, [replace(gap, last=step if gap.last is None else min(gap.last, step)) for gap in kept])
-
-
-def _gap(line: str) -> Gap | None:
-    try:
-        found = json.loads(line)
-        last = found["last"]
-        return Gap(int(found["first"]), None if last is None else int(last), str(found["reason"]))
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-        return None
 
 
 logger = logging.getLogger(__name__)

@@ -431,7 +431,7 @@ class NoRecorder:
         """Do nothing."""
 
 
-class FileRecorder:
+class FileRecorder(RecordWriter):
     """Recorder that writes the files of `rlite.services.record`. It ends if a step cannot be written.
 
     Args:
@@ -442,15 +442,10 @@ class FileRecorder:
     """
 
     def __init__(self, folder: Path, tokenizer: Any, is_whole: bool, limit: int) -> None:
+        super().__init__(folder, limit)
         self._texts = TokenTexts(copy.deepcopy(tokenizer))
         self._is_whole = is_whole
         self._has_warned = False
-        self._writer = RecordWriter(folder, limit)
-
-    @property
-    def has_removed(self) -> bool:
-        """True as soon as old texts and tokens were removed because of the limit."""
-        return self._writer.has_removed
 
     def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
         """Record the end of groups in a step of training.
@@ -463,33 +458,13 @@ class FileRecorder:
         ordered = sorted(groups, key=lambda group: group.group)
         shown = range(len(ordered)) if self._is_whole else sampled(step, ordered)
         if ordered:
-            self._writer.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
+            self.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
 
     def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
-        """Record an evaluation.
-
-        Args:
-            name: name of the data set.
-            step: finished steps of the run.
-            episodes: what `RolloutCollector.evaluate` returned.
-        """
+        """Record an evaluation."""
         is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
         shown = {place for place, is_one in enumerate(is_shown) if is_one}
-        self._writer.write(
-            f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn)
-        )
-
-    def compact(self, before: int) -> None:
-        """Merge the files of full hundreds of steps before step `before`."""
-        self._writer.compact(before)
-
-    def flush(self) -> None:
-        """Wait until everything is on disk."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Wait until everything is on disk, and end the thread."""
-        self._writer.close()
+        self.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn))
 
     def _warn(self, message: str) -> None:
         """Log the first trajectory that is not recorded; thousands may follow."""
@@ -518,12 +493,5 @@ def sampled(step: int, groups: Sequence[Ended]) -> set[int]:
 
 
 def make_recorder(folder: Path, tokenizer: Any, amount: Amount, limit: int) -> Recorder:
-    """Return the recorder of a run.
-
-    Args:
-        folder: the run's folder.
-        tokenizer: the model's tokenizer.
-        amount: what is recorded.
-        limit: bytes on disk.
-    """
+    """Return the recorder of a run."""
     return NoRecorder() if amount == "none" else FileRecorder(folder, tokenizer, amount == "all", limit)

@@ -9,8 +9,7 @@ import pytest
 from rlite.config import to_container
 from rlite.trainer.rl.alarms import DRIFT_LIMIT
 from rlite.trainer.rl.options import PpoConfig
-from rlite.viewer.advisories import MAX_DRIFT, Advice, advisories
-from rlite.viewer.metrics import MetricsLog
+from rlite.viewer.metrics import MAX_DRIFT, Advice, MetricsLog, advisories
 
 CALM = {"uniform_groups": 0.5, "truncated": 0.25, "logprob_drift": 0.1, "seconds": 10.0, "seconds_sync": 1.0}
 

@@ -31,7 +31,7 @@ from rlite.rollout.rewards.score import (
     RewardRaised,
     RewardTimeout,
 )
-from rlite.runtime.sandbox import process
+from rlite.runtime.sandbox import pool as pools
 from rlite.runtime.sandbox.calls import MAX_TIMEOUTS, Call, Code, SandboxCrash, SandboxTimeout
 from rlite.runtime.sandbox.child import describe
 from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool
@@ -153,7 +153,7 @@ def test_a_process_that_ends_after_its_answer_is_no_crash_of_the_next_call() -> 
 
 
 def test_an_answer_that_is_read_together_with_garbage_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "SEND_TIMEOUT", 4.0)
+    monkeypatch.setattr(pools, "SEND_TIMEOUT", 4.0)
 
     def end(seconds: float, fault: str) -> Any:
         time.sleep(seconds)

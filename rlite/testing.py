@@ -1,6 +1,4 @@
-"""Faults that can hit a phase of a run, as plain data. `rlite.services.recovery.faults` makes them happen.
-
-Fault points: places in a program under test at which an armed fault happens to the process that reaches them.
+"""Fault points: places in a program under test at which an armed fault happens to the process that reaches them.
 
     test: board.arm(fault) ──> folder <── process: board.reach("rollout", "ROLLOUT")   it is in the phase now
                                  │
