@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlite.backends.embedded.replica import PumpedReplica, PumpedWorker
+from rlite.backends.serving.pump import PumpedReplica, PumpedWorker
 from rlite.backends.vllm import options
 from rlite.backends.vllm.options import VllmOptions
 from rlite.backends.vllm.worker import VllmWorker
@@ -99,11 +99,11 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
             f"{path}: its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not "
             "know. Export the model under the name of its Hugging Face class, or use executor='torch'"
         )
-    sizes, head_dim = options.cpu_head_sizes(), attention_shape(config)[3]
-    if options.is_cpu_build() and sizes and head_dim not in sizes:
+    sizes, head_dim = options.CPU_HEAD_SIZES, attention_shape(config)[3]
+    if options.is_cpu_build() and head_dim not in sizes:
         raise ConfigError(
             f"{path}: vLLM {version} on CPU does not support attention heads of size {head_dim}; it supports "
-            f"{', '.join(map(str, sorted(sizes)))}. Use executor='torch'"
+            f"{', '.join(map(str, sizes))}. Use executor='torch'"
         )
 
 
