@@ -115,6 +115,7 @@ class PrefillPlan(AttentionPlan):
         attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
             chunk.
         is_invariant: compute tokens with the bits of decode steps, by `rlite.nn.batch_invariant.attend`.
+        attend_each: attention of one chunk, with the arguments of `causal_attention`.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class PrefillPlan(AttentionPlan):
         device: torch.device,
         attend_all: Callable[..., Tensor] | None = None,
         is_invariant: bool = False,
+        attend_each: Callable[..., Tensor] = causal_attention,
     ) -> None:
         self.cache = cache
         self.chunks = chunks
+        self._attend_each = attend_each
         self._is_invariant = is_invariant
         self.tokens, self.positions = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
@@ -165,7 +168,7 @@ class PrefillPlan(AttentionPlan):
             else:
                 if chunk.start > 0:
                     k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
-                out = causal_attention(q, k, v, scale, window)[0]
+                out = self._attend_each(q, k, v, scale, window)[0]
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 

@@ -95,11 +95,12 @@ class EngineProcess:
         reader.start()
         try:
             self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (), dict(settings))
-        except Exception as error:  # of any kind: vLLM's own, or the end of its process
-            raise ConfigError(self._start_failure(str(error))) from None
-        finally:
-            if not hasattr(self, "facts"):
-                self.close()
+        except BaseException as error:
+            told = self._start_failure(str(error))
+            self.close()
+            if isinstance(error, Exception):  # of any kind: vLLM's own, or the end of its process
+                raise ConfigError(told) from None
+            raise
 
     def call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of a coroutine method of the server.
