@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.serving.native import decode_attention
-from rlite.nn.attention import Bounds, causal_attention, refuse_other_attention
+from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
 from rlite.nn.batch_invariant import BLOCK, SUM, attend
 
 ATTENTION = "rlite_slots"
@@ -115,7 +115,7 @@ class PrefillPlan(AttentionPlan):
         attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
             chunk.
         is_invariant: compute tokens with the bits of decode steps, by `rlite.nn.batch_invariant.attend`.
-        attend_each: attention of one chunk, with the arguments of `causal_attention`.
+        is_fixed: compute every chunk by the kernel and the memory layout of a chunk amid its prompt.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class PrefillPlan(AttentionPlan):
         device: torch.device,
         attend_all: Callable[..., Tensor] | None = None,
         is_invariant: bool = False,
-        attend_each: Callable[..., Tensor] = causal_attention,
+        is_fixed: bool = False,
     ) -> None:
         self.cache = cache
         self.chunks = chunks
-        self._attend_each = attend_each
+        self._is_fixed = is_fixed
         self._is_invariant = is_invariant
         self.tokens, self.positions = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
@@ -166,11 +166,17 @@ class PrefillPlan(AttentionPlan):
                 k, v = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
                 out = attend(q[0], k[0], v[0], chunk.start, scale)
             else:
-                if chunk.start > 0:
+                if chunk.start > 0 or self._is_fixed:
                     k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
-                out = self._attend_each(q, k, v, scale, window)[0]
+                out = (_masked_attention if self._is_fixed else causal_attention)(q, k, v, scale, window)[0]
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Return `causal_attention`, by one kernel for all chunks."""
+    mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
 
 
 def rows_of(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:

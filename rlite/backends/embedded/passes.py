@@ -30,7 +30,7 @@ from rlite.backends.serving.native import compiled
 from rlite.backends.serving.requests import RequestRules, Sampling
 from rlite.backends.serving.sampling import Sampled, SamplingBatch, kept_ids_of, sample, sample_each, uniforms
 from rlite.errors import ConfigError, DivergedError
-from rlite.nn.attention import causal_mask, varlen
+from rlite.nn.attention import varlen
 from rlite.nn.batch_invariant import BLOCK, label_logprobs
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
@@ -68,7 +68,7 @@ class ForwardPasses:
             if self.options.deterministic and not weights.is_invariant:
                 for chunk in chunks:
                     for tile in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
-                        weights.prefill(PrefillPlan(cache, [tile], device, attend_each=masked_attention))
+                        weights.prefill(PrefillPlan(cache, [tile], device, is_fixed=True))
             else:
                 is_flash = device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
                 attend_all = varlen if is_flash else None
@@ -199,12 +199,6 @@ def tiles_of(chunk: Chunk, tokens: Sequence[int]) -> Iterator[Chunk]:
     for start in range(chunk.start - chunk.start % BLOCK, chunk.stop, BLOCK):
         part = tokens[start : min(start + BLOCK, chunk.stop)]
         yield Chunk(chunk.slot, start, start + BLOCK, part, num_padding=BLOCK - len(part))
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Return `causal_attention`, by the same kernel for the first tile of a sequence as for the others."""
-    mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
 
 
 def tiled_steps(model: ShardedModel, cache: SlotCache, lengths: Sequence[int], positions: Tensor) -> Steps:
