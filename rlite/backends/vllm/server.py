@@ -27,6 +27,7 @@ import psutil
 
 from rlite.backends.serving.requests import RequestRules
 from rlite.backends.vllm import release
+from rlite.backends.vllm.options import is_cpu_build
 from rlite.backends.vllm.requests import sampling_arguments, scored_prompt
 from rlite.backends.vllm.step_batching import Table, take_table
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
@@ -295,22 +296,24 @@ class Server:
         if version is not None:
             self._version = version
 
-    async def free_cache(self) -> None:
-        """Free the memory of the KV cache. Running requests recompute their keys and values later."""
-        await release.forget_cache(self._engine)
-        await self._engine.collective_rpc("rlite_free_cache")
-
-    async def allocate_cache(self) -> None:
-        """Allocate the KV cache again."""
-        await self._engine.collective_rpc("rlite_allocate_cache")
-
     async def sleep(self, level: int) -> None:
-        """Free GPU memory; level 1 keeps the weights in host memory, level 2 does not."""
-        await self._engine.sleep(level=level)
+        """Free memory. Running requests recompute their keys and values later.
 
-    async def wake_up(self, tags: list[str]) -> None:
-        """Allocate GPU memory again."""
-        await self._engine.wake_up(tags=tags)
+        Args:
+            level: 1 frees the KV cache, and keeps the weights in host memory, where they are on CPU; 2 frees both.
+        """
+        if is_cpu_build():
+            await release.forget_cache(self._engine)
+            await self._engine.collective_rpc("rlite_free_cache")
+        else:
+            await self._engine.sleep(level=level)
+
+    async def wake_up(self, parts: list[str]) -> None:
+        """Allocate memory for the weights or the KV cache again."""
+        if not is_cpu_build():
+            await self._engine.wake_up(tags=parts)
+        elif "kv_cache" in parts:
+            await self._engine.collective_rpc("rlite_allocate_cache")
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:
