@@ -115,7 +115,7 @@ class PrefillPlan(AttentionPlan):
         attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
             chunk.
         is_invariant: compute tokens with the bits of decode steps, by `rlite.nn.batch_invariant.attend`.
-        is_fixed: compute every chunk by the kernel and the memory layout of a chunk amid its prompt.
+        is_fixed: compute the one chunk, which may be padded, by the kernel and the memory layout of any other chunk.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class PrefillPlan(AttentionPlan):
         self.chunks = chunks
         self._is_fixed = is_fixed
         self._is_invariant = is_invariant
-        self.tokens, self.positions = rows_of(chunks, device)
+        self.tokens, places = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
-        # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
-        slots = torch.tensor([c.slot for c in chunks for _ in range(c.start, c.stop)], device=device)
-        places = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
-        self.targets = cache.targets(slots, places)
+        # the table of rotary angles may end with the last token
+        self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
+        slots = np.repeat([c.slot for c in chunks], lengths)
+        self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
         self._attend_all = attend_all
         if attend_all is not None:
             cu_queries, cu_keys = (
@@ -180,10 +180,11 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: i
 
 
 def rows_of(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions `[tokens]` of a row of chunks. Padding repeats a chunk's last position."""
-    tokens = [t for c in chunks for t in (*c.tokens, *[0] * c.num_padding)]
-    positions = [min(p, c.stop - c.num_padding - 1) for c in chunks for p in range(c.start, c.stop)]
-    return torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+    """Return tokens and places `[tokens]` of a row of chunks."""
+    tokens = [token for c in chunks for token in (*c.tokens, *[0] * c.num_padding)]
+    places = np.concatenate([np.arange(c.start, c.stop) for c in chunks])
+    # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
+    return torch.tensor(tokens, device=device), torch.from_numpy(places).to(device)
 
 
 def _by_chunk(chunks: Sequence[Chunk], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -27,7 +27,7 @@ class FetchedWorker(PumpedWorker, Protocol):
         """Rest at a token boundary, and return the tokens before it that no call has returned."""
 
     def resume(self) -> list[TokenChunk]:
-        """Continue after `pause`, and return the tokens that no call has returned."""
+        """Return the tokens that no call has returned, and continue after `pause`."""
 
     def shut_down(self) -> None:
         """End the engine and all its processes."""

@@ -107,7 +107,7 @@ class VllmWorker:
         return self._process.take_chunks()
 
     def resume(self) -> list[TokenChunk]:
-        """Continue after `pause`, and return the tokens that no call has returned."""
+        """Return the tokens that no call has returned, and continue after `pause`."""
         if self._process is None:
             return []
         self._process.call(Server.resume)
