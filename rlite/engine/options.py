@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Collection, Mapping
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -34,6 +36,19 @@ class WrappedOptions(ExecutorOptions):
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """type of weights and KV cache; default: the checkpoint's"""
+
+
+def annotated_names(source: Path, classes: Collection[str] = ()) -> frozenset[str]:
+    """Return the public annotated names in the bodies of classes, from a source file that is not imported.
+
+    Args:
+        source: the file.
+        classes: names of the classes; () is all.
+    """
+    tree = ast.parse(source.read_text(), str(source))
+    found = [c for c in tree.body if isinstance(c, ast.ClassDef) and (not classes or c.name in classes)]
+    targets = [node.target for c in found for node in c.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_"))
 
 
 class _Signature:

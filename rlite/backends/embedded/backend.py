@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.options import EmbeddedOptions
-from rlite.backends.embedded.replica import PumpedReplica
 from rlite.backends.embedded.worker import EmbeddedWorker
+from rlite.backends.serving.pump import PumpedReplica
 from rlite.engine.inference_executor import Capabilities, InferenceBackend
 from rlite.errors import ConfigError, StorageError
 from rlite.nn.architecture import (

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan, TilePlan
+from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.lean_decoder import LeanDecoder
 from rlite.errors import CheckpointError
 from rlite.nn.base import real_tensors
@@ -108,7 +108,7 @@ class ShardedModel:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
         self._lean = LeanDecoder.of(self.model, self.device, max_len, self.is_invariant)
 
-    def prefill(self, plan: PrefillPlan | TilePlan) -> None:
+    def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)

@@ -211,6 +211,8 @@ class Fsdp2Worker(BatchRunner):
         self._source = source
         self._device = torch.device(context.torch_device)
         self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
+        self._is_here = False
+        """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
         self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
@@ -229,6 +231,7 @@ class Fsdp2Worker(BatchRunner):
         """Make the module, and read its weights or leave them unwritten for a sync to fill."""
         with real_tensors(self._device):
             self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
+            self._is_here = True
             self._weight, self._is_finite = 0.0, True
             if is_read:
                 read_weights(self.module, path)
@@ -251,7 +254,7 @@ class Fsdp2Worker(BatchRunner):
     def reload_methods(self, source: bytes) -> None:
         """Give the module another class; see `TrainExecutor.reload_methods`."""
         self._source = source
-        if hasattr(self, "module"):
+        if self._is_here:
             take_class(self.module, type(cloudpickle.loads(source)))
 
     def set_mode(self, is_training: bool) -> None:
@@ -330,7 +333,7 @@ class Fsdp2Worker(BatchRunner):
 
     def load(self, path: str | None) -> None:
         """Read the weights from a Hugging Face folder; None is the module's own source."""
-        if hasattr(self, "module"):
+        if self._is_here:
             read_weights(self.module, path)
         else:
             self._materialize(path)
@@ -405,19 +408,20 @@ class Fsdp2Worker(BatchRunner):
         """
         if what == "kv_cache":
             return
-        if not hasattr(self, "module"):
+        if not self._is_here:
             self._materialize(is_read=False)
         self._move(self._device)
 
     def to_cpu(self) -> None:
         """Move the module and optimizer state to host memory."""
-        if hasattr(self, "module"):
+        if self._is_here:
             self._move(torch.device("cpu"))
 
     def to_meta(self) -> None:
         """Free the module, the optimizer and shared memory."""
-        if hasattr(self, "module"):
+        if self._is_here:
             del self.module
+            self._is_here = False
             for arena in (self.arena, self.staged):
                 if isinstance(arena, SharedArena):
                     arena.discard()
@@ -451,7 +455,7 @@ class Fsdp2Worker(BatchRunner):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds, by part: weights, optimizer."""
-        if not hasattr(self, "module"):
+        if not self._is_here:
             return {"weights": 0, "optimizer": 0}
         weights = sum(local_tensor(parameter).nbytes for parameter in self.module.parameters())
         states = self.module.optimizer.state.values() if self.module.optimizer else ()

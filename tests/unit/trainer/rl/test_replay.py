@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlite.algorithms import next_token
 from rlite.algorithms.replay import KeptIds
-from rlite.backends.embedded.sampling import SamplingBatch, sample, uniforms
-from rlite.backends.embedded.scheduler import RunningSequence
+from rlite.backends.serving.requests import Sampling
+from rlite.backends.serving.sampling import SamplingBatch, sample, uniforms
 from rlite.errors import ConfigError, DataError
 from rlite.nn import linear_logprobs
 from rlite.rollout import RolloutWorkflow
@@ -21,7 +21,7 @@ from rlite.trainer.losses import BothLogprobs, OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.engines import check_engine, check_kept
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions, RolloutOptions, SamplingOptions
-from rlite.types import GenerationHyperparameters, SequenceRequest
+from rlite.types import GenerationHyperparameters
 
 NUM_DRAWS = 200_000
 PREFERENCES = torch.tensor([1.2, 0.9, 0.3, 0.0, -0.6, -1.0], dtype=torch.float64)
@@ -32,9 +32,8 @@ SAMPLING = GenerationHyperparameters(top_p=0.8)
 
 def draws(count: int = NUM_DRAWS) -> dict[str, Tensor]:
     """One pack of sequences of two tokens, a prompt and an arm, drawn by the embedded engine's sampler."""
-    request = SequenceRequest(request_id=0, input_ids=[0], gconfig=SAMPLING, seed=0, extras=("kept_ids",))
-    sequence = RunningSequence(request, [0], max_tokens=2, stop_ids=frozenset(), min_tokens=0)
-    batch = SamplingBatch.of([sequence] * count, len(PREFERENCES), torch.device("cpu"))
+    row = Sampling(SAMPLING, seed=0, has_kept_ids=True)
+    batch = SamplingBatch.of([row] * count, len(PREFERENCES), torch.device("cpu"))
     made = sample(PREFERENCES.float().expand(count, -1), batch, uniforms(torch.arange(count), torch.tensor(5)))
     assert made.kept is not None
     steps = torch.zeros(count, 2, dtype=torch.long)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -193,8 +193,12 @@ class PumpedReplica(WorkerReplica):
 
     def _try_to_advance(self, new: Sequence[InFlightRequest], cancelled: list[int], steps: int) -> None:
         requests = [request.remaining_request() for request in new]
+        self._deliver(lambda: self.executor.ask(PumpedWorker.advance, requests, cancelled, steps))
+
+    def _deliver(self, ask: Callable[[], Sequence[TokenChunk]]) -> None:
+        """Pass the tokens that a call returns to their requests. If the call fails, the replica fails."""
         try:
-            left = self._in_flight.take(self.executor.ask(PumpedWorker.advance, requests, cancelled, steps))
+            left = self._in_flight.take(ask())
         except Exception as error:  # the replica's, or a worker's own: it belongs to everyone who waits
             self._fail(error)
             return

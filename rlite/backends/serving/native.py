@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.backends.embedded.cache import BLOCK
+from rlite.nn.batch_invariant import BLOCK
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("decode.c")
@@ -79,70 +79,8 @@ def decode_attention(
     tensors = [t.contiguous() for t in (query, key, value, positions)]
     output = torch.empty_like(tensors[0])
     shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window or 0, torch.get_num_threads(), scale)
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    _call("decode_attention", ctypes.byref(shape), *_addresses(*tensors, keys, values, output))
+    call("decode_attention", ctypes.byref(shape), *tensors, keys, values, output)
     return output
-
-
-def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add to x in place, and normalise the sum.
-
-    Args:
-        x: `[rows, width]`, contiguous.
-        added: `[rows, width]`; None adds nothing.
-        weight: `[width]`.
-        eps: added to the mean square.
-
-    Returns:
-        The RMS norm of x, `[rows, width]`.
-    """
-    rows, width = x.shape
-    assert x.is_contiguous()
-    output = torch.empty_like(x)
-    added = None if added is None else added.contiguous()
-    addresses = _addresses(x, added, weight, output)
-    _call("add_rms_norm", rows, width, eps, torch.get_num_threads(), *addresses)
-    return output
-
-
-def rms_norm_rotate_(x: Tensor, weight: Tensor | None, eps: float, positions: Tensor, angles: Tensor) -> Tensor:
-    """Normalise and rotate every head in place.
-
-    Args:
-        x: `[rows, heads, head_dim]`, contiguous.
-        weight: `[head_dim]`, of the RMS norm of each head; None does not normalise.
-        eps: added to the mean square.
-        positions: `[rows]`, int64.
-        angles: `[max_len, 2, head_dim]`, cosines and sines, of which those of the first half are negated.
-
-    Returns:
-        x.
-    """
-    rows, heads, dim = x.shape
-    assert x.is_contiguous()
-    assert angles.shape[1:] == (2, dim)
-    positions = positions.contiguous()
-    addresses = _addresses(x, weight, positions, angles)
-    _call("rms_norm_rotate", rows, heads, dim, eps, torch.get_num_threads(), *addresses)
-    return x
-
-
-def silu_multiply_(gate: Tensor, up: Tensor) -> Tensor:
-    """Multiply silu(gate) by `up` in place.
-
-    Args:
-        gate: contiguous.
-        up: in the shape of gate.
-
-    Returns:
-        gate.
-    """
-    assert gate.is_contiguous()
-    assert gate.shape == up.shape
-    up = up.contiguous()
-    _call("silu_multiply", gate.numel(), torch.get_num_threads(), *_addresses(gate, up))
-    return gate
 
 
 def draw(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,12 +91,30 @@ def draw(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Te
         uniform: where to invert the cumulative distribution, in [0, 1), `[rows]`.
         is_greedy: whether the row takes its most likely token, bool `[rows]`.
     """
-    logits, uniform, is_greedy = logits.contiguous(), uniform.contiguous(), is_greedy.contiguous()
-    rows, vocab_size = logits.shape
-    tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
-    addresses = _addresses(logits, uniform, is_greedy, tokens, logprobs)
-    _call("draw", rows, vocab_size, torch.get_num_threads(), *addresses)
+    given = [t.contiguous() for t in (logits, uniform, is_greedy)]
+    tokens, logprobs = logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
+    call("draw", *logits.shape, torch.get_num_threads(), *given, tokens, logprobs)
     return tokens, logprobs
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of decode.c.
+
+    Args:
+        name: its name in `SIGNATURES`.
+        *arguments: its arguments. Tensors are contiguous and on CPU.
+    """
+    library = compiled()
+    assert library is not None
+    getattr(library, name)(*map(_pointer, arguments))
+
+
+def _pointer(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    assert argument.is_cpu
+    assert argument.is_contiguous()
+    return argument.data_ptr()
 
 
 @functools.cache
@@ -180,17 +136,6 @@ def compiled() -> ctypes.CDLL | None:
         function.argtypes, function.restype = types, None
         setattr(library, name, function)
     return library
-
-
-def _call(name: str, *arguments: Any) -> None:
-    library = compiled()
-    assert library is not None
-    getattr(library, name)(*arguments)
-
-
-def _addresses(*tensors: Tensor | None) -> list[int | None]:
-    assert all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _compile(library: Path, flags: tuple[str, ...]) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.algorithms.replay import KeptIds
-from rlite.backends.embedded import native
-from rlite.backends.embedded.scheduler import RunningSequence
+from rlite.backends.serving import native
+from rlite.backends.serving.requests import Sampling
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters
 
 CACHED_ELEMENTS = 1 << 18
@@ -72,19 +73,18 @@ class SamplingBatch:
     filter: RowFilter | None
 
     @classmethod
-    def of(cls, sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device) -> SamplingBatch:
+    def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> SamplingBatch:
         """Return the parameters of a batch.
 
         Args:
-            sequences: sequence of each row.
+            rows: parameters of each row.
             vocab_size: size of the vocabulary.
             device: device of the tensors.
         """
-        gconfigs, stop_ids = [s.request.gconfig for s in sequences], [s.stop_ids for s in sequences]
-        greedy = [g.greedy for g in gconfigs]
-        inverse = [1.0 if g.greedy else 1.0 / g.temperature for g in gconfigs]
-        width = max(len(ids) for ids in stop_ids)
-        table = [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids]
+        greedy = [row.gconfig.greedy for row in rows]
+        inverse = [1.0 if row.gconfig.greedy else 1.0 / row.gconfig.temperature for row in rows]
+        width = max(len(row.stop_ids) for row in rows)
+        table = [[*row.stop_ids, *[-1] * (width - len(row.stop_ids))] for row in rows]
         return cls(
             inverse_temperature=(
                 torch.tensor(inverse, device=device)[:, None] if any(i != 1.0 for i in inverse) else None
@@ -92,53 +92,48 @@ class SamplingBatch:
             is_greedy=torch.tensor(greedy, device=device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
-            seeds=torch.tensor([_signed(s.request.seed) for s in sequences], dtype=torch.int64, device=device),
+            seeds=torch.tensor([_signed(row.seed) for row in rows], dtype=torch.int64, device=device),
             stop_ids=torch.tensor(table, device=device) if width else None,
-            filter=_filter_of(sequences, vocab_size, device),
+            filter=_filter_of(rows, vocab_size, device),
         )
 
 
-def _filter_of(sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device) -> RowFilter | None:
-    def has_cut(g: GenerationHyperparameters) -> bool:
+def _filter_of(batch: Sequence[Sampling], vocab_size: int, device: torch.device) -> RowFilter | None:
+    def is_cut(row: Sampling) -> bool:
+        g = row.gconfig
         return not g.greedy and (0 < g.top_k < vocab_size or g.top_p < 1)
 
-    rows = [r for r, s in enumerate(sequences) if has_cut(s.request.gconfig) or s.banned_ids]
-    if not rows:
+    def column(values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=device)[:, None]
+
+    places = [place for place, row in enumerate(batch) if is_cut(row) or row.banned_ids]
+    if not places:
         return None
+    rows = [batch[place] for place in places]
     # a greedy row takes the most likely token with any top_k and top_p
-    gconfigs = [sequences[r].request.gconfig for r in rows]
-    cut = [g if has_cut(g) else GenerationHyperparameters() for g in gconfigs]
-    top_k = [min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut]
+    cut = [row.gconfig if is_cut(row) else GenerationHyperparameters() for row in rows]
     top_p = [g.top_p for g in cut]
     banned = None
-    if any(sequences[r].banned_ids for r in rows):
+    if any(row.banned_ids for row in rows):
         banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device="cpu")
-        for i, r in enumerate(rows):
-            banned[i, [t for t in sequences[r].banned_ids if 0 <= t < vocab_size]] = True
+        for place, row in enumerate(rows):
+            banned[place, [t for t in row.banned_ids if 0 <= t < vocab_size]] = True
         banned = banned.to(device)
+    is_told = [row.has_kept_ids and is_cut(row) for row in rows]
+    reported = None
+    if any(is_told):
+        reported = ReportedRows(
+            rows=torch.tensor(is_told, device=device).nonzero()[:, 0],
+            temperature=column([row.gconfig.temperature for row in compress(rows, is_told)]),
+            max_kept=column([MAX_KEPT_IDS if told else vocab_size for told in is_told]),
+        )
     return RowFilter(
-        rows=torch.tensor(rows, device=device),
-        top_k=torch.tensor(top_k, device=device)[:, None],
-        top_p=torch.tensor(top_p, device=device)[:, None],
+        rows=torch.tensor(places, device=device),
+        top_k=column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut]),
+        top_p=column(top_p),
         is_nucleus=any(p < 1 for p in top_p),
         banned=banned,
-        reported=_reported_of([sequences[r] for r in rows], [has_cut(g) for g in gconfigs], vocab_size, device),
-    )
-
-
-def _reported_of(
-    sequences: Sequence[RunningSequence], is_cut: Sequence[bool], vocab_size: int, device: torch.device
-) -> ReportedRows | None:
-    rows = [row for row, s in enumerate(sequences) if is_cut[row] and s.has_kept_ids]
-    if not rows:
-        return None
-    max_kept = torch.full((len(sequences), 1), vocab_size, device=device)
-    max_kept[rows] = MAX_KEPT_IDS
-    temperatures = [sequences[row].request.gconfig.temperature for row in rows]
-    return ReportedRows(
-        rows=torch.tensor(rows, device=device),
-        temperature=torch.tensor(temperatures, device=device)[:, None],
-        max_kept=max_kept,
+        reported=reported,
     )
 
 
@@ -189,6 +184,21 @@ def sample(logits: Tensor, batch: SamplingBatch, uniform: Tensor) -> Sampled:
         taken.index_copy(0, cut.rows, taken_of_cut),
         kept,
     )
+
+
+def sample_each(logits: Tensor, batches: Sequence[SamplingBatch], uniform: Tensor) -> Sampled:
+    """Return the results of `sample`, computed one row at a time.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        batches: sampling parameters of each row.
+        uniform: random numbers in [0, 1), `[rows]`.
+    """
+    parts = [sample(logits[r : r + 1], batch, uniform[r : r + 1]) for r, batch in enumerate(batches)]
+    columns = zip(*(part[:3] for part in parts), strict=True)
+    tokens, logprobs, sampling_logprobs = (torch.cat(column) for column in columns)
+    kept = [part.kept + part.kept.new_tensor([r, 0]) for r, part in enumerate(parts) if part.kept is not None]
+    return Sampled(tokens, logprobs, sampling_logprobs, torch.cat(kept) if kept else None)
 
 
 def kept_ids_of(kept: Tensor | None, num_rows: int) -> list[list[int]]:
