@@ -37,6 +37,17 @@ if TYPE_CHECKING:
     from rlite.runtime.cluster.session import current_session, shutdown
 
 __all__, __getattr__, __dir__ = lazy.exports(
-    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types")
+    __name__,
+    {
+        "rlite.api": "evaluate train",
+        "rlite.dispatch": "NeedParallel gathered",
+        "rlite.engine.inference": "RliteInferenceEngine RLiteInferenceEngine=RliteInferenceEngine",
+        "rlite.engine.registry": "register_executor",
+        "rlite.engine.session": "init session",
+        "rlite.engine.train": "RliteTrainEngine RLiteTrainEngine=RliteTrainEngine",
+        "rlite.observability": "stats_tracker",
+        "rlite.runtime.cluster.session": "current_session shutdown",
+    },
+    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types"),
 )
 __all__ += ["__version__"]

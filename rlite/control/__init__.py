@@ -21,4 +21,14 @@ if TYPE_CHECKING:
     from rlite.control.trainer_process import BaseTrainer
     from rlite.control.workload import BaseWorkload
 
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.control.builder": "RLJobBuilder",
+        "rlite.control.job": "JobHandle JobResult RLJob",
+        "rlite.control.role_group": "RoleGroup trainer_invocation",
+        "rlite.control.spec": "JobSpec RLRoleType RoleSpec",
+        "rlite.control.trainer_process": "BaseTrainer",
+        "rlite.control.workload": "BaseWorkload",
+    },
+)

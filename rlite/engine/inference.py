@@ -22,7 +22,7 @@ from rlite.data.tokens import raw_prompts
 from rlite.engine.inference_executor import InFlightRequest
 from rlite.engine.outputs import completion, response, score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
-from rlite.futures import result_of
+from rlite.runtime.futures import result_of
 from rlite.nn.pretrained import load_tokenizer
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector

@@ -18,7 +18,7 @@ from rlite.data.source import Source
 from rlite.imports import import_own_code
 from rlite.services.console.sinks.base import sink_problems
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.types import LARGEST, SMALLEST, GenerationHyperparameters
+from rlite.generation import LARGEST, SMALLEST, GenerationHyperparameters
 
 RESERVED_TEMPLATE_OPTIONS = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
