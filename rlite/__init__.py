@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rlite.api import evaluate, train
-    from rlite.dispatch import NeedParallel, gathered
+    from rlite.data.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
     from rlite.engine.registry import register_executor
@@ -40,7 +40,7 @@ __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
         "rlite.api": "evaluate train",
-        "rlite.dispatch": "NeedParallel gathered",
+        "rlite.data.dispatch": "NeedParallel gathered",
         "rlite.engine.inference": "RliteInferenceEngine RLiteInferenceEngine=RliteInferenceEngine",
         "rlite.engine.registry": "register_executor",
         "rlite.engine.session": "init session",

@@ -1,4 +1,4 @@
-"""Packages whose public names are loaded at first use (PEP 562). Importing this module imports nothing else of rlite."""
+"""Packages whose public names are loaded at first use (PEP 562). This module imports nothing else of rlite."""
 
 from __future__ import annotations
 

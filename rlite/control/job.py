@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -17,7 +16,8 @@ from rlite.control.entry import JobEntry, keep_record, save_entry
 from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec, check_capacity
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
-from rlite.owner import Owner
+from rlite.imports import require
+from rlite.runtime.owner import Owner
 from rlite.services.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
 
 WAIT_S = 5.0
@@ -281,8 +281,7 @@ def check_ray() -> None:
     Raises:
         ConfigError: Ray is not installed.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")
+    require("the control plane needs", "ray", "ray")
 
 
 def connect(spec: JobSpec | None, address: str | None) -> None:

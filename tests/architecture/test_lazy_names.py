@@ -35,7 +35,9 @@ LAZY = [path for path in (ROOT / "rlite").rglob("__init__.py") if "lazy.exports"
 def test_lazy_names_are_those_that_type_checkers_see(init: Path) -> None:
     call = next(node for node in ast.walk(ast.parse(init.read_text())) if ast.unparse(node).startswith("lazy.exports"))
     assert isinstance(call, ast.Call)
-    spelled = [(home, *name.split("=")) for home, names in ast.literal_eval(call.args[1]).items() for name in names.split()]
+    spelled = [
+        (home, *name.split("=")) for home, names in ast.literal_eval(call.args[1]).items() for name in names.split()
+    ]
     loaded = sorted(f"{home}.{original[-1] if original else name}={name}" for home, name, *original in spelled)
     assert loaded == names_for_type_checkers(init)
     package = importlib.import_module(".".join(init.parent.relative_to(ROOT).parts))

@@ -21,13 +21,12 @@ from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, 
 from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint, message_of
 from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor, T
-from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
+from rlite.errors import CallTimeout, RliteError, WorkerError
+from rlite.imports import optional
 from rlite.types import PromptLogprobs, TokenChunk
 
-try:
+with optional("executor 'sglang' needs", "sglang"):
     import aiohttp
-except ImportError as error:
-    raise ConfigError("executor 'sglang' needs the package aiohttp: pip install 'rlite[sglang]'") from error
 
 LOOK_S = 1.0
 """seconds between two looks at the server"""

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from rlite.arguments import read_saved, shown
 from rlite.errors import ConfigError, FolderInUse
 from rlite.observability.trace import earlier_traces
-from rlite.owner import LOCK, Owner, to_json
+from rlite.runtime.owner import LOCK, Owner, to_json
 from rlite.runtime.storage.atomic import discard
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.trainer.run.best import BEST, EVALUATED
