@@ -128,13 +128,12 @@ class StatsTracker:
         Yields:
             None.
         """
-        name = f"{self._frame.get().prefix}timeperf/{key}"
         started = time.perf_counter()
         try:
             yield
         finally:
             ended = time.perf_counter()
-            self._add(name, _Statistic("a scalar", ended - started, 1))
+            self._add(f"timeperf/{key}", _Statistic("a scalar", ended - started, 1))
             if (recording := self._frame.get().recording) is None:
                 complete(key, started, ended)
             elif len(recording.spans) < MAX_SPANS:
@@ -153,7 +152,7 @@ class StatsTracker:
         detached = {key: mask.detach().bool() for key, mask in masks.items()}
         self._frame.set(replace(frame, masks={**frame.masks, **detached}))
         for key, mask in detached.items():
-            self._add(f"{frame.prefix}{key}", _Statistic("a denominator or a count", mask.sum()))
+            self._add(key, _Statistic("a denominator or a count", mask.sum()))
 
     def stat(self, denominator: str, **values: Any) -> None:
         """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects.
@@ -177,19 +176,18 @@ class StatsTracker:
                     f"stat {frame.prefix}{key} has shape {list(value.shape)}, "
                     f"its denominator {denominator!r} {list(mask.shape)}"
                 )
-            self._add(f"{frame.prefix}{key}", _masked(value.detach().double(), mask))
+            self._add(key, _masked(value.detach().double(), mask))
 
     def scalar(self, **values: Any) -> None:
         """Record numbers or tensors of one element; exports each key's mean over all calls."""
         prefix = self._frame.get().prefix
         for key, value in values.items():
-            self._add(f"{prefix}{key}", _Statistic("a scalar", _number(f"{prefix}{key}", value), 1))
+            self._add(key, _Statistic("a scalar", _number(f"{prefix}{key}", value), 1))
 
     def count(self, **numbers: int) -> None:
         """Record counts; exports each key's sum over all calls."""
-        prefix = self._frame.get().prefix
         for key, number in numbers.items():
-            self._add(f"{prefix}{key}", _Statistic("a denominator or a count", number))
+            self._add(key, _Statistic("a denominator or a count", number))
 
     @contextmanager
     def apart(self) -> Iterator[Recording]:
@@ -207,9 +205,8 @@ class StatsTracker:
 
     def add(self, recording: Recording) -> None:
         """Add statistics that were recorded elsewhere, as if they had been recorded here."""
-        prefix = self._frame.get().prefix
         for key, statistic in recording.stats.items():
-            self._add(f"{prefix}{key}", statistic)
+            self._add(key, statistic)
 
     def export(self, reset: bool = True) -> dict[str, float]:
         """Return all statistics, sorted by key; `reset` clears them."""
@@ -220,9 +217,10 @@ class StatsTracker:
             return {name: number for key in sorted(stats) for name, number in stats[key].export(key).items()}
 
     def _add(self, key: str, statistic: _Statistic) -> None:
-        recording = self._frame.get().recording
+        frame = self._frame.get()
+        key = f"{frame.prefix}{key}"
         with self._lock:
-            stats = self._stats if recording is None else recording.stats
+            stats = self._stats if frame.recording is None else frame.recording.stats
             stat = stats.setdefault(key, _Statistic(statistic.kind))
             if stat.kind != statistic.kind:
                 raise ConfigError(f"{key!r} is recorded in two ways, as {stat.kind} and as {statistic.kind}")
