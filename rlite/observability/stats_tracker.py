@@ -258,15 +258,9 @@ def _number(key: str, value: Any) -> Any:
 
 _default = StatsTracker()
 
-scope = _default.scope
-record_timing = _default.record_timing
-denominator = _default.denominator
-stat = _default.stat
-scalar = _default.scalar
-count = _default.count
-export = _default.export
-apart = _default.apart
-add = _default.add
+scope, record_timing, apart = _default.scope, _default.record_timing, _default.apart
+denominator, stat, scalar, count = _default.denominator, _default.stat, _default.scalar, _default.count
+export, add = _default.export, _default.add
 
 
 _tracer: Any = None
