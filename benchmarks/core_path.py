@@ -2,6 +2,7 @@
 
     make core
     python -m benchmarks.core_path [OTHER_CHECKOUT]
+    python -m benchmarks.core_path --docs    # writes the list of docs/read-the-core.md
 
 A GRPO run of three steps on one CPU device (`launcher=inprocess`) is traced from the beginning of its second batch to
 the beginning of its third. The path is every file of rlite outside of `backends` and `runtime` of which a function is
@@ -10,19 +11,25 @@ entered. Its lines are those of whole files, without blank lines, comments and d
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from benchmarks.sloc import source_lines
 
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "read-the-core.md"
+BEGIN, END = "<!-- core path: begin -->", "<!-- core path: end -->"
+"""lines of the page around its list"""
 OUTSIDE = ("backends/", "runtime/")
 BEGINS = "next_batch"
 """function that begins a step"""
@@ -32,7 +39,10 @@ OPTIONS = (
     *("rollout.train_sampling_params.max_new_tokens=6", "rollout.dynamic_filtering=false"),
     *("trainer.total_steps=3", "trainer.save_freq=1000", "trainer.record=none"),
 )
-REWARD = "def length(completion_ids, **row):\n    return len(set(completion_ids)) / 6\n"
+REWARD = """
+def length(prompt, completions, prompt_ids, completion_ids, **row):
+    return len(set(completion_ids)) / 6
+"""
 
 
 class Tracer:
@@ -96,10 +106,32 @@ def lines_of(checkout: Path, entered: Mapping[str, Any]) -> dict[str, int]:
     return {file: len(source_lines((checkout / "rlite" / file).read_text(encoding="utf-8"))) for file in files}
 
 
+def listed() -> list[str]:
+    """Return the files that the page lists, in its order."""
+    return re.findall(r"^\d+\. `rlite/(\S+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def sentence_of(file: Path) -> str:
+    """Return the first sentence of a module's docstring, on one line."""
+    first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+    return re.split(r"(?<=[.:]) ", " ".join(first.split()))[0].rstrip(".:")
+
+
+def write_page(files: Iterable[str]) -> None:
+    """Write the list of the page. Files that it lists keep their order, and new files follow in the order of use."""
+    found = list(files)
+    order = [*(file for file in listed() if file in found), *(file for file in found if file not in listed())]
+    lines = [f"{n}. `rlite/{file}`: {sentence_of(ROOT / 'rlite' / file)}" for n, file in enumerate(order, 1)]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.partition(END)[2]]), encoding="utf-8")
+
+
 def main(arguments: list[str]) -> None:
-    """Print the path of this checkout, and of another one."""
-    own = Path(__file__).parents[1]
-    for checkout in [*(Path(each).resolve() for each in arguments), own]:
+    """Print the path of this checkout, and of another one; or write the page."""
+    if arguments == ["--docs"]:
+        write_page(lines_of(ROOT, trace(ROOT)))
+        return
+    for checkout in [*(Path(each).resolve() for each in arguments), ROOT]:
         entered = trace(checkout)
         lines = lines_of(checkout, entered)
         print(f"\n{checkout}: {len(lines)} files, {sum(lines.values())} source lines")

@@ -19,4 +19,14 @@ if TYPE_CHECKING:
     from rlite.control.spec import JobSpec, RLRoleType, RoleSpec
     from rlite.control.workers import BaseTrainer, BaseWorkload
 
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.control.builder": "RLJobBuilder",
+        "rlite.control.job": "JobHandle JobResult RLJob",
+        "rlite.control.role_group": "RoleGroup trainer_invocation",
+        "rlite.control.spec": "JobSpec RLRoleType RoleSpec",
+        "rlite.control.trainer_process": "BaseTrainer",
+        "rlite.control.workload": "BaseWorkload",
+    },
+)

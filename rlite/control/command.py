@@ -19,7 +19,7 @@ from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.spec import TRAINER, JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
-from rlite.owner import Owner
+from rlite.runtime.owner import Owner
 from rlite.services.recovery.failover import JobState
 from rlite.services.recovery.record import FileStore, JobRecord, load_record
 from rlite.services.recovery.reporting import clock

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -23,8 +22,9 @@ from rlite.control.entry import JobEntry, keep_record, save_entry
 from rlite.control.spec import JobClasses, JobPlan, JobSpec, RLRoleType, WorkloadClass, check_capacity
 from rlite.control.workers import BaseTrainer, BaseWorkload
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError, did_you_mean
-from rlite.owner import Owner
+from rlite.imports import require
 from rlite.runtime.cluster.launcher import interface_of
+from rlite.runtime.owner import Owner
 from rlite.services.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
 
 WAIT_S = 5.0
@@ -365,8 +365,7 @@ def check_ray() -> None:
     Raises:
         ConfigError: Ray is not installed.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")
+    require("the control plane needs", "ray", "ray")
 
 
 def connect(spec: JobSpec | None, address: str | None) -> None:

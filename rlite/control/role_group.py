@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from rlite.control.spec import RLRoleType
-from rlite.dispatch import deal
+from rlite.data.dispatch import deal
 from rlite.errors import CallTimeout, ConfigError, RliteError, UnknownOptionError, WorkerDied, did_you_mean
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 

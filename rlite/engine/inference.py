@@ -22,13 +22,13 @@ from rlite.data.tokens import raw_prompts
 from rlite.engine.inference_executor import InFlightRequest
 from rlite.engine.outputs import completion, response, score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
-from rlite.futures import result_of
 from rlite.nn.pretrained import load_tokenizer
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
+from rlite.runtime.futures import result_of
 from rlite.types import (
     GenerationHyperparameters,
     LLMRequest,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlite.data.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.data.microbatch_plan import sequence_flops
 from rlite.data.packs import sequence_lengths
-from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.microbatches import BatchShare, join_values, split_batch
 from rlite.engine.redefinition import changed_methods, own_methods, redefined, sent_by_value, take_class
 from rlite.engine.train_lifecycle import TrainExecutor, TrainLifecycle

@@ -14,4 +14,13 @@ if TYPE_CHECKING:
     from rlite.nn.options import LoraOptions
 
 # lazy, so that options import no torch
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.nn.base": "BaseTrainModule",
+        "rlite.nn.head_logprobs": "linear_logprobs",
+        "rlite.nn.huggingface": "HuggingFaceFsdp2TrainModule",
+        "rlite.nn.lora": "LoraTrainModule",
+        "rlite.nn.options": "LoraOptions",
+    },
+)

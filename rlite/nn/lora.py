@@ -10,7 +10,6 @@ A checkpoint to resume from holds W, A and B, and the optimizer's state of A and
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -30,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
+from rlite.imports import require
 from rlite.nn.architecture import summary
 from rlite.nn.base import BaseTrainModule, is_on_meta, meta_parameters
 from rlite.nn.options import ALL_LINEAR, LoraOptions
@@ -304,8 +304,7 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
         ConfigError: PEFT is missing, there is no such base, or the adapter does not fit it.
         CheckpointError: the base or the adapter is unusable.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("adapters need the package peft: pip install 'rlite[lora]'")
+    require("adapters need", "lora", "peft")
     import peft  # optional, and slow to import
 
     origin, config = local_checkpoint(base), adapter_config(folder)

@@ -41,4 +41,26 @@ if TYPE_CHECKING:
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 # lazy, so that a reward process imports no torch
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.rollout.chat.conversation": "Conversation MultiTurnWorkflow",
+        "rlite.rollout.chat.transcript": "Transcript",
+        "rlite.rollout.collector.collector": "RolloutCollector",
+        "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
+        "rlite.rollout.collector.options": "CollectorOptions",
+        "rlite.rollout.environments.gym": "GymEnvironment",
+        "rlite.rollout.environments.step": "Environment EnvironmentCrash EnvironmentFailure "
+        "EnvironmentInvalid EnvironmentMemory EnvironmentRaised EnvironmentTimeout",
+        "rlite.rollout.environments.workflow": "EnvironmentWorkflow GymWorkflow",
+        "rlite.rollout.rewards.adapters": "from_trl from_verl",
+        "rlite.rollout.rewards.function": "RewardFunction",
+        "rlite.rollout.rewards.score": "RewardCrash RewardError RewardInvalid RewardMemory RewardRaised RewardTimeout",
+        "rlite.rollout.scripted": "ScriptedEngine",
+        "rlite.rollout.tools.toolbox": "Tool",
+        "rlite.rollout.tools.workflow": "ToolUseWorkflow",
+        "rlite.rollout.trajectories": "check_trajectory pad_trajectories",
+        "rlite.rollout.workflow": "RolloutError RolloutWorkflow SingleTurnWorkflow trajectory",
+        "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
+    },
+)

@@ -9,7 +9,8 @@ from typing import Any
 from rlite.evaluation.metrics import selection_of
 from rlite.evaluation.sets import Evaluation
 from rlite.rollout.collector.lost_groups import cause_of
-from rlite.trainer.held_out.options import UNNAMED, GeneratedOptions, key_of, without_sets
+from rlite.suggestions import UNNAMED
+from rlite.trainer.held_out.options import GeneratedOptions, key_of, without_sets
 from rlite.trainer.run.training_run import TrainingRun
 
 NUM_REASONS = 3

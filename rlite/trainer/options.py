@@ -15,10 +15,10 @@ from rlite import config
 from rlite.arguments import named
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
 from rlite.data.source import Source
+from rlite.generation import LARGEST, SMALLEST, GenerationHyperparameters
 from rlite.imports import import_own_code
 from rlite.services.console.sinks.base import sink_problems
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.types import LARGEST, SMALLEST, GenerationHyperparameters
 
 RESERVED_TEMPLATE_OPTIONS = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlite import files
 from rlite.arguments import read_saved
 from rlite.errors import ConfigError
-from rlite.owner import LOCK, read_owner
+from rlite.runtime.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.services.record.files import read_gaps
 from rlite.services.record.reader import RecordReader, is_recorded, read_part_aside

@@ -14,18 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
+from rlite.imports import optional
 from rlite.viewer.answers import OF_TRACE, Query, UnknownPlace, answer
 from rlite.viewer.page import TYPES, assets, served_page
 from rlite.viewer.run import Change, ViewedRun
 
-try:
+with optional("the page needs", "view", "; or write it to a file: --export FILE.html"):
     from aiohttp import web
 
     from rlite.services.endpoint.connections import Listener, RefusalLog
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        "the page needs the package aiohttp: pip install 'rlite[view]'; or write it to a file: --export FILE.html"
-    ) from error
 
 logger = logging.getLogger(__name__)
 

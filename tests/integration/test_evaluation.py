@@ -23,18 +23,11 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.held_out.options import HeldOutPromptOptions
+from rlite.trainer.options import SamplingOptions, SetSamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.engines import without_evaluation
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    HeldOutPromptOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-    SetSamplingOptions,
-)
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests import forked_python
 from tests.integration.rewards import digits
 from tests.integration.signals import interrupted, terminate

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 import rlite
 from rlite.config import load
 from rlite.observability import stats_tracker
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
+from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.supervised import read_tokens
+from rlite.trainer.supervised_options import DpoConfig
 from tests.tiny import build_model_dir
 
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")

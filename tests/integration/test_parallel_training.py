@@ -17,7 +17,7 @@ from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.lora import ALL_LINEAR
+from rlite.nn.options import ALL_LINEAR
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.runtime.parallel.fsdp import local_tensor
 from rlite.trainer.losses import DpoLoss, RewardModelLoss

@@ -17,16 +17,9 @@ from rlite.config import load
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.observability import stats_tracker, trace
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import EvaluationSamplingOptions, SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    EvaluationSamplingOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-)
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.integration.rewards import digits
 from tests.recorded import recorded
 from tests.tiny import build_model_dir

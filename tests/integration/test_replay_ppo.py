@@ -19,16 +19,9 @@ from rlite.engine.inference_executor import Capabilities
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
 from rlite.rollout import SingleTurnWorkflow
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    KlOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-)
+from rlite.trainer.rl.options import ActorOptions, KlOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.integration.rewards import digits
 
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(3) for b in range(3)]

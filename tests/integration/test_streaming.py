@@ -17,8 +17,9 @@ from rlite.data.streaming.table import WINDOW
 from rlite.errors import CheckpointError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer import ppo
-from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.sft import SftTrainer
 from rlite.trainer.supervised import read_tokens
+from rlite.trainer.supervised_options import SftConfig
 from tests.recorded import recorded
 from tests.tiny import build_model_dir
 

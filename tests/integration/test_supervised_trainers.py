@@ -30,13 +30,15 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker
 from rlite.runtime.cluster.session import Session
-from rlite.trainer.cpo import CpoConfig, CpoTrainer
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.kto import KtoConfig, KtoTrainer
-from rlite.trainer.orpo import OrpoConfig, OrpoTrainer
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
-from rlite.trainer.simpo import SimpoConfig, SimpoTrainer
+from rlite.trainer.cpo import CpoTrainer
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.kto import KtoTrainer
+from rlite.trainer.orpo import OrpoTrainer
+from rlite.trainer.preset_options import CpoConfig, OrpoConfig, SimpoConfig
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.simpo import SimpoTrainer
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, RmConfig, SftConfig
 from tests import forked_python
 from tests.integration.signals import interrupted, terminate
 from tests.integration.worlds import environment

@@ -39,8 +39,9 @@ from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.options import SamplingOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 
 
 def impatient_demonstrations(

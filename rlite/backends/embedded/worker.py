@@ -1,4 +1,4 @@
-"""The worker of the embedded inference executor: continuous batching around an unmodified Hugging Face model.
+"""The worker of the embedded inference executor: continuous batching around a Hugging Face model.
 
 The driver pumps the worker: `advance` accepts requests, runs some decode steps, and returns the generated tokens. There
 is no thread and no event loop. Under tensor parallelism every rank gets the same calls in the same order. Rank 0

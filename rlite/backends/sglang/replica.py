@@ -22,13 +22,12 @@ from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, 
 from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint
 from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor, T
-from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
+from rlite.errors import CallTimeout, RliteError, WorkerError
+from rlite.imports import optional
 from rlite.types import PromptLogprobs, TokenChunk
 
-try:
+with optional("executor 'sglang' needs", "sglang"):
     import aiohttp
-except ImportError as error:
-    raise ConfigError("executor 'sglang' needs the package aiohttp: pip install 'rlite[sglang]'") from error
 
 LOOK_S = 1.0
 """seconds between two looks at the server"""
@@ -392,7 +391,8 @@ class SglangReplica(WorkerReplica):
         worker = replace(self.executor, timeout=STOPPED_S)
         try:
             asking = asyncio.to_thread(worker.ask, ServerWorker.server_failure)
-            reason = await asyncio.wait_for(asking, STOPPED_S) or reason
+            told = await asyncio.wait_for(asking, STOPPED_S)
+            reason = told or reason
         except (TimeoutError, CallTimeout):
             pass  # the worker waits for the server, too
         except WorkerError as died:

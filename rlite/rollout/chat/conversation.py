@@ -12,7 +12,8 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 from tensordict import TensorDict
 
 from rlite.data.chat.answers import split_at_stop, tokens_after
-from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
+from rlite.data.chat.forms import Message
+from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
 from rlite.data.tokens import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.errors import ConfigError
 from rlite.rollout.chat.transcript import Transcript, check_turn_discount

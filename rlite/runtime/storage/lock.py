@@ -16,7 +16,7 @@ from typing import TextIO
 from weakref import WeakValueDictionary
 
 from rlite.errors import FolderInUse
-from rlite.owner import Owner, to_json
+from rlite.runtime.owner import Owner, to_json
 
 
 class FolderLock:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import TensorDict
 
-from rlite.data.chat.template import Message
+from rlite.data.chat.forms import Message
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.rewards.score import as_number

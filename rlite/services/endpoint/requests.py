@@ -23,7 +23,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.answers import text_after, tokens_after
-from rlite.data.chat.template import OPTIONAL, ChatTemplate, Message, Tokenizer
+from rlite.data.chat.forms import Message
+from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
 from rlite.data.tokens import bounded_tokens, raw_prompts
 from rlite.errors import DataError, ParameterError, RliteError, shortened
 from rlite.services.endpoint.recording import Turn

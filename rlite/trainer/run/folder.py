@@ -10,7 +10,7 @@ from typing import Any
 from rlite.arguments import read_saved, shown
 from rlite.errors import ConfigError
 from rlite.observability.trace import earlier_traces
-from rlite.owner import LOCK
+from rlite.runtime.owner import LOCK
 from rlite.runtime.storage.atomic import discard
 from rlite.runtime.storage.lock import FolderLock, lock_folder
 from rlite.services.record.files import FOLDER as RECORD

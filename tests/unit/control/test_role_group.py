@@ -12,7 +12,7 @@ import pytest
 from rlite.control.role_group import RoleGroup, UnboundGroup, hold_port, role_groups
 from rlite.control.spec import RLRoleType
 from rlite.control.workers import BaseWorkload, WorkloadFactory
-from rlite.dispatch import NeedParallel
+from rlite.data.dispatch import NeedParallel
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied
 from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.host import WorkerHost

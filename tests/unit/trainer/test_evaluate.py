@@ -387,7 +387,7 @@ def test_values_of_a_metric_have_its_name_and_the_order_of_the_questions() -> No
 def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match="missing package lm_eval"):
+    with pytest.raises(ConfigError, match="needs the package lm_eval"):
         find_tasks(options("a", "tasks=x"))
 
 

@@ -16,8 +16,7 @@ from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
 from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.sft import SftConfig
-from rlite.trainer.supervised_options import DpoConfig, KtoConfig
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from rlite.types import GenerationHyperparameters
 
 SFT = ["actor.model_name=a", "data.path=-"]

@@ -8,7 +8,7 @@ from rlite.runtime.storage.atomic import MANIFEST
 from rlite.services.checkpoints import Checkpoints
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
-from rlite.trainer.sft import SftConfig
+from rlite.trainer.supervised_options import SftConfig
 
 
 @pytest.mark.parametrize("given", [".", "state", "latest"])

@@ -68,24 +68,11 @@ class Shares:
     """`rows[rank]` = indices into the input; every row of the input occurs exactly once"""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(_as_range(rows) for rows in self.rows))
-        if sorted(chain(*self.rows)) != list(range(self.num_rows)):
-            raise ValueError(f"shares must hold every row exactly once; found {list(map(list, self.rows))}")
+        object.__setattr__(self, "rows", tuple(map(_as_range, self.rows)))
 
     @classmethod
     def contiguous(cls, num_rows: int, num_ranks: int) -> Shares:
-        """Split rows in input order into shares whose sizes differ by at most one, larger ones first.
-
-        Seven rows over two ranks are 4 and 3.
-
-        Returns:
-            The shares.
-
-        Raises:
-            ValueError: `num_ranks` is less than 1.
-        """
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
+        """Return shares in input order whose sizes differ by at most one: seven rows over two ranks are 4 and 3."""
         return cls(tuple(_piece(num_rows, rank, num_ranks) for rank in range(num_ranks)))
 
     @classmethod
@@ -133,7 +120,7 @@ def _as_range(rows: Sequence[int]) -> Sequence[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Containers of rows
+# Containers of rows: a leaf is a list, a tuple, a tensor, a TensorDict or a NumPy array, also below keys of dicts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -150,14 +137,39 @@ def _is_tensordict(value: Any) -> bool:
     return hasattr(value, "batch_size") and hasattr(value, "batch_dims")
 
 
-def _is_tensor(value: Any) -> bool:
-    """Return whether a value has the dimensions of a tensor: a TensorDict has those of its batch."""
-    return _is_array(value) or _is_tensordict(value)
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and not _is_tensordict(value)
 
 
 def _is_list(value: Any) -> bool:
     is_text = isinstance(value, str | bytes | bytearray)
     return isinstance(value, Sequence) and not is_text and not hasattr(value, "_fields")
+
+
+def _below(where: str, key: Any) -> str:
+    return f"{where.rstrip(',')}, key {key!r},"
+
+
+def _walk(function: Callable[..., Any], where: str, *values: Any) -> Any:
+    """Return what a function makes of the leaves at each place, in dicts with the keys of the given dicts.
+
+    Args:
+        function: takes the name of a place and the leaves there, one from each value.
+        where: name of the values in messages.
+        *values: containers that have the same keys.
+
+    Raises:
+        ValueError: the values have different keys.
+    """
+    first = values[0]
+    if not _is_dict(first):
+        return function(where, *values)
+    for value in values:
+        if not _is_dict(value):
+            raise ValueError(f"{where} are of different types: dict and {type(value).__name__}")
+        if set(value) != set(first):
+            raise ValueError(f"{where} have different keys: {sorted(first)} and {sorted(value)}")
+    return {key: _walk(function, _below(where, key), *(value[key] for value in values)) for key in first}
 
 
 def num_rows(value: Any, where: str = "value") -> int:
@@ -171,30 +183,30 @@ def num_rows(value: Any, where: str = "value") -> int:
         TypeError: `value` is no container of rows.
         ValueError: the entries of a dict have different numbers of rows.
     """
-    if _is_tensor(value):
-        if value.ndim:
-            return int(value.shape[0])
-        raise TypeError(f"{where} is a {type(value).__name__} without dimensions; splitting needs a first dimension")
-    if isinstance(value, Mapping):
-        counts = {key: num_rows(entry, f"{where}, key {key!r}") for key, entry in value.items()}
+    if _is_dict(value):
+        counts = {key: num_rows(entry, _below(where, key)) for key, entry in value.items()}
         if len(set(counts.values())) == 1:
             return next(iter(counts.values()))
         raise ValueError(f"{where} is a dict whose entries must have one number of rows; found {counts or 'no entry'}")
-    if _is_list(value):
+    is_tensor = _is_array(value) or _is_tensordict(value)
+    if _is_list(value) or (is_tensor and value.ndim):
         return len(value)
     raise TypeError(
-        f"{where} is a {type(value).__name__}; rows can be a list, a tuple, a tensor, a TensorDict, a NumPy array, "
-        "or a dict of them. Without NeedParallel the argument is copied to every rank"
+        f"{where} is a {type(value).__name__}{' without dimensions' * is_tensor}; rows can be a list, a tuple, a "
+        "tensor, a TensorDict, a NumPy array, or a dict of them. Without NeedParallel the argument is copied to every "
+        "rank"
     )
 
 
 def _take(value: Any, rows: Sequence[int]) -> Any:
     """Return the rows in that order, in a container of the same type. For a `range`, tensors are views."""
-    if _is_tensor(value):
-        return value[slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)]
-    if isinstance(value, Mapping):
-        return {key: _take(entry, rows) for key, entry in value.items()}
-    return _like(value, [value[row] for row in rows])
+
+    def take(where: str, leaf: Any) -> Any:
+        if _is_list(leaf):
+            return _like(leaf, [leaf[row] for row in rows])
+        return leaf[slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)]
+
+    return _walk(take, "", value)
 
 
 def _like(value: Any, items: list[Any]) -> Any:
@@ -202,14 +214,7 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def split(value: Any, shares: Shares) -> list[Any]:
-    """Return one container per rank, of the same type as `value`. A share without rows is an empty container.
-
-    Raises:
-        ValueError: `value` does not have `shares.num_rows` rows.
-        TypeError: `value` is no container of rows.
-    """
-    if (found := num_rows(value)) != shares.num_rows:
-        raise ValueError(f"value has {found} rows, and the shares are made for {shares.num_rows}")
+    """Return one container per rank, of the same type as `value`. A share without rows is an empty container."""
     return [_take(value, rows) for rows in shares.rows]
 
 
@@ -223,18 +228,12 @@ def _weights(value: Any, balance_by: Sequence[float] | Callable[[Any], float] | 
     if isinstance(balance_by, str):
         return _token_counts(value, where)
     if callable(balance_by):
-        return [balance_by(_row(value, row)) for row in range(count)]
+        return [balance_by(_walk(lambda _, leaf, row=row: leaf[row], "", value)) for row in range(count)]
     if len(balance_by) != count:
         raise ValueError(
             f"{where} has {count} rows, and balance_by has {len(balance_by)} weights; expected one per row"
         )
     return balance_by
-
-
-def _row(value: Any, row: int) -> Any:
-    if isinstance(value, Mapping) and not _is_tensordict(value):
-        return {key: _row(entry, row) for key, entry in value.items()}
-    return value[row]
 
 
 def _token_counts(value: Any, where: str) -> list[float]:
@@ -262,9 +261,7 @@ def _tokens(row: Any, where: str) -> float:
 
 
 def _total(mask: Any) -> float:
-    if _is_array(mask):
-        return float(mask.sum())
-    return sum(map(_total, mask)) if _is_list(mask) else float(mask)
+    return sum(map(_total, mask)) if _is_list(mask) else float(mask.sum() if _is_array(mask) else mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,39 +275,41 @@ def _sequence_lengths(value: Any, where: str) -> list[int] | None:
     Raises:
         ValueError: the entries of a dict disagree.
     """
+    if isinstance(value, Mapping) or _is_tensordict(value):
+        places = {_below(where, key): entry for key, entry in value.items()}
+        return _agreed({place: _sequence_lengths(entry, place) for place, entry in places.items()})
     if _is_array(value):
         return [int(value.shape[1])] * len(value) if value.ndim > 1 else None
-    if isinstance(value, Mapping) or _is_tensordict(value):
-        lengths = {key: _sequence_lengths(entry, f"{where}, key {key!r}") for key, entry in value.items()}
-        return _agreed({f"{where}, key {key!r}": found for key, found in lengths.items() if found is not None})
     if _is_list(value) and all(_is_list(row) or (_is_array(row) and row.ndim) for row in value):
         return [len(row) for row in value]
     return None
 
 
-def _agreed(lengths: Mapping[str, list[int]]) -> list[int] | None:
-    for (first, found), (other, others) in pairwise(lengths.items()):
-        if found != others:
+def _agreed(lengths: Mapping[str, list[int] | None]) -> list[int] | None:
+    found = {place: own for place, own in lengths.items() if own is not None}
+    for (first, own), (other, others) in pairwise(found.items()):
+        if own != others:
             raise ValueError(f"{first} and {other} have sequences of different lengths, and cannot be cut together")
-    return next(iter(lengths.values()), None)
+    return next(iter(found.values()), None)
 
 
 def _cut(value: Any, index: int, num_pieces: int) -> Any:
     """Return piece `index` of every row's sequence; rows without a sequence stay whole."""
-    if _is_tensor(value) and value.ndim > 1:
-        piece = _piece(value.shape[1], index, num_pieces)
-        return value[:, piece.start : piece.stop]
-    if _is_tensordict(value):
-        cut = value.clone(recurse=False)
-        for key, entry in value.items():
-            cut[key] = _cut(entry, index, num_pieces)
-        return cut
-    if isinstance(value, Mapping):
-        return {key: _cut(entry, index, num_pieces) for key, entry in value.items()}
-    if not _is_list(value) or _sequence_lengths(value, "") is None:
-        return value
-    pieces = [_piece(len(row), index, num_pieces) for row in value]
-    return _like(value, [row[piece.start : piece.stop] for row, piece in zip(value, pieces, strict=True)])
+
+    def cut(where: str, leaf: Any) -> Any:
+        if _is_tensordict(leaf) and leaf.ndim == 1:
+            return leaf.clone(recurse=False).update(
+                {key: _cut(entry, index, num_pieces) for key, entry in leaf.items()}
+            )
+        if _sequence_lengths(leaf, "") is None:
+            return leaf
+        if not _is_list(leaf):
+            piece = _piece(leaf.shape[1], index, num_pieces)
+            return leaf[:, piece.start : piece.stop]
+        pieces = [_piece(len(row), index, num_pieces) for row in leaf]
+        return _like(leaf, [row[piece.start : piece.stop] for row, piece in zip(leaf, pieces, strict=True)])
+
+    return _walk(cut, "", value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -541,8 +540,6 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
         TypeError: results are of a type that cannot be concatenated or averaged.
     """
     _check_how(how)
-    if shares is not None and len(results) != shares.num_ranks:
-        raise ValueError(f"{len(results)} results for shares of {shares.num_ranks} ranks")
     if how == "list":
         return list(results)
     if not results:
@@ -551,57 +548,40 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
         return results[0]
     if shares is not None:
         results = [result for result, rows in zip(results, shares.rows, strict=True) if rows] or results[:1]
-    if how == "mean":
-        return _mean(results, "the results")
-    if shares is None or shares.is_contiguous:
-        return _concatenate(results, "the results")
+    joined = _walk(_mean if how == "mean" else _concatenate, "the results", *results)
+    if how == "mean" or shares is None or shares.is_contiguous:
+        return joined
     for result, rows in zip(results, filter(None, shares.rows), strict=True):
         if (found := num_rows(result, "a result")) != len(rows):
             raise ValueError(
                 f"a rank returned {found} rows for a share of {len(rows)}, and balanced shares can only be put back in "
                 "order row by row; return one row for each, or drop balance_by"
             )
-    return _take(_concatenate(results, "the results"), shares.positions)
+    return _take(joined, shares.positions)
 
 
-def _concatenate(values: Sequence[Any], where: str) -> Any:
-    first = values[0]
-    for value in values:
-        num_rows(value, where)  # refuses what is no container
-        if not isinstance(value, type(first)) and not isinstance(first, type(value)):
-            raise ValueError(f"{where} are of different types: {type(first).__name__} and {type(value).__name__}")
-    if _is_tensordict(first):
-        return sys.modules["torch"].cat(list(values), 0)
-    if _is_array(first):
-        shapes = {tuple(value.shape[1:]) for value in values}
-        if len(shapes) > 1:
-            raise ValueError(f"{where} have rows of shapes {sorted(shapes)}; pad them alike, or return lists")
-        module, join = ("torch", "cat") if _is_instance(first, "torch", "Tensor") else ("numpy", "concatenate")
-        return getattr(sys.modules[module], join)(list(values), 0)
-    if isinstance(first, Mapping):
-        _check_keys(values, where)
-        return {key: _concatenate([value[key] for value in values], f"{where}, key {key!r},") for key in first}
-    return _like(first, list(chain(*values)))
+def _concatenate(where: str, *leaves: Any) -> Any:
+    first = leaves[0]
+    for leaf in leaves:
+        num_rows(leaf, where)  # refuses what is no container
+        if not isinstance(leaf, type(first)) and not isinstance(first, type(leaf)):
+            raise ValueError(f"{where} are of different types: {type(first).__name__} and {type(leaf).__name__}")
+    if _is_list(first):
+        return _like(first, list(chain(*leaves)))
+    shapes = {tuple(leaf.shape[1:]) for leaf in leaves}
+    if _is_array(first) and len(shapes) > 1:
+        raise ValueError(f"{where} have rows of shapes {sorted(shapes)}; pad them alike, or return lists")
+    is_numpy = _is_instance(first, "numpy", "ndarray")
+    return sys.modules["numpy"].concatenate(leaves) if is_numpy else sys.modules["torch"].cat(leaves, 0)
 
 
-def _mean(values: Sequence[Any], where: str) -> Any:
-    first = values[0]
-    if isinstance(first, Mapping) and not _is_tensordict(first):
-        _check_keys(values, where)
-        return {key: _mean([value[key] for value in values], f"{where}, key {key!r},") for key in first}
-    for value in values:
-        if not (isinstance(value, int | float) or _is_array(value) or _is_instance(value, "numpy", "number")):
+def _mean(where: str, *leaves: Any) -> Any:
+    for leaf in leaves:
+        if not (isinstance(leaf, int | float) or _is_array(leaf) or _is_instance(leaf, "numpy", "number")):
             raise TypeError(
-                f"{where} hold a {type(value).__name__}; a mean is made of numbers, tensors, or dicts of them"
+                f"{where} hold a {type(leaf).__name__}; a mean is made of numbers, tensors, or dicts of them"
             )
-    if len({tuple(getattr(value, "shape", ())) for value in values}) > 1:
-        raise ValueError(f"{where} have different shapes: {[tuple(getattr(value, 'shape', ())) for value in values]}")
-    return sum(values, start=0.0) / len(values)
-
-
-def _check_keys(values: Sequence[Any], where: str) -> None:
-    for value in values:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} are of different types: dict and {type(value).__name__}")
-        if set(value) != set(values[0]):
-            raise ValueError(f"{where} have different keys: {sorted(values[0])} and {sorted(value)}")
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"{where} have different shapes: {shapes}")
+    return sum(leaves, start=0.0) / len(leaves)
