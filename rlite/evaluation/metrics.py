@@ -1,18 +1,67 @@
-"""Metrics of an evaluation. Every episode counts, also a failed one."""
+"""Metrics of an evaluation, and the difference between two models that answered the same items.
+
+Every episode counts, also a failed one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from statistics import NormalDist, fmean
 
+import numpy as np
+
 from rlite.errors import DataError
-from rlite.evaluation.journal import SOLVED_AT, Sample, reaches
+from rlite.evaluation.statistics import (
+    Floats,
+    clustered_standard_error,
+    difference_interval,
+    score_limits,
+    sign_flip_p_value,
+    wrong_score,
+)
 from rlite.rollout.collector.lost_groups import Selection, kind_of
+from rlite.trainer.held_out import SOLVED_AT, reaches
 from rlite.wording import counted
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of the model to one item, with its score.
+
+    Raises:
+        DataError: the score is not finite.
+    """
+
+    item: str
+    """name of the data item, which no other item has"""
+    sample: int
+    """number among the samples of the item, from 0"""
+    score: float | None
+    """None: the episode failed"""
+    reason: str = ""
+    """why the episode failed"""
+    truncated: bool = False
+    """a limit cut the model off"""
+    answer: str | None = None
+    """answer that the reward has named; None if it names none"""
+    length: int = 0
+    """tokens that the model wrote, in the last attempt"""
+    failed_attempts: tuple[str, ...] = ()
+    """kinds of the errors of the attempts that failed"""
+    redrawn: str = ""
+    """kind of the failure after which the model answered anew; empty if it did not"""
+
+    def __post_init__(self) -> None:
+        if self.score is not None and not math.isfinite(self.score):
+            raise DataError(
+                f"item {self.item}, sample {self.sample}: its score is {self.score}; expected a finite number, or None "
+                "with a reason"
+            )
 
 
 def summary(
@@ -44,8 +93,8 @@ def summary(
     """
     with_error = partial(_with_error, confidence=confidence)
     items = _by_item(samples, ks)
-    finished = [sample.score for sample in samples if sample.score is not None]
-    wrong = min([0.0, *finished])
+    finished = finished_scores(samples)
+    wrong = wrong_score(finished)
     metrics = with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
         metrics["accuracy_finished"] = fmean(finished)
@@ -85,6 +134,11 @@ def is_solved(sample: Sample, solved_at: float = SOLVED_AT) -> bool:
     return sample.score is not None and reaches(sample.score, solved_at)
 
 
+def finished_scores(samples: Iterable[Sample]) -> list[float]:
+    """Return the scores of the samples that have not failed."""
+    return [sample.score for sample in samples if sample.score is not None]
+
+
 def counted_scores(samples: Iterable[Sample], wrong: float = 0.0) -> list[float]:
     """Return the scores of samples; a failed sample has the score `wrong`."""
     return [wrong if sample.score is None else sample.score for sample in samples]
@@ -120,41 +174,6 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
             votes.setdefault(sample.answer, []).append(is_solved(sample, solved_at))
     most = max(map(len, votes.values()), default=0)
     return fmean([fmean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
-
-
-def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
-    """Return the standard error of the mean of all scores, if the scores of a cluster are correlated.
-
-    sqrt(G / (G - 1) sum_g (sum_i (s_gi - mean))^2) / n, with n scores in G clusters: the cluster-robust error of a
-    regression on a constant, with the correction for few clusters. See section 2.2 of "Adding Error Bars to Evals",
-    arXiv 2411.00640. With one score in each cluster it is the usual s / sqrt(n).
-
-    Args:
-        clusters: scores of each cluster; at least two clusters.
-    """
-    groups = list(clusters)
-    n, mean = sum(map(len, groups)), fmean([score for group in groups for score in group])
-    squares = math.fsum(math.fsum(score - mean for score in group) ** 2 for group in groups)
-    return math.sqrt(squares * len(groups) / (len(groups) - 1)) / n
-
-
-def score_limits(mean: float, variance: float, n: float, z: float, size: float = 1.0) -> tuple[float, float]:
-    """Return the score interval of a mean of values between 0 and `size`, which is also right if all values are 0.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22, 1927; his interval if
-    all values are 0 or `size`.
-
-    Args:
-        mean: mean of the values.
-        variance: their variance.
-        n: number of independent values.
-        z: quantile of the normal distribution.
-        size: largest value.
-    """
-    share = z * z / n
-    middle = (mean + share * size / 2) / (1 + share)
-    half = z * math.sqrt(variance / n + share * size**2 / (4 * n)) / (1 + share)
-    return middle - half, middle + half
 
 
 def error_counts(samples: Iterable[Sample]) -> dict[str, float]:
@@ -200,3 +219,121 @@ def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: floa
         low, high = score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
         metrics |= {f"{name}_low": max(low, 0.0), f"{name}_high": min(high, 1.0)}
     return metrics
+
+
+NEAREST = math.ulp(0.0)
+"""end of an interval that begins beside 0"""
+NUM_NAMED = 5
+"""items that a message names"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The paired difference of two mean scores, such as accuracies: the second less the first."""
+
+    difference: float
+    low: float | None
+    """lower end of the confidence interval; None with a single item"""
+    high: float | None
+    """upper end of the confidence interval; None with a single item"""
+    confidence: float
+    """level of the interval"""
+    p_value: float
+    """two-sided p-value of the hypothesis that both models are equally good; the interval holds 0 if it is not below
+    1 - confidence"""
+    num_items: int
+    better: int
+    """items at which the second model has the better mean score"""
+    worse: int
+    """items at which the second model has the worse mean score"""
+    lower_is_better: bool = False
+    """true if a lower score is better, as of a perplexity"""
+
+
+def compare(
+    first: Sequence[Sample],
+    second: Sequence[Sample],
+    confidence: float = 0.95,
+    seed: int = 0,
+    lower_is_better: bool = False,
+) -> Comparison:
+    """Return the difference between two evaluations of the same items.
+
+    The samples of an item are correlated. An item therefore counts once, with the difference of its mean scores. A
+    failed sample counts 0, or the worst score of both models if that is worse than 0, so that failures of both models
+    are equal; `summary` knows one model alone. The same arguments give the same result.
+
+    Args:
+        first: samples of the first model.
+        second: samples of the second model.
+        confidence: level of the interval, between 0 and 1.
+        seed: seed of the draws.
+        lower_is_better: whether a lower score is better.
+
+    Raises:
+        DataError: there are no samples, or the items of the two differ.
+    """
+    differences = paired_differences(first, second, lower_is_better)
+    gains = -differences if lower_is_better else differences
+    p_value = sign_flip_p_value(differences, seed)
+    low, high = None, None
+    if len(differences) > 1:
+        scores = [0.0, *finished_scores([*first, *second])]
+        low, high = difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
+        low, high = _agreeing(low, high, differences.mean(), p_value < 1 - confidence)
+    return Comparison(
+        difference=float(differences.mean()),
+        low=low,
+        high=high,
+        confidence=confidence,
+        p_value=p_value,
+        num_items=len(differences),
+        better=int((gains > 0).sum()),
+        worse=int((gains < 0).sum()),
+        lower_is_better=lower_is_better,
+    )
+
+
+def _agreeing(low: float, high: float, difference: float, is_significant: bool) -> tuple[float, float]:
+    """Return the interval with 0 inside if the test does not reject equal models, else with 0 outside.
+
+    The exact test decides, because the interval is approximate.
+    """
+    if not is_significant:
+        return min(low, 0.0), max(high, 0.0)
+    return (max(low, NEAREST), high) if difference > 0 else (low, min(high, -NEAREST))
+
+
+def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False) -> Floats:
+    """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
+
+    Args:
+        first: samples of the first model.
+        second: samples of the second model.
+        lower_is_better: whether a lower score is better, which decides the score of failed samples.
+
+    Raises:
+        DataError: there are no samples, or the items of the two differ.
+    """
+    wrong = wrong_score(finished_scores([*first, *second]), lower_is_better)
+    before, after = mean_scores(first, wrong), mean_scores(second, wrong)
+    if before.keys() != after.keys():
+        unshared = {"first": before.keys() - after.keys(), "second": after.keys() - before.keys()}
+        only = [f"only the {name} has {_names(sorted(own))}" for name, own in unshared.items() if own]
+        raise DataError(f"a paired comparison needs the same items in both evaluations, and {'; '.join(only)}")
+    if not before:
+        raise DataError("a comparison without samples; expected at least one of each model")
+    return np.array([after[item] - before[item] for item in sorted(before)])
+
+
+def mean_scores(samples: Sequence[Sample], wrong: float) -> dict[str, float]:
+    """Return the mean score of each item; a failed sample has the score `wrong`."""
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        scores.setdefault(sample.item, []).extend(counted_scores([sample], wrong))
+    return {item: fmean(own) for item, own in scores.items()}
+
+
+def _names(items: Sequence[str]) -> str:
+    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
+    return f"{', '.join(items[:NUM_NAMED])}{more}"

@@ -9,7 +9,6 @@ Every sample is on disk as soon as it ends, and the same command continues what 
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import tempfile
@@ -20,46 +19,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlite import config, files
-from rlite.assembly.evaluate.folder import (
+from rlite import config
+from rlite.assembly.evaluate.answers import PromptAnswers, TaskAnswers, find_tasks
+from rlite.assembly.evaluate.options import EvalConfig
+from rlite.assembly.evaluate.questions import Items, candidate, read_questions, settings_of
+from rlite.assembly.evaluate.report import print_result, recorded
+from rlite.data.chat.template import CLOCK
+from rlite.errors import ConfigError
+from rlite.evaluation.folder import (
     RESULTS,
     Answered,
     Candidate,
-    EarlierResult,
-    begin,
-    candidate,
+    EvaluatedModel,
+    EvaluationResult,
+    changed_settings,
     check_alone,
     check_no_run,
     earlier_result,
     held,
-    is_of_tasks,
     remove_others,
-    rows_of,
-    settings_of,
+    write_results,
 )
-from rlite.assembly.evaluate.generation import (
-    Generation,
-    Items,
-    TaskAnswers,
-    find_tasks,
-    lowest_tasks,
-    read_questions,
-    summary_of_tasks,
-    task_of,
-)
-from rlite.assembly.evaluate.options import EvalConfig
-from rlite.assembly.evaluate.report import print_result, recorded
-from rlite.data.chat.template import CLOCK
-from rlite.errors import ConfigError, writing
-from rlite.evaluation.compare import compare
-from rlite.evaluation.journal import differences
-from rlite.evaluation.metrics import summary
-from rlite.evaluation.sets import EvaluatedModel, EvaluationResult, sample_of, write_record
+from rlite.evaluation.metrics import compare, summary
+from rlite.evaluation.record import sample_of
+from rlite.evaluation.tasks import lowest_tasks, summary_of_tasks, task_of
 from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
 
-Answers = Generation | TaskAnswers
+Answers = PromptAnswers | TaskAnswers
 SAME = ("questions", "scores", "tasks")
 """settings that two models which are compared must share"""
 
@@ -128,7 +116,8 @@ def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, until
     candidates = [each for each in models if isinstance(each, Candidate)]
     answers = [answers_of(each) for each in candidates]
     remove_others(folder, names)
-    begin(candidates, folder)
+    for each in candidates:
+        each.begin(folder)
     _generate(answers, options)
     return models
 
@@ -151,7 +140,7 @@ def check_source(options: EvalConfig, models: Sequence[str]) -> None:
         )
 
 
-def _earlier(given: str, name: str, folder: Path) -> EarlierResult | None:
+def _earlier(given: str, name: str, folder: Path) -> Answered | None:
     """Return the result of an earlier evaluation under a name; None if the path is none.
 
     Raises:
@@ -170,7 +159,7 @@ def _source(options: EvalConfig, given: ProgramObjects, folder: Path) -> tuple[I
         manager = find_tasks(options)
         return [], lambda model: TaskAnswers(model, manager, options, folder)
     questions = read_questions(options, given)
-    return questions.items, lambda model: Generation(model, questions, options)
+    return questions.items, lambda model: PromptAnswers(model, questions, options)
 
 
 def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
@@ -199,9 +188,9 @@ def check_comparable(models: Sequence[Answered]) -> None:
     """
     first = models[0]
     for other in models[1:]:
-        if different := differences(_shared(first), _shared(other)):
+        if different := changed_settings(_shared(first), _shared(other)):
             raise ConfigError(
-                f"{first.name} and {other.name} cannot be compared: {'; '.join(different)}; evaluate both with the "
+                f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
                 "same data and the same source of scores"
             )
 
@@ -224,7 +213,7 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
     if len(evaluated) != 2 or not evaluated[0].samples:
         return EvaluationResult(evaluated)
     first, second = (model.samples for model in evaluated)
-    lowest = lowest_tasks([line for model in models if is_of_tasks(model) for line in model.lines])
+    lowest = lowest_tasks([line for model in models if model.is_of_tasks for line in model.lines])
     if highest := lowest and {task_of(sample) for sample in first} - lowest:
         low, high = (", ".join(sorted(tasks)) for tasks in (lowest, highest))
         reason = f"lower is better in {low}, and higher in {high}; compare tasks of one direction in a command"
@@ -234,9 +223,9 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
 
 
 def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
-    samples = sorted((sample_of(row) for row in rows_of(model)), key=lambda sample: sample.sample)
+    samples = sorted((sample_of(row) for row in model.rows), key=lambda sample: sample.sample)
     higher_is_better: dict[str, bool] = {}
-    if is_of_tasks(model):
+    if model.is_of_tasks:
         metrics = summary_of_tasks(model.lines, options.k)
         for line in model.lines:
             higher_is_better |= line.get("higher_is_better", {})
@@ -244,25 +233,6 @@ def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, options.k or fewest, options.solved_at, options.confidence)
     return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
-
-
-def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
-    """Write the record, and then results.json, which appears when everything is written.
-
-    Args:
-        folder: folder of the evaluation.
-        models: with all their samples.
-        result: their metrics.
-
-    Raises:
-        StorageError: a file cannot be written.
-    """
-    remove_others(folder, [model.name for model in models])
-    for model in models:
-        write_record(folder, model.name, rows_of(model))
-    written = {**result.to_json(), "settings": {model.name: model.settings for model in models}}
-    with writing(folder / RESULTS):
-        files.replace(folder / RESULTS, json.dumps(written, indent=2, allow_nan=False).encode())
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlite.assembly.evaluate.folder import Candidate, rows_of
 from rlite.assembly.evaluate.options import default_temperature
 from rlite.errors import RliteError
+from rlite.evaluation.folder import Candidate, EvaluatedModel, EvaluationResult
 from rlite.evaluation.metrics import selection_of, standard_error_of
-from rlite.evaluation.sets import EvaluatedModel, EvaluationResult, write_record
+from rlite.evaluation.record import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.wording import counted
@@ -190,7 +190,7 @@ def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
         stopped.set()
         thread.join()
         with suppress(RliteError):  # the block's own error counts, or the next error of the same cause
-            write_record(folder, candidate.name, rows_of(candidate))
+            write_record(folder, candidate.name, candidate.rows)
 
 
 def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> None:
@@ -200,7 +200,7 @@ def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> Non
         if len(candidate.lines) > num_written:
             num_written = len(candidate.lines)
             try:
-                write_record(folder, candidate.name, rows_of(candidate))
+                write_record(folder, candidate.name, candidate.rows)
             except RliteError:
                 return  # the record that is written at the end raises it; until then only readers lack something
         pause = max(PAUSE_S, (time.monotonic() - begun) / COST)

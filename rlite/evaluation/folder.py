@@ -1,28 +1,23 @@
-"""The folder of an evaluation: its lock, and the samples and results that it holds.
+"""The folder of an evaluation: its lock, its journals and its results.
 
-Samples that were written earlier are checked before they count: samples of other settings, or of other code that
-scores, are not mixed with them.
+A journal has the settings that decide the samples, then a line for each sample that has ended. Lines are only appended.
+A process that is killed loses the samples that were under way. The next process removes a line that was cut off.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import functools
-import hashlib
-import inspect
 import json
-import marshal
 import os
-import secrets
 import shutil
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from io import FileIO
 from itertools import product
 from pathlib import Path
-from types import FunctionType
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -37,18 +32,180 @@ from pydantic import (
     model_validator,
 )
 
-from rlite import config
-from rlite.assembly.commands.generate import check_writes, model_folder
-from rlite.assembly.evaluate.options import EvalConfig, check_name
+from rlite import files
+from rlite.arguments import differences, flat, some_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, FolderInUse, writing
-from rlite.evaluation.journal import Journal, is_journal, read_journal, time_of
-from rlite.evaluation.sets import Row, remove_record
-from rlite.nn.pretrained import local_checkpoint
-from rlite.rollout.registry import WORKFLOWS, find_reward
-from rlite.rollout.rewards.adapters import TrlReward
-from rlite.rollout.rewards.function import RewardFunction
-from rlite.trainer.run.command import ProgramObjects
+from rlite.evaluation.metrics import Comparison, Sample
+from rlite.evaluation.record import Row, remove_record, write_record
+
+VERSION = 1
+"""version of the format"""
+_BEGINNING = b'{"version": '
+Settings = Mapping[str, Any]
+"""values of JSON by key"""
+
+
+class Journal:
+    """The file to which the samples of one model go. Making it checks the file; `begin` opens or makes it.
+
+    Its owner holds the folder's lock.
+
+    Args:
+        path: the file. One that exists is continued.
+        settings: the settings that decide the samples.
+        overwrite: start over, regardless of the content of the file.
+
+    Raises:
+        ConfigError: the file holds samples of other settings, or is no journal.
+        StorageError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path, settings: Settings, overwrite: bool = False) -> None:
+        self.path, self._settings = path, settings
+        with writing(path):
+            content = b"" if overwrite or not path.is_file() else path.read_bytes()
+        header, lines = _read(content, path)
+        if header is not None and (different := changed_settings(_check_header(header, path), settings)):
+            raise ConfigError(
+                f"{path}: it holds samples of other settings ({different}). Continue with the former "
+                "settings, choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
+            )
+        self.lines: list[dict[str, Any]] = lines
+        """samples that have ended, in the order of their ends"""
+        self.is_new = header is None
+        """there are no samples to continue"""
+        self._end = content.rfind(b"\n") + 1
+        self._opened = ExitStack()
+        self._file: FileIO
+
+    def begin(self, time: datetime | None = None) -> None:
+        """Remove what is not continued, and write the settings of a new journal.
+
+        Args:
+            time: time that chat templates write in the prompts of the samples.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            # without a buffer: what could not be written would be written again, and fail again, when it is closed
+            self._file = self._opened.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+        if self.is_new:
+            began = {} if time is None else {"time": time.isoformat()}
+            self._write({"version": VERSION, "settings": self._settings, **began})
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a sample that has ended, after `begin`.
+
+        Args:
+            line: values of JSON by key.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._write(line)
+        self.lines.append(dict(line))
+
+    def close(self) -> None:
+        """Close the file, if it was begun."""
+        self._opened.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        made = json.dumps(line).encode() + b"\n"
+        with writing(self.path):
+            rest = made
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):  # a part of a line would damage the journal if another one followed
+                    self._file.truncate(self._end)
+                    self._file.seek(self._end)
+                raise
+        self._end += len(made)
+
+
+def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
+    """Return the settings and the samples of a journal, whether or not a process still writes it.
+
+    Raises:
+        ConfigError: there is no journal.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    header, lines = _read(content, path)
+    return _check_header(header, path), lines
+
+
+def time_of(path: Path) -> datetime | None:
+    """Return the time that chat templates wrote in the prompts of a journal; None if the journal does not say it."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), path.open("rb") as file:
+        return datetime.fromisoformat(json.loads(file.readline())["time"])
+    return None
+
+
+def is_journal(path: Path) -> bool:
+    """Return whether a file holds the samples of an evaluation."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) == _BEGINNING
+
+
+def changed_settings(there: Settings, here: Settings) -> str:
+    """Return the settings that differ, with both values; of many, the first; "" if none does."""
+    return some_of(differences(dict(flat(there)), dict(flat(json.loads(json.dumps(here))))))
+
+
+def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
+    """Return the settings of a journal.
+
+    Raises:
+        ConfigError: the file is no journal, or of another version.
+    """
+    if header is None or not isinstance(header.get("settings"), dict):
+        raise ConfigError(f"{path}: no settings of samples in it; choose another folder")
+    if header.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}: samples of format {header.get('version')}, and this version of rlite writes {VERSION}; choose "
+            "another folder (out=FOLDER)"
+        )
+    return header["settings"]
+
+
+def _read(content: bytes, path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return the header of a journal, None without one, and its further lines.
+
+    A line that a killed process has cut off is left out.
+
+    Raises:
+        ConfigError: the file is no journal, or a line is no object of JSON.
+    """
+    if not (content.startswith(_BEGINNING) or _BEGINNING.startswith(content)):
+        raise ConfigError(f"{path}: expected the samples of an evaluation, found another file")
+    values = [_value(line, number, path) for number, line in enumerate(content.split(b"\n")[:-1], 1)]
+    return (values[0], values[1:]) if values else (None, [])
+
+
+def _value(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    """Return the value of a line.
+
+    Raises:
+        ConfigError: the line is no object of JSON.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, line {number}: expected JSON: {error}; choose another folder") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}, line {number}: expected an object of JSON; choose another folder")
+    return value
+
 
 RESULTS = "results.json"
 SAMPLES = "samples"
@@ -78,7 +235,7 @@ class Results(BaseModel):
     """The content of results.json."""
 
     model_config = ConfigDict(strict=True)
-    models: Annotated[dict[Annotated[str, AfterValidator(check_name)], ModelResults], Field(min_length=1)]
+    models: Annotated[dict[Annotated[str, AfterValidator(files.file_name)], ModelResults], Field(min_length=1)]
     """by name, which is also that of the journal"""
     comparison: dict[str, Any] | None = None
     settings: dict[str, dict[str, Any]] = {}
@@ -103,6 +260,60 @@ def first_problem(error: ValidationError) -> str:
     """Return the first problem of a value of JSON, with its place."""
     found = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, found["loc"])), found["msg"]]))
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The samples of one model, and their metrics."""
+
+    name: str
+    """name in tables and in the record"""
+    model: str
+    """folder or hub name"""
+    metrics: Mapping[str, float]
+    """metrics from `rlite.evaluation.metrics.summary`; those of tasks are named TASK/METRIC"""
+    samples: Sequence[Sample] = field(repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """settings that decided the samples"""
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict, repr=False)
+    """direction of metrics: true if a higher value is better; of the metrics of tasks that say it"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return model, metrics and their directions as values of JSON."""
+        directions = {"higher_is_better": dict(self.higher_is_better)} if self.higher_is_better else {}
+        return {"model": self.model, "metrics": dict(self.metrics), **directions}
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation."""
+
+    models: Sequence[EvaluatedModel]
+    """one, or two that answered the same items"""
+    comparison: Comparison | None = None
+    """the second model less the first; None for one model, or if there is no common measure"""
+    no_comparison: str = ""
+    """why two models are not compared"""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the first model."""
+        return self.models[0].metrics
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Samples of the first model."""
+        return self.models[0].samples
+
+    def to_json(self) -> dict[str, Any]:
+        """Return metrics and comparison as values of JSON."""
+        models = {each.name: each.to_json() for each in self.models}
+        comparison = None
+        if self.comparison is not None:
+            first, second = (each.name for each in self.models)
+            comparison = {"first": first, "second": second, **asdict(self.comparison)}
+        reason = {"no_comparison": self.no_comparison} if self.no_comparison else {}
+        return {"models": models, "comparison": comparison, **reason}
 
 
 def check_no_run(folder: Path) -> None:
@@ -324,19 +535,54 @@ class _Settings(_Shape):
 
 
 @dataclass(frozen=True)
-class EarlierResult:
-    """One model's samples of an evaluation that has ended."""
+class Answered:
+    """A model, and its samples that have ended."""
 
     name: str
     model: str
-    settings: Mapping[str, Any]
+    """folder or hub name of the checkpoint"""
+    settings: Settings
     lines: Lines
     """lines of the journal"""
     time: datetime | None = None
-    """time that chat templates wrote"""
+    """time that chat templates wrote in the prompts of the lines"""
+
+    @property
+    def is_of_tasks(self) -> bool:
+        """True if the model has answered tasks."""
+        return bool(self.settings.get("tasks"))
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows of the samples. A line of the journal is a row, or a task with many."""
+        if not self.is_of_tasks:
+            return [dict(row) for row in self.lines]
+        groups: dict[tuple[str, str], int] = {}
+        keyed = [((line["task"], each["item"]), each) for line in self.lines for each in line["rows"]]
+        return [{**each, "group": groups.setdefault(key, len(groups))} for key, each in keyed]
 
 
-def earlier_result(given: str) -> EarlierResult | None:
+@dataclass(frozen=True)
+class Candidate(Answered):
+    """A model that answers now, or whose evaluation continues. Its lines are those of the journal, which grows."""
+
+    journal: Journal = field(kw_only=True)
+
+    def begin(self, folder: Path) -> None:
+        """Begin the journal, after all checks. A restart removes earlier results.
+
+        Args:
+            folder: folder of the evaluation.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        if self.journal.is_new:
+            remove_model(folder, self.name)
+        self.journal.begin(CLOCK.now())
+
+
+def earlier_result(given: str) -> Answered | None:
     """Return the result in a folder; None if the path is no folder of results.
 
     Args:
@@ -364,7 +610,7 @@ def earlier_result(given: str) -> EarlierResult | None:
             f"{file.parent}: an unfinished evaluation: {len(missing)} of {num_expected} {what} are missing; "
             "finish it first, by the command that began it (without overwrite=true)"
         )
-    return EarlierResult(name, found.model, settings, lines, time_of(journal))
+    return Answered(name, found.model, settings, lines, time_of(journal))
 
 
 def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set[Hashable]:
@@ -401,211 +647,20 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
     return missing
 
 
-def code_of(options: EvalConfig, given: ProgramObjects) -> dict[str, str]:
-    """Return a digest of the code behind each source of scores, by the file or the name of the source.
+def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
+    """Write the record, and then results.json, which appears when everything is written.
 
     Args:
-        options: options of the command.
-        given: rewards of a program, in place of those that the paths name.
-
-    Raises:
-        ConfigError: a reward does not exist.
-        ImportFailed: the file or module of a reward does not exist, or raised an exception.
-    """
-    found: dict[str, str] = {}
-    functions = given.functions()
-    for name, own in options.reward.items():
-        file = Path(own.path.rpartition(":")[0])
-        if file.is_file() and name not in functions:
-            found[str(file)] = digest([file.read_bytes()])
-        else:
-            found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
-    if options.env_path is not None and Path(options.env_path).is_file():
-        found[options.env_path] = digest([Path(options.env_path).read_bytes()])
-    if options.workflow is not None:
-        found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
-    return found
-
-
-def digest_of(scorer: Any) -> str:
-    """Return a digest of the code of a function, a class or a callable object.
-
-    The code is the whole file of the definition. For code of the program itself (`__main__`) and code without a file it
-    is the function alone. An object without any Python code gets a digest that equals no other.
-
-    Args:
-        scorer: a reward or the maker of a workflow.
-    """
-    contents = {_content(function) for function in _functions(scorer)}
-    return digest(sorted(contents)) if contents else f"unknown {secrets.token_hex(8)}"
-
-
-def digest(parts: Iterable[str | bytes]) -> str:
-    """Return a short digest of texts or bytes, in this order."""
-    made = hashlib.sha256()
-    for part in parts:
-        content = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
-        made.update(hashlib.sha256(content).digest())
-    return made.hexdigest()[:16]
-
-
-def _functions(scorer: Any) -> Iterator[FunctionType]:
-    """Yield the functions behind a callable object, or those of its class."""
-    if isinstance(scorer, functools.partial):
-        yield from _functions(scorer.func)
-    elif isinstance(scorer, RewardFunction):
-        yield from _functions(scorer.fn)
-    elif isinstance(scorer, TrlReward):
-        for each in scorer.fns:
-            yield from _functions(each)
-    else:
-        yield from _own_functions(inspect.unwrap(getattr(scorer, "__func__", scorer)))
-
-
-def _own_functions(scorer: Any) -> Iterator[FunctionType]:
-    if isinstance(scorer, FunctionType):
-        yield scorer
-        return
-    kind = scorer if isinstance(scorer, type) else type(scorer)
-    yield from (own for own in vars(kind).values() if isinstance(own, FunctionType))
-
-
-def _content(function: FunctionType) -> bytes:
-    file = Path(function.__code__.co_filename)
-    if function.__module__ != "__main__" and file.is_file():
-        return file.read_bytes()
-    try:
-        return inspect.getsource(function).encode()
-    except (OSError, TypeError):
-        return marshal.dumps(function.__code__, 2)  # the later formats depend on reference counts
-
-
-WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
-"""files of a checkpoint that decide its answers"""
-TASK_FILES = (".yaml", ".yml", ".py", ".json", ".jsonl")
-"""files of a folder with tasks that decide its questions"""
-_SCORED_BY = ("env_path", "env_timeout", "env_memory_limit_gib", "max_turns", "workflow")
-_TASKS = ("tasks", "num_fewshot", "chat", "limit")
-_SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_model_len")
-_REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
-
-
-def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that decide the samples, except for the model's, as values of JSON.
-
-    Args:
-        options: options of the command.
-        given: rewards of a program, in place of those that the paths name.
-        rows: the prompts, as they are asked.
-    """
-    plain = config.to_container(options)
-    sampling = {name: getattr(options.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
-    if options.stop_token_ids:  # absent from settings of older versions
-        sampling["stop_token_ids"] = options.stop_token_ids
-    rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
-    return {
-        "questions": {"number": len(rows), "content": digest(_text(row) for row in rows)} if rows else {},
-        "chat_template_options": plain["data"]["chat_template_options"],
-        "scores": {"reward": rewards, **{name: plain[name] for name in _SCORED_BY}, "code": code_of(options, given)},
-        "tasks": _tasks(plain, options.sampling_of_tasks) if options.tasks else {},
-        "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
-    }
-
-
-def model_settings(folder: str) -> dict[str, str]:
-    """Return the identity of a checkpoint: its folder, and sizes and times of its files."""
-    path = local_checkpoint(folder).resolve()
-    files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS and file.is_file())
-    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    return {"folder": str(path), "files": digest(stamps)}
-
-
-def _tasks(plain: Mapping[str, Any], sampling: Mapping[str, Any] | None) -> dict[str, Any]:
-    files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
-    own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
-    generation = {} if sampling is None else {"generation": dict(sampling)}
-    return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own), **generation}
-
-
-def _text(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, default=str)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A model that answers now, or whose evaluation continues."""
-
-    name: str
-    model: str
-    """folder or hub name of the checkpoint"""
-    settings: Mapping[str, Any]
-    journal: Journal
-
-    @property
-    def lines(self) -> Sequence[Mapping[str, Any]]:
-        """Lines of the journal."""
-        return self.journal.lines
-
-    @property
-    def time(self) -> datetime | None:
-        """Time that chat templates wrote in the prompts of the lines."""
-        return None if self.journal.is_new else time_of(self.journal.path)
-
-
-Answered = Candidate | EarlierResult
-
-
-def rows_of(model: Answered) -> list[Row]:
-    """Return the rows of a model's samples. A line of the journal is a row, or a task with many."""
-    if not is_of_tasks(model):
-        return [dict(row) for row in model.lines]
-    groups: dict[tuple[str, str], int] = {}
-    keyed = [((line["task"], each["item"]), each) for line in model.lines for each in line["rows"]]
-    return [{**each, "group": groups.setdefault(key, len(groups))} for key, each in keyed]
-
-
-def is_of_tasks(model: Answered) -> bool:
-    """Return whether a model has answered tasks."""
-    return bool(model.settings.get("tasks"))
-
-
-def candidate(
-    given: str, name: str, settings: Mapping[str, Any], folder: Path, options: EvalConfig, journals: ExitStack
-) -> Candidate:
-    """Return a model with the samples that its journal holds.
-
-    Args:
-        given: folder of a model or of a run, or hub name.
-        name: name of the model in the record.
-        settings: further settings that decide the samples.
-        folder: holds the journals.
-        options: options of the command.
-        journals: closes the journal at its end.
-
-    Raises:
-        ConfigError: there is no such model, it writes no text, or the journal holds samples of other settings,
-            or lines that are no samples.
-    """
-    model = model_folder(given)
-    check_writes(model)
-    own = {"model": model_settings(model), **settings}
-    journal = Journal(folder / SAMPLES / f"{name}.jsonl", own, options.overwrite)
-    journals.callback(journal.close)
-    missing_places(own, journal.lines, journal.path)
-    return Candidate(name, model, own, journal)
-
-
-def begin(candidates: Sequence[Candidate], folder: Path) -> None:
-    """Begin the journals, after all checks. A restart removes earlier results.
-
-    Args:
-        candidates: models that answer now.
         folder: folder of the evaluation.
+        models: with all their samples.
+        result: their metrics.
 
     Raises:
         StorageError: a file cannot be written.
     """
-    for each in candidates:
-        if each.journal.is_new:
-            remove_model(folder, each.name)
-        each.journal.begin(CLOCK.now())
+    remove_others(folder, [model.name for model in models])
+    for model in models:
+        write_record(folder, model.name, model.rows)
+    written = {**result.to_json(), "settings": {model.name: model.settings for model in models}}
+    with writing(folder / RESULTS):
+        files.replace(folder / RESULTS, json.dumps(written, indent=2, allow_nan=False).encode())
