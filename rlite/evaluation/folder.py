@@ -6,13 +6,11 @@ A process that is killed loses the samples that were under way. The next process
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from io import FileIO
@@ -35,9 +33,10 @@ from pydantic import (
 from rlite import files
 from rlite.arguments import differences, flat, some_of
 from rlite.data.chat.template import CLOCK
-from rlite.errors import ConfigError, FolderInUse, writing
+from rlite.errors import ConfigError, writing
 from rlite.evaluation.metrics import Comparison, Sample
 from rlite.evaluation.record import Row, remove_record, write_record
+from rlite.runtime.storage.lock import FolderLock, lock_folder
 
 VERSION = 1
 """version of the format"""
@@ -232,14 +231,11 @@ class ModelResults(BaseModel):
 
 
 class Results(BaseModel):
-    """The content of results.json."""
+    """The content of results.json, as far as it is read."""
 
     model_config = ConfigDict(strict=True)
     models: Annotated[dict[Annotated[str, AfterValidator(files.file_name)], ModelResults], Field(min_length=1)]
     """by name, which is also that of the journal"""
-    comparison: dict[str, Any] | None = None
-    settings: dict[str, dict[str, Any]] = {}
-    """settings that decided the samples, by the model's name"""
 
 
 def read_results(file: Path) -> Results:
@@ -333,46 +329,22 @@ def check_no_run(folder: Path) -> None:
             )
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder until the end of the block, which removes the lock.
-
-    The lock is of an open file, not of the process (`flock`): it also excludes other evaluations of this process, and
-    lasts however often the file is opened and closed. New folders are removed if the block writes nothing.
+def held(folder: Path) -> closing[FolderLock]:
+    """Keep other evaluations out of a folder until the end of the block, which removes the lock and empty new folders.
 
     Args:
         folder: is made if it does not exist.
 
-    Yields:
-        None.
+    Returns:
+        The block's context manager.
 
     Raises:
         FolderInUse: another evaluation is under way there.
         StorageError: the folder cannot be written.
     """
     with writing(folder):
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("ab")
-    with file:
-        in_use = FolderInUse(f"out={folder}: another evaluation is under way there; choose another folder")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise in_use from error
-            # a file system without locks
-        if not os.fstat(file.fileno()).st_nlink:  # its holder has removed it since it was opened
-            raise in_use
-        try:
-            yield
-        finally:
-            (folder / LOCK).unlink(missing_ok=True)
-            with suppress(OSError):  # until a folder that is not empty
-                for path in new:
-                    path.rmdir()
-            with suppress(OSError):  # a file system without locks; else at once, also if a forked child has a copy
-                fcntl.flock(file, fcntl.LOCK_UN)
+        in_use = f"out={folder}: another evaluation is under way there; choose another folder"
+        return closing(lock_folder(folder, LOCK, in_use))
 
 
 def check_alone(folder: Path, names: Collection[str]) -> None:

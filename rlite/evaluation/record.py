@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +14,10 @@ from typing import Any, Self
 import pyarrow as pa
 
 from rlite.errors import DataError, writing
-from rlite.evaluation.metrics import Sample
 from rlite.evaluation.sets import sample_of_episode, score_column
 from rlite.rollout.collector.group import Ended
 from rlite.services.record.files import all_files, write_table
-from rlite.services.record.recorder import SEPARATOR, NoRecorder, Recorder, TokenTexts, make_recorder, make_tables
+from rlite.services.record.recorder import NoRecorder, Recorder, TokenTexts, make_recorder, make_tables
 from rlite.services.record.schema import ROWS, TOKENS
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.training_run import TrainingRun
@@ -127,21 +128,6 @@ def row_of(ended: Ended, item: str, texts: TokenTexts, has_tokens: bool) -> Row:
     return row | {"tokens": tables["tokens"].to_pylist()} if has_tokens else row
 
 
-def sample_of(row: Row) -> Sample:
-    """Return the sample of a row."""
-    return Sample(
-        item=row["item"],
-        sample=row["sample"],
-        score=row.get("reward") if row.get("score") is None else row["score"],
-        reason=row["reason"],
-        truncated=bool(row.get("truncated")),
-        answer=row.get("answer"),
-        length=row.get("response_tokens") or 0,
-        failed_attempts=tuple(filter(None, (row.get("failed_attempts") or "").split(SEPARATOR))),
-        redrawn=row.get("redrawn") or "",
-    )
-
-
 def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
     """Write the record of an evaluation, in the order of items and samples. A former record of the name is replaced.
 
@@ -195,3 +181,42 @@ def _with_pairs(row: Row) -> Row:
     """Return a row whose maps have pairs again, which JSON does not tell from lists."""
     maps = {name: row[name] for name in ("reward_parts", "data") if row.get(name) is not None}
     return row | {name: [(key, value) for key, value in pairs] for name, pairs in maps.items()}
+
+
+def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]], sample: int = 0) -> Iterator[Row]:
+    """Yield a row of the record for each question whose first metric is a number, of the first filter of its task.
+
+    A number that is not finite is no score: the sample has failed.
+
+    Args:
+        samples: the harness's `samples`, by task.
+        sample: number of the sample.
+    """
+    for task, own in samples.items():
+        for question in own:
+            metric = question["metrics"][0] if question["metrics"] else ""
+            score = question.get(metric)
+            if question["filter"] == own[0]["filter"] and isinstance(score, int | float):
+                is_finite = math.isfinite(score)
+                yield {
+                    "step": 0,
+                    "group": question["doc_id"],
+                    "sample": sample,
+                    "item": f"{task}/{question['doc_id']}",
+                    "status": "evaluated" if is_finite else "failed",
+                    "reason": "" if is_finite else f"{metric} is {score}",
+                    "score": float(score) if is_finite else None,
+                    "segments": list(_segments(question)),
+                    "ended": time.time(),
+                }
+
+
+def _segments(question: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the prompt, and the answer: a text, or the likeliest of the choices."""
+    arguments, answers = question["arguments"], [answer[0] for answer in question["resps"]]
+    yield {"role": "prompt", "text": str(arguments[0][0])}
+    if isinstance(answers[0], str):
+        yield {"role": "model", "text": answers[0]}
+    elif len(arguments[0]) > 1:
+        likeliest = max(range(len(answers)), key=lambda number: answers[number][0])
+        yield {"role": "model", "text": str(arguments[likeliest][1])}

@@ -30,15 +30,7 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner, status_of
 from rlite.rollout.collector.seeds import mix
 from rlite.suggestions import UNNAMED, check_name
-from rlite.trainer.held_out import (
-    KEY,
-    SOLVED_AT,
-    GeneratedOptions,
-    HeldOutPromptOptions,
-    key_of,
-    metric_of,
-    metrics_of,
-)
+from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import SamplingOptions, ServingOptions, SetSamplingOptions
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.schedule import interval, sampling_plan

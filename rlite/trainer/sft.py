@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlite.assembly.evaluate.questions import read_generated
+from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.record import EvaluationRecord

@@ -26,10 +26,7 @@ from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
-from rlite.trainer.held_out import (
-    GeneratedOptions,
-    key_of,
-)
+from rlite.trainer.held_out import GeneratedOptions, key_of
 from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.rl.options import PpoConfig, SamplingOptions
 from rlite.trainer.run.command import REWARD, ProgramObjects

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
-from weakref import WeakValueDictionary
+from typing import Any
 
 from rlite.arguments import differences, read_saved, shown, some_of
-from rlite.errors import ConfigError, FolderInUse
+from rlite.errors import ConfigError
 from rlite.observability.trace import earlier_traces
-from rlite.owner import LOCK, Owner, to_json
+from rlite.owner import LOCK
 from rlite.runtime.storage.atomic import discard
+from rlite.runtime.storage.lock import FolderLock, lock_folder
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.trainer.run.best import BEST, EVALUATED
 
@@ -93,44 +89,7 @@ def checkpoint_to_load(
     )
 
 
-class RunLock:
-    """Lock of a run's folder, held until `close` or the end of the process. The file names the process.
-
-    Args:
-        file: the locked file.
-        made: the folder, if it was made for this lock.
-    """
-
-    def __init__(self, file: TextIO, made: Path | None = None) -> None:
-        self._file, self._pid, self._made = file, os.getpid(), made
-        self._name(Owner.of_this_process())
-
-    def close(self) -> None:
-        """Let other runs use the folder, and remove it if it was made for nothing else. Safe to call again."""
-        if not self._file.closed and os.getpid() == self._pid:  # a forked child holds no lock
-            self._name(Owner())
-            with suppress(OSError):  # somebody else has removed it, or has put a file there
-                if self._made is not None and os.listdir(self._made) == [LOCK]:
-                    (self._made / LOCK).unlink()
-                    self._made.rmdir()
-            self._file.close()
-
-    def _name(self, owner: Owner) -> None:
-        self._file.truncate(0)
-        self._file.write(to_json(owner))
-        self._file.flush()
-
-    @property
-    def is_open(self) -> bool:
-        """True until `close`."""
-        return not self._file.closed
-
-
-_held: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
-"""locks of this process, which the system would give it again, by device and number of the file"""
-
-
-def lock(folder: Path) -> RunLock:
+def lock(folder: Path) -> FolderLock:
     """Keep other runs out of a folder, which is made if it is not there.
 
     Returns:
@@ -139,34 +98,8 @@ def lock(folder: Path) -> RunLock:
     Raises:
         FolderInUse: another run of this or another process is using the folder.
     """
-    while True:
-        made = None if folder.exists() else folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # its last holder has just removed the folder
-            if (found := _lock_in(folder, made)) is not None:
-                return found
-
-
-def _lock_in(folder: Path, made: Path | None) -> RunLock | None:
-    """Return a lock of a folder that is there, or None if its file was removed meanwhile."""
-    path = folder / LOCK
-    path.touch()
-    key = (path.stat().st_dev, path.stat().st_ino)
-    in_use = FolderInUse(f"trainer.save_dir={folder}: another run is under way there; choose another folder")
-    if (held := _held.get(key)) is not None and held.is_open:  # before the file is opened: its close ends all locks
-        raise in_use
-    file = path.open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise in_use from error
-        # a file system without locks
-    if os.fstat(file.fileno()).st_nlink == 0:  # a lock of it would keep nobody out
-        file.close()
-        return None
-    _held[key] = found = RunLock(file, made)
-    return found
+    in_use = f"trainer.save_dir={folder}: another run is under way there; choose another folder"
+    return lock_folder(folder, LOCK, in_use, is_kept=True)
 
 
 def clear(folder: Path) -> None:

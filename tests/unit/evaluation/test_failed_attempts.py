@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.evaluation.metrics import Sample, selection_of, summary
-from rlite.evaluation.record import row_of, sample_of
+from rlite.evaluation.record import row_of
 from rlite.evaluation.sets import EvaluationSet, evaluate, places, run_episodes
 from rlite.rollout import (
     CollectorOptions,
@@ -73,7 +73,7 @@ def by_rlite_eval(workflow: RolloutWorkflow, items: Sequence[Any], samples: int 
     asked, options = EvaluationSet("", items, workflow, samples), CollectorOptions(max_concurrent_rollouts=8)
     run_episodes(Tossing(), asked, places(len(items), samples), options, ended.append)
     texts = TokenTexts(byte_tokenizer())
-    return [sample_of(row_of(each, str(each.group), texts, has_tokens=False)) for each in ended]
+    return [Sample.of_row(row_of(each, str(each.group), texts, has_tokens=False)) for each in ended]
 
 
 MODES = [in_training, by_rlite_eval]

@@ -13,18 +13,33 @@ from typing import Any
 import pytest
 
 from rlite import config
-from rlite.assembly.evaluate import report
-from rlite.assembly.evaluate.answers import context_limit, find_tasks, unknown_context
-from rlite.assembly.evaluate.command import advice, evaluate, result_of
+from rlite.assembly.evaluate import command
+from rlite.assembly.evaluate.answers import code_of, context_limit, digest_of, find_tasks, item_ids, unknown_context
+from rlite.assembly.evaluate.command import (
+    advice,
+    difference,
+    evaluate,
+    print_result,
+    result_of,
+    shown,
+    shown_metrics,
+    title,
+)
 from rlite.assembly.evaluate.options import EvalConfig
-from rlite.assembly.evaluate.questions import code_of, digest_of, item_ids
-from rlite.assembly.evaluate.report import difference, print_result, shown, shown_metrics, title
 from rlite.config import load
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.evaluation.folder import Answered, EvaluatedModel, EvaluationResult
-from rlite.evaluation.metrics import Comparison, Sample
+from rlite.evaluation.metrics import (
+    Comparison,
+    Sample,
+    directions,
+    lower_is_better,
+    summary_of_tasks,
+    task_metrics,
+    task_values,
+)
+from rlite.evaluation.record import task_rows
 from rlite.evaluation.statistics import clustered_standard_error
-from rlite.evaluation.tasks import directions, lower_is_better, summary_of_tasks, task_metrics, task_rows, task_values
 from rlite.files import file_name
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
@@ -441,8 +456,8 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlite.services.console.terminal._POLL_S", 0.001)
-    assert report.QUIET_S <= 10
-    monkeypatch.setattr(report, "QUIET_S", 0.0)
+    assert command.QUIET_S <= 10
+    monkeypatch.setattr(command, "QUIET_S", 0.0)
     has_said = threading.Event()
     texts = iter(["grpo: 3 of 12 samples", "grpo: 7 of 12 samples"])
 
@@ -452,7 +467,7 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
             has_said.set()
         return found
 
-    with report.showing_progress(text):
+    with command.showing_progress(text):
         assert has_said.wait(10)
     assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
 
@@ -470,8 +485,8 @@ def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    report.continuing("new", 0, 12, "samples")
-    report.continuing("grpo", 5, 12, "samples")
+    command.continuing("new", 0, 12, "samples")
+    command.continuing("grpo", 5, 12, "samples")
     assert capsys.readouterr().err == "grpo: continuing: 5 of 12 samples are there\n"
 
 
