@@ -6,13 +6,13 @@ that no ended episode can be lost. The collector's runner runs both.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from tensordict import TensorDict
 
@@ -38,6 +38,8 @@ from rlite.types import AsyncInference
 from rlite.wording import counted
 
 Rows = Sequence[Mapping[str, Any]]
+Place = tuple[int, int]
+"""place of an episode: the number of its item in the data, and its number among the samples of the item"""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,6 @@ class EvaluationSet:
     def __post_init__(self) -> None:
         if not len(self.rows):
             raise DataError(f"the evaluation set {self.name!r} has no rows; expected at least one")
-
-    @property
-    def num_episodes(self) -> int:
-        """Episodes of one evaluation."""
-        return len(self.rows) * self.samples
 
     def plan(self, own: GeneratedOptions, test_freq: int, rewards: Collection[str] = ()) -> str:
         """Return how many answers are generated, how they are sampled and judged, and when.
@@ -289,26 +286,12 @@ def _check_one_version(episodes: Sequence[Ended], name: str) -> None:
         )
 
 
-class Place(NamedTuple):
-    """The place of an episode in an evaluation."""
-
-    item: int
-    """number of the item in the data"""
-    sample: int
-    """number among the samples of the item"""
-
-
-def places(num_items: int, samples: int) -> list[Place]:
-    """Return the places of all episodes of an evaluation."""
-    return [Place(item, sample) for item in range(num_items) for sample in range(samples)]
-
-
 class _Episodes(Queue):
     """Episodes under way, each a group of its own, and those that have ended in the order of their ends."""
 
     def __init__(self, max_concurrent: int) -> None:
         super().__init__(RolloutLedger(max_concurrent=max_concurrent), is_training=False)
-        self.ended: deque[Group] = deque()
+        self.ended: list[Group] = []
 
     def accept(self, group: Group, trajectories: list[TensorDict]) -> None:
         super().accept(group, trajectories)
@@ -342,34 +325,31 @@ def run_episodes(
         CallTimeout: user code blocks the event loop for longer than an episode may take.
     """
     limit = options.max_concurrent_rollouts or len(places)
-    episodes, waiting, num_begun = _Episodes(limit), iter(places), 0
+    groups = (_group(chosen, *place, options.seed or 0) for place in places)
+    episodes, num_under_way = _Episodes(limit), 0
     runner = GroupRunner(engine, options, (episodes,))
-    place_of: dict[int, Place] = {}
     try:
         while True:
-            begun = list(islice(waiting, 2 * limit - len(place_of)))  # more than may run: some wait for their turn
-            place_of |= dict(enumerate(begun, num_begun))
-            groups = [_group(chosen, place, id, options.seed or 0) for id, place in enumerate(begun, num_begun)]
-            num_begun += len(begun)
-            if not place_of:
+            begun = list(islice(groups, 2 * limit - num_under_way))  # more than may run: some wait for their turn
+            num_under_way += len(begun)
+            if not num_under_way:
                 return
-            runner.submit(episodes, groups)
+            runner.submit(episodes, begun)
             runner.wait_until(lambda: bool(episodes.ended), deadline=None)
             with runner.changed:
-                ended = [episodes.ended.popleft() for _ in range(len(episodes.ended))]
-                accepted = [group for group in ended if group.reason is None]
-                episodes.consume(accepted, engine.get_version())
+                ended, episodes.ended = episodes.ended, []
+                episodes.consume([group for group in ended if group.reason is None], engine.get_version())
+            num_under_way -= len(ended)
             for group in ended:
-                place = place_of.pop(group.id)
                 status = "evaluated" if group.reason is None else status_of(group.reason, group.error)
-                on_end(replace(group.ended(status, group.reason or ""), group=place.item))
+                on_end(replace(group.ended(status, group.reason or ""), group=group.id // chosen.samples))
     finally:
         runner.close()
 
 
-def _group(chosen: EvaluationSet, place: Place, id: int, seed: int) -> Group:
-    seed = mix(mix(seed, place.item), place.sample)
-    return Group(id, chosen.rows[place.item], chosen.workflow, size=1, seed=seed, first_sample=place.sample)
+def _group(chosen: EvaluationSet, item: int, sample: int, seed: int) -> Group:
+    id, seed = item * chosen.samples + sample, mix(mix(seed, item), sample)
+    return Group(id, chosen.rows[item], chosen.workflow, size=1, seed=seed, first_sample=sample)
 
 
 def serving_engine(

@@ -289,7 +289,7 @@ class InvalidEvaluations:
             evaluation: evaluation of a set.
             first_losses: an example of each cause of lost groups.
         """
-        name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), evaluation.set.num_episodes
+        name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), len(evaluation.samples)
         for cause, facts in selection_of(evaluation.samples).alarms():
             self._alarm_once(name, cause, "evaluation", f": {cause}", facts)
         limit = self._options.get(name, GeneratedOptions()).max_error_share

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -36,7 +37,7 @@ from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
 from rlite.evaluation.record import Row, row_of, task_rows
-from rlite.evaluation.sets import EvaluationSet, make_set, places, run_episodes, serving_engine
+from rlite.evaluation.sets import EvaluationSet, make_set, run_episodes, serving_engine
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.group import Ended
@@ -424,7 +425,9 @@ class PromptAnswers:
         self.candidate, self._questions, self._options = candidate, questions, options
         done = {(line["group"], line["sample"]) for line in candidate.lines}
         self._num_expected = len(questions.items) * options.samples
-        self.missing = [place for place in places(len(questions.items), options.samples) if place not in done]
+        self.missing = [
+            place for place in product(range(len(questions.items)), range(options.samples)) if place not in done
+        ]
         """samples that are missing"""
         self._held: list[Row] = []
         self._has_succeeded = any(line["status"] == "evaluated" for line in candidate.lines)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.evaluation.sets import EvaluationSet, places, run_episodes
+from rlite.evaluation.sets import EvaluationSet, run_episodes
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.group import Ended
 
@@ -37,7 +37,9 @@ def test_nothing_is_written_after_an_error() -> None:
 
     engine, asked = ScriptedEngine([[7, 8]]), EvaluationSet("", [{"turns": 1}] * 4, AskTwice())
     with pytest.raises(OSError, match="full"):
-        run_episodes(engine, asked, places(4, 1), CollectorOptions(max_concurrent_rollouts=4), write)
+        run_episodes(
+            engine, asked, [(item, 0) for item in range(4)], CollectorOptions(max_concurrent_rollouts=4), write
+        )
     assert calls == 1
 
 
@@ -51,6 +53,6 @@ def test_episodes_go_on_while_one_that_has_ended_is_written() -> None:
         names.append(threading.current_thread().name)
         waited.append(workflow.has_second_turn.wait(timeout=10))
 
-    run_episodes(engine, asked, places(2, 1), CollectorOptions(max_concurrent_rollouts=2), write)
+    run_episodes(engine, asked, [(item, 0) for item in range(2)], CollectorOptions(max_concurrent_rollouts=2), write)
     assert waited == [True, True]
     assert len(set(names)) == 1

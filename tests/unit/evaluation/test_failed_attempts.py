@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tensordict import TensorDict
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.evaluation.metrics import Sample, selection_of, summary
 from rlite.evaluation.record import row_of
-from rlite.evaluation.sets import EvaluationSet, evaluate, places, run_episodes
+from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,
@@ -71,7 +72,7 @@ def in_training(workflow: RolloutWorkflow, items: Sequence[Any], samples: int = 
 def by_rlite_eval(workflow: RolloutWorkflow, items: Sequence[Any], samples: int = 1) -> list[Sample]:
     ended: list[Ended] = []
     asked, options = EvaluationSet("", items, workflow, samples), CollectorOptions(max_concurrent_rollouts=8)
-    run_episodes(Tossing(), asked, places(len(items), samples), options, ended.append)
+    run_episodes(Tossing(), asked, [*product(range(len(items)), range(samples))], options, ended.append)
     texts = TokenTexts(byte_tokenizer())
     return [Sample.of_row(row_of(each, str(each.group), texts, has_tokens=False)) for each in ended]
 
@@ -129,6 +130,12 @@ def test_choices_and_samples_of_an_agent_with_a_seed_all_differ(mode: str) -> No
         collector.evaluate([{}], workflow, group_size=4)
     else:
         options = CollectorOptions(max_concurrent_rollouts=2)
-        run_episodes(engine, EvaluationSet("", [{}], workflow), places(1, 4), options, lambda ended: None)
+        run_episodes(
+            engine,
+            EvaluationSet("", [{}], workflow, samples=4),
+            [(0, sample) for sample in range(4)],
+            options,
+            lambda ended: None,
+        )
     collector.close()
     assert len(seeds) == len(set(seeds)) == 8

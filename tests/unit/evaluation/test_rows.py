@@ -12,7 +12,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import DataError
 from rlite.evaluation.metrics import Sample
 from rlite.evaluation.record import Row, row_of
-from rlite.evaluation.sets import EvaluationSet, places, run_episodes
+from rlite.evaluation.sets import EvaluationSet, run_episodes
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.group import Ended
 from rlite.services.record.recorder import TokenTexts
@@ -35,7 +35,7 @@ def rows_of(*items: dict[str, Any]) -> list[Row]:
 
     options = CollectorOptions(request_retries=0, max_concurrent_rollouts=1)
     asked = EvaluationSet("", items, Ask())
-    run_episodes(ScriptedEngine([[7, 8]]), asked, places(len(items), 1), options, keep)
+    run_episodes(ScriptedEngine([[7, 8]]), asked, [(item, 0) for item in range(len(items))], options, keep)
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
-from rlite.evaluation.sets import EvaluationSet, evaluate, places, run_episodes
+from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
 from rlite.rollout import (
     CollectorOptions,
     LLMRequest,
@@ -98,7 +98,9 @@ def by_evaluation(collector: RolloutCollector, workflow: RolloutWorkflow) -> lis
 
 def by_rlite_eval(collector: RolloutCollector, workflow: RolloutWorkflow) -> list[str]:
     ended: list[Ended] = []
-    run_episodes(collector.engine, EvaluationSet("", ITEMS, workflow), places(3, 1), OPTIONS, ended.append)
+    run_episodes(
+        collector.engine, EvaluationSet("", ITEMS, workflow), [(item, 0) for item in range(3)], OPTIONS, ended.append
+    )
     reasons = [each.reason for each in ended if each.reason]
     return [*reasons, f"{sum(each.status == 'evaluated' for each in ended)} left"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlite import config
-from rlite.assembly.evaluate import command
+from rlite.assembly.evaluate import answers
 from rlite.assembly.evaluate.answers import code_of, context_limit, digest_of, find_tasks, item_ids, unknown_context
 from rlite.assembly.evaluate.command import (
     advice,
@@ -456,8 +456,8 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlite.services.console.terminal._POLL_S", 0.001)
-    assert command.QUIET_S <= 10
-    monkeypatch.setattr(command, "QUIET_S", 0.0)
+    assert answers.QUIET_S <= 10
+    monkeypatch.setattr(answers, "QUIET_S", 0.0)
     has_said = threading.Event()
     texts = iter(["grpo: 3 of 12 samples", "grpo: 7 of 12 samples"])
 
@@ -467,7 +467,7 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
             has_said.set()
         return found
 
-    with command.showing_progress(text):
+    with answers.showing_progress(text):
         assert has_said.wait(10)
     assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
 
@@ -485,8 +485,8 @@ def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    command.continuing("new", 0, 12, "samples")
-    command.continuing("grpo", 5, 12, "samples")
+    answers.continuing("new", 0, 12, "samples")
+    answers.continuing("grpo", 5, 12, "samples")
     assert capsys.readouterr().err == "grpo: continuing: 5 of 12 samples are there\n"
 
 
