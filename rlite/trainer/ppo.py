@@ -32,20 +32,19 @@ from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError
+from rlite.evaluation.sets import make_sets, reported_metrics
+from rlite.evaluation.training import Ended, InvalidEvaluations, make_evaluations
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import key_of, prefixed
-from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
-from rlite.trainer.invalid_evaluations import InvalidEvaluations
+from rlite.trainer.held_out import ACCURACIES, key_of, prefixed
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.evaluation import Ended, make_evaluations, make_sets, with_selected
-from rlite.trainer.rl.logprob_passes import Critic, KlCoefficient, LogprobPasses
+from rlite.trainer.rl.logprob_passes import Critic, KlCoefficient, LogprobPasses, with_selected
 from rlite.trainer.rl.record import RunRecord
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
 from rlite.trainer.rl.report import batch_plan
@@ -108,7 +107,7 @@ class PpoTrainer:
         options = options.sampled_by(workflow.gconfig, test_gconfig)
         self.options = options
         self.workflow = workflow
-        sets = make_sets(options, workflow, test_rows, test_workflow)
+        sets = make_sets(options.test_data, options.rollout.sampling_of, workflow, test_rows, test_workflow)
         reported = reported_metrics(sets, self.evaluated, SHOWN)
         check_evaluated(options.trainer, reported.evaluated)
         tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
@@ -128,7 +127,7 @@ class PpoTrainer:
         self.critic = None if self.engines.critic is None else Critic(options, self.engines, self.engines.critic)
         self.logprobs = LogprobPasses(options, self.engines)
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
-        self.evaluations = make_evaluations(options, self.run, self.engines, sets)
+        self.evaluations = make_evaluations(options.test_data, options.trainer, self.run, self.engines, sets)
         self.ended = Ended(0, ())
         """result of the last call of `evaluations.next`"""
         self.record = RunRecord(options, self.run, self.engines)

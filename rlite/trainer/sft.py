@@ -20,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.sets import Evaluation, EvaluationSet
+from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import Evaluation, EvaluationSet, reported_metrics
+from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopping
 from rlite.nn.pretrained import load_tokenizer
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.answered_sets import Generation, read_generated, stopping
-from rlite.trainer.held_out.options import GeneratedOptions, prefixed
-from rlite.trainer.held_out.prompt_sets import ACCURACIES, answers_plan, reported_metrics, topic_of
-from rlite.trainer.invalid_evaluations import InvalidEvaluations
+from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.report import ReportedMetrics
+from rlite.trainer.run.schedule import topic_of
 from rlite.trainer.supervised import SupervisedTrainer
 
 
@@ -66,7 +66,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.generated = generated or {}
         super().__init__(options, rows, test_rows, callbacks)
         self.generated = {name: stopping(each, self._new_end_ids) for name, each in self.generated.items()}
-        self.generation = Generation(options, self.engine, self.generated)
+        self.generation = AnsweringEngine(
+            options.generation, options.actor.model_name, options.trainer.seed, self.engine, self.generated
+        )
         self.record = EvaluationRecord(options.trainer, self.run)
         sets = {name: own for name, own in options.test_data.items() if own.is_generated}
         self.invalid = InvalidEvaluations(sets, self.run)
@@ -107,7 +109,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Return what is evaluated and when, as text by topic."""
         own, test_freq = self.options.test_data, self.options.trainer.test_freq
         answers = {
-            topic_of(name): answers_plan(each, own.get(name, GeneratedOptions()), test_freq)
+            topic_of(name): each.plan(own.get(name, GeneratedOptions()), test_freq)
             for name, each in self.generated.items()
         }
         return super().evaluation_plan() | answers

@@ -28,8 +28,7 @@ from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.observability import stats_tracker
 from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
-from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, losses_plan, topic_of
+from rlite.trainer.held_out import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
@@ -37,6 +36,7 @@ from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.launch import serve_if_worker, session_of
 from rlite.trainer.run.report import ReportedMetrics, data_plan, model_plan
+from rlite.trainer.run.schedule import EvaluationSchedule, losses_plan, topic_of
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, started_at, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 from rlite.wording import counted

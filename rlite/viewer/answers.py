@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from rlite.arguments import flat
 from rlite.errors import DataError
+from rlite.evaluation.statistics import wrong_score
 from rlite.viewer import arrow
 from rlite.viewer.metrics import RECENT, advisories
 from rlite.viewer.run import ViewedRun
@@ -276,9 +277,9 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
         return []
     scores = [arrow.known_scores(run.record.table(source)) for source in sources]
     is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
-    worst, worst_of = (max, pc.max) if is_lowest_best else (min, pc.min)
+    worst_of = pc.max if is_lowest_best else pc.min
     extremes = [worst_of(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
-    one, other = (_means(run, source, worst(0.0, *extremes)) for source in sources)
+    one, other = (_means(run, source, wrong_score(extremes, is_lowest_best)) for source in sources)
     both = [(item, one[item], other[item]) for item in one.keys() & other.keys() if one[item] != other[item]]
     both.sort(key=lambda each: (-abs(each[2] - each[1]), each[0]))
     known = prompts(run) if both else {}
@@ -290,7 +291,7 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
 
 
 def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
-    """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.compare`."""
+    """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.metrics`."""
     table = run.record.table(source)
     scores = pa.table({"item": table["item"], "score": pc.fill_null(arrow.known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlite.evaluation.statistics import clustered_errors
+
 PARTS = "reward_parts"
 USED = ("trained", "evaluated")
 """statuses of rollouts that are not in the ledger"""
@@ -98,10 +100,9 @@ def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[An
     rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
     steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
     numbers = np.add.reduceat(counts, first)
-    with np.errstate(invalid="ignore", divide="ignore"):  # a reward is not finite, or a step has one group
+    with np.errstate(invalid="ignore"):  # a reward is not finite
         means = np.add.reduceat(totals, first) / numbers
-        squares = np.add.reduceat((totals - np.repeat(means, clusters) * counts) ** 2, first)
-        errors = np.sqrt(clusters / (clusters - 1) * squares) / numbers  # Liang and Zeger, 1986
+        errors = clustered_errors(totals - np.repeat(means, clusters) * counts, first, numbers)
     found = {"steps": steps, "values": means, "errors": errors, "counts": numbers}
     return {name: own.tolist() for name, own in found.items()}
 

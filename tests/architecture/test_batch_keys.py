@@ -23,7 +23,7 @@ PACKS = {"data"}
 OTHERS = {
     "rlite/data/sft.py": {"completion", "messages", "prompt", "tools"},
     "rlite/backends/fsdp2/batch_runner.py": {"params"},
-    "rlite/evaluation/sets.py": {
+    "rlite/evaluation/record.py": {
         *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
         *("score", "tokens"),
     },

@@ -16,7 +16,7 @@ from rlite.errors import ConfigError
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss, ValueLoss
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.evaluation import with_selected
+from rlite.trainer.rl.logprob_passes import with_selected
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world
 

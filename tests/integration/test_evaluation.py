@@ -23,7 +23,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import HeldOutPromptOptions
+from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.options import SamplingOptions, SetSamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.engines import without_evaluation

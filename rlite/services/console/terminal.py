@@ -31,6 +31,7 @@ from rich.text import Text
 
 from rlite.errors import did_you_mean
 from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.wording import number
 
 Choice = Literal["auto", "all"] | Sequence[str]
 """auto: the trainer's own choice; all metrics; or a list of names"""
@@ -122,20 +123,6 @@ def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
     """Return the values of a step below their titles, "-" for a metric that the step does not have."""
     cells = [number(key, values[key]) if key in values else "-" for key in columns]
     return "".join(f"{'':{GAP}}{cell:>{_width(key)}}" for key, cell in zip(columns, cells, strict=True))
-
-
-def number(key: str, value: float) -> str:
-    """Return a metric's value as text: three digits of seconds, whole tokens per second, four digits of the rest."""
-    size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
-    if key.endswith("per_second") or size >= 1000:
-        return f"{value:,.0f}"
-    if key.rpartition("/")[2].startswith("seconds"):
-        return f"{value:.{max(0, min(3, 2 - math.floor(math.log10(size))))}f}" if size else "0"
-    if size and size < 0.001:
-        return f"{value:.1e}"
-    return f"{value:.{4 if size < 10 else 2 if size < 100 else 1}f}" if size else "0"
 
 
 def plain_number(value: float) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 from tensordict import TensorDict
 
-from rlite.algorithms import adaptive_kl_coef, importance_weights, off_policy_metrics, weight_metrics
+from rlite.algorithms import adaptive_kl_coef, importance_weights, is_selective, off_policy_metrics, weight_metrics
 from rlite.batch import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
-from rlite.trainer.losses import BothLogprobs, OwnLogprobs, ValueLoss, own_values
+from rlite.trainer.losses import BothLogprobs, OwnLogprobs, PolicyLoss, ValueLoss, own_values
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import KlOptions, PpoConfig
 from rlite.trainer.run.training_run import loss_stats
@@ -155,3 +155,25 @@ class KlCoefficient:
         """Continue from a saved weight if there is a target; otherwise the weight is this run's option."""
         if self._options.adaptive_target is not None:
             self.coef = state.get("coef", self.coef)
+
+
+def with_selected(
+    batch: TensorDict, engine: RliteTrainEngine, loss: PolicyLoss, longest: int | None = None
+) -> TensorDict:
+    """Return the batch of one update with `selected` [N, L], if the loss treats tokens differently.
+
+    The statistics are those of the whole batch, so that microbatches and ranks do not matter. They cost one more
+    forward pass of the policy before each update.
+
+    Args:
+        batch: the batch of one update.
+        engine: holds the policy.
+        loss: chooses tokens, or treats all alike.
+        longest: tokens per microbatch of the forward pass; None is the engine's default.
+    """
+    if not is_selective(loss.policy_loss):
+        return batch
+    logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
+    counted = batch["loss_mask"].bool().clone()
+    counted[:, 0] = False  # nothing predicts the first token of a row
+    return with_keys(batch, selected=loss.select({**batch, "loss_mask": counted}, logprobs))

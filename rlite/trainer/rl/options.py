@@ -18,7 +18,7 @@ from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.suggestions import single_or_named
-from rlite.trainer.held_out.options import HeldOutPromptOptions
+from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.model.options import (
     FrozenModelOptions,
     ModelOptions,

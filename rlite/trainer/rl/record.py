@@ -9,6 +9,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.evaluation.record import EvaluationRecord
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.group import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
@@ -16,7 +17,6 @@ from rlite.rollout.trajectories import layout
 from rlite.services.record.schema import Status
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.training_run import TrainingRun
 
 EQUAL_REWARDS = "all rewards of the group are equal"

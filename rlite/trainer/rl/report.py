@@ -10,12 +10,12 @@ from rlite.evaluation.sets import EvaluationSet
 from rlite.nn.pretrained import end_ids
 from rlite.rollout.rewards.function import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
-from rlite.trainer.held_out.options import HeldOutPromptOptions
-from rlite.trainer.held_out.prompt_sets import answers_plan, sampling_plan, topic_of
+from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.workflows import Context
 from rlite.trainer.run.report import data_plan, model_plan
+from rlite.trainer.run.schedule import sampling_plan, topic_of
 from rlite.wording import counted
 
 WHERE = {
@@ -118,7 +118,7 @@ def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
     """Return what an evaluation of a set does, when, and where."""
     own = options.test_data.get(chosen.name, HeldOutPromptOptions())
     where = WHERE[options.trainer.evaluate]
-    return f"{answers_plan(chosen, own, options.trainer.test_freq, options.reward)}, {where}"
+    return f"{chosen.plan(own, options.trainer.test_freq, options.reward)}, {where}"
 
 
 def _pace(options: PpoConfig) -> str:

@@ -24,7 +24,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
 from rlite.rollout.trajectories import first_rows, join_batches, layout, trajectory_index
-from rlite.trainer.held_out.options import held_out_sources
+from rlite.trainer.held_out import held_out_sources
 from rlite.trainer.rl.engines import Engines, check_kept
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.command import NOTHING, ProgramObjects

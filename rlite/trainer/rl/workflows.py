@@ -26,12 +26,11 @@ from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
-from rlite.trainer.held_out.options import key_of
-from rlite.trainer.held_out.prompt_sets import own_rewards
+from rlite.trainer.held_out import GeneratedOptions, key_of
 from rlite.trainer.options import SamplingOptions
 from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import ProgramObjects
+from rlite.trainer.run.command import REWARD, ProgramObjects
 
 MANY_ROWS = 10_000
 """number of rows from which on a progress bar is shown"""
@@ -236,3 +235,15 @@ def _other_source(options: PpoConfig) -> Callable[..., RolloutWorkflow]:
     assert rollout.env_path is not None
     make = environment_workflow(rollout.env_path, **rollout.process_options)
     return partial(make, max_turns=rollout.max_turns, max_length=context_limit(options))
+
+
+def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:
+    """Return the rewards that a set to evaluate on has of its own.
+
+    Args:
+        options: options of the set.
+        key: the set's group of options.
+        given: reward functions of a program, in place of those of the paths.
+    """
+    where = f"{key}.{REWARD}"
+    return ChosenRewards(options.reward, given.functions(where), where)

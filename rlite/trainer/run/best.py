@@ -13,12 +13,11 @@ from typing import Any
 
 from rlite import files
 from rlite.errors import ConfigError, did_you_mean, writing
-from rlite.evaluation.journal import reaches
 from rlite.observability import trace
 from rlite.runtime.storage.atomic import publish
-from rlite.services.console.terminal import number
-from rlite.trainer.held_out.options import KEY
+from rlite.trainer.held_out import KEY, reaches
 from rlite.trainer.options import RunOptions
+from rlite.wording import number
 
 logger = logging.getLogger(__name__)
 BEST = "best"

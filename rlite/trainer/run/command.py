@@ -44,7 +44,7 @@ from rlite.nn.folders import model_folder
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import KEY
+from rlite.trainer.held_out import KEY
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlite.arguments import read_saved, shown
+from rlite.arguments import differences, read_saved, shown, some_of
 from rlite.errors import ConfigError
 from rlite.observability.trace import earlier_traces
 from rlite.runtime.owner import LOCK
@@ -39,8 +39,6 @@ MAY_DIFFER = {
 }
 """options that may change while a run is still the same run: where and how long it runs, what it writes, and the files
 of its own code"""
-MAX_SHOWN = 8
-NOT_SET = "nothing"
 
 
 def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
@@ -84,9 +82,8 @@ def checkpoint_to_load(
         )
     if not isinstance(saved, str) and not _has_steps(folder):
         return load_ckpt_from
-    more = f"; and {len(different) - MAX_SHOWN} more" if len(different) > MAX_SHOWN else ""
     raise ConfigError(
-        f"trainer.save_dir={folder}: it holds the results of another run ({'; '.join(different[:MAX_SHOWN])}{more}). "
+        f"trainer.save_dir={folder}: it holds the results of another run ({some_of(different)}). "
         "Choose another folder; or go on with that run under these options (trainer.load_ckpt_from=latest); or replace "
         "its results (trainer.overwrite=true)"
     )
@@ -152,12 +149,13 @@ def _read(file: Path) -> Mapping[str, Any] | str:
 def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
     """Return which options differ from the saved ones. An option that was not saved is newer, and does not count."""
     before, now = dict(_paths(saved)), dict(_paths(options))
-    found = [
-        f"{key}: {shown(before[key])} there, {shown(now.get(key, NOT_SET))} here"
-        for key in before
-        if not {key, key.rpartition(".")[0]} & MAY_DIFFER and not (key in now and before[key] == now[key])
-        if not isinstance(before[key], Mapping) or not before[key]  # of a group, its options
+    compared = [
+        key
+        for key, value in before.items()
+        if not {key, key.rpartition(".")[0]} & MAY_DIFFER
+        if not isinstance(value, Mapping) or not value  # of a group, its options
     ]
+    found = differences(before, now, compared)
     if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
         found.append(
             f"trainer.load_ckpt_from: {shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"

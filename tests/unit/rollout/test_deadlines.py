@@ -15,7 +15,7 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
-from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate
+from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
 from rlite.rollout import (
     CollectorOptions,
     LLMRequest,
@@ -25,6 +25,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
+from rlite.rollout.collector.group import Ended
 from rlite.rollout.deadlines import ABANDONED, Abandoned, Overdue, UserExit, by_deadline
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
@@ -96,10 +97,12 @@ def by_evaluation(collector: RolloutCollector, workflow: RolloutWorkflow) -> lis
 
 
 def by_rlite_eval(collector: RolloutCollector, workflow: RolloutWorkflow) -> list[str]:
-    ended: list[EndedEpisode] = []
-    runner = EpisodeRunner(collector.engine, workflow, ITEMS, OPTIONS, seed=0, max_concurrent=3)
-    runner.run([Place(item, 0) for item in range(3)], ended.append)
-    return [*(each.reason for each in ended if each.reason), f"{sum(each.has_succeeded for each in ended)} left"]
+    ended: list[Ended] = []
+    run_episodes(
+        collector.engine, EvaluationSet("", ITEMS, workflow), [(item, 0) for item in range(3)], OPTIONS, ended.append
+    )
+    reasons = [each.reason for each in ended if each.reason]
+    return [*reasons, f"{sum(each.status == 'evaluated' for each in ended)} left"]
 
 
 MODES = [by_rollout_batch, by_rollouts_ahead, by_evaluation, by_rlite_eval]

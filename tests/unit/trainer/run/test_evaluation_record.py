@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.evaluation.record import EvaluationRecord
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.sft import SftTrainer
 from rlite.trainer.supervised import SupervisedTrainer
 

@@ -1,18 +1,15 @@
-"""Options of held-out data: `test_data.path=...` of one set, `test_data.NAME.path=...` of several. No torch here.
-
-Options of sets of prompts to evaluate on.
-"""
+"""Options of held-out data: `test_data.path=...` of one set, `test_data.NAME.path=...` of several. No torch here."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from rlite.config import Count, Finite, Options, Share
 from rlite.data.source import Source
 from rlite.errors import ConfigError
-from rlite.evaluation.journal import SOLVED_AT
 from rlite.rollout.environments.file import WorkflowName
 from rlite.rollout.rewards.options import Rewards
 from rlite.suggestions import UNNAMED
@@ -22,6 +19,12 @@ KEY = "test_data"
 """group of the options"""
 OF_SINGLE_SET = {"truncated": "test_truncated"}
 """logged names of metrics of a single set that training has, too"""
+SOLVED_AT = 1.0
+"""score from which a sample counts as solved, for pass@k and majority@k"""
+ROUNDING = 2.0**-23
+"""relative rounding error of float32, in which scores are kept"""
+ACCURACIES = ("accuracy", "accuracy_finished")
+"""metrics of every evaluation by answers"""
 V = TypeVar("V")
 
 
@@ -168,3 +171,11 @@ class HeldOutPromptOptions(GeneratedOptions):
 
     first: bool = True
     """evaluate before the first step, too"""
+
+
+def reaches(value: float, threshold: float) -> bool:
+    """Return whether a value is at least a threshold, or equal to it up to the rounding of float32.
+
+    Scores are kept in float32: a score of 0.7 is 0.699999988.
+    """
+    return value >= threshold or math.isclose(value, threshold, rel_tol=ROUNDING)

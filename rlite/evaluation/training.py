@@ -1,37 +1,34 @@
-"""Evaluations of a reinforcement-learning run: which sets are due, and where they are evaluated.
+"""Evaluations of a run: the sets that are due, where they are evaluated, and which of them count.
 
-The sets that a reinforcement-learning run evaluates on.
-
-Tokens that a policy loss treats differently, chosen over the whole batch of an update. Most losses choose none.
+`make_evaluations` makes those of a reinforcement-learning run. A supervised run asks its `AnsweringEngine`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tensordict import TensorDict
-
-from rlite.algorithms import is_selective
-from rlite.batch import with_keys
+import rlite
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
-from rlite.rollout import RolloutWorkflow
+from rlite.evaluation.metrics import selection_of
+from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each, serving_engine
 from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.lost_groups import cause_of
+from rlite.rollout.collector.options import CollectorOptions
 from rlite.runtime.storage.atomic import discard
-from rlite.suggestions import UNNAMED, check_name
-from rlite.trainer.held_out.options import KEY, HeldOutPromptOptions, key_of
-from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, check_samples
-from rlite.trainer.losses import OwnLogprobs, PolicyLoss
-from rlite.trainer.options import SetSamplingOptions
+from rlite.suggestions import UNNAMED
+from rlite.trainer.held_out import KEY, GeneratedOptions, HeldOutPromptOptions, key_of, without_sets
+from rlite.trainer.options import ServingOptions, TrainerOptions
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.best import EVALUATED, evaluation_facts, write_evaluation_facts
+from rlite.trainer.run.schedule import EvaluationSchedule
 from rlite.trainer.run.training_run import TrainingRun
 
 LOOK_S = 1.0
@@ -55,17 +52,14 @@ class Evaluations:
     run waits for no evaluation. A run that is resumed owes the evaluations that its checkpoint lacks.
 
     Args:
-        options: the run's config.
         run: counts the steps.
         engines: serve the policy.
         sets: the sets by name.
+        schedule: says which sets are due.
     """
 
-    def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines, sets: Sets) -> None:
-        self.run, self.engines, self.sets = run, engines, sets
-        own = {name: options.test_data.get(name, HeldOutPromptOptions()) for name in sets}
-        every = {name: each.every or options.trainer.test_freq for name, each in own.items()}
-        self._schedule = EvaluationSchedule(run, every, {name for name, each in own.items() if each.first})
+    def __init__(self, run: TrainingRun, engines: Engines, sets: Sets, schedule: EvaluationSchedule) -> None:
+        self.run, self.engines, self.sets, self._schedule = run, engines, sets, schedule
 
     def due(self) -> list[EvaluationSet]:
         """Return the sets to evaluate after this step that are not asked for yet."""
@@ -135,15 +129,18 @@ class BackgroundEvaluations(Evaluations):
     again first: with the weights of their step if the evaluated model was kept, which `best_metric` needs.
 
     Args:
-        options: the run's config.
         run: counts the steps.
         engines: serve the policy.
         sets: the sets by name.
+        schedule: says which sets are due.
+        keeps_model: write the evaluated model to disk, for a best model is chosen.
     """
 
-    def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines, sets: Sets) -> None:
-        super().__init__(options, run, engines, sets)
-        self._keeps_model = options.trainer.best_metric is not None
+    def __init__(
+        self, run: TrainingRun, engines: Engines, sets: Sets, schedule: EvaluationSchedule, keeps_model: bool
+    ) -> None:
+        super().__init__(run, engines, sets, schedule)
+        self._keeps_model = keeps_model
         self._under_way: Future[list[Evaluation]] | None = None
         self._step, self._names = 0, list[str]()
         self._left: tuple[int, list[str]] | None = None
@@ -216,11 +213,14 @@ class BackgroundEvaluations(Evaluations):
         self._under_way = _in_thread(lambda: evaluate_each(collector, sets, lambda: False))
 
 
-def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, sets: Sets) -> Evaluations:
+def make_evaluations(
+    options: Mapping[str, HeldOutPromptOptions], trainer: TrainerOptions, run: TrainingRun, engines: Engines, sets: Sets
+) -> Evaluations:
     """Return the evaluations of a run, as `trainer.evaluate` chooses.
 
     Args:
-        options: the run's config.
+        options: `test_data`; a set without options has the defaults.
+        trainer: options of the run.
         run: counts the steps.
         engines: serve the policy.
         sets: the sets by name.
@@ -228,11 +228,14 @@ def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, set
     Raises:
         ConfigError: evaluations have devices of their own, and there is nothing to evaluate.
     """
-    if options.trainer.evaluate == "in_turns":
-        return Evaluations(options, run, engines, sets)
+    own = {name: options.get(name, HeldOutPromptOptions()) for name in sets}
+    every = {name: each.every or trainer.test_freq for name, each in own.items()}
+    schedule = EvaluationSchedule(run, every, {name for name, each in own.items() if each.first})
+    if trainer.evaluate == "in_turns":
+        return Evaluations(run, engines, sets, schedule)
     if not sets:
-        raise ConfigError(f"trainer.evaluate={options.trainer.evaluate}: nothing is evaluated without {KEY}.path")
-    return BackgroundEvaluations(options, run, engines, sets)
+        raise ConfigError(f"trainer.evaluate={trainer.evaluate}: nothing is evaluated without {KEY}.path")
+    return BackgroundEvaluations(run, engines, sets, schedule, keeps_model=trainer.best_metric is not None)
 
 
 def _in_thread(act: Callable[[], list[Evaluation]]) -> Future[list[Evaluation]]:
@@ -249,80 +252,160 @@ def _in_thread(act: Callable[[], list[Evaluation]]) -> Future[list[Evaluation]]:
     return future
 
 
-Rows = Sequence[Mapping[str, Any]]
+NUM_REASONS = 3
+"""reasons for failed episodes that the console lists"""
 
 
-def make_sets(
-    options: PpoConfig,
-    workflow: RolloutWorkflow,
-    rows: Rows | Mapping[str, Rows],
-    workflows: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
-) -> dict[str, EvaluationSet]:
-    """Return the sets to evaluate on, by name.
+class InvalidEvaluations:
+    """Finds invalid evaluations, and reports the first one of each set.
 
     Args:
-        options: the run's config; a set without options in `test_data` has the defaults.
-        workflow: workflow of training. Its copy with the sampling for evaluation evaluates sets without a workflow.
-        rows: rows of a single set, which may be none, or of several by name.
-        workflows: workflow of all sets, or of some by name.
-
-    Raises:
-        ConfigError: a set samples several responses that are all the same, a workflow or options are of no set, or a
-            name is not valid.
+        options: options of the sets by name; a set without options has the defaults.
+        run: counts the steps, and has the console.
     """
-    by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
-    own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
-    if unknown := own.keys() - by_name.keys():
-        raise ConfigError(
-            f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
+
+    def __init__(self, options: Mapping[str, GeneratedOptions], run: TrainingRun) -> None:
+        self._options, self._run = options, run
+        self._told: set[tuple[str, str]] = set()
+        """sets, and what has been reported of them"""
+
+    def without(
+        self, metrics: Mapping[str, float], evaluations: Sequence[Evaluation], first_losses: Mapping[str, str]
+    ) -> Mapping[str, float]:
+        """Return logged metrics without those of invalid evaluations.
+
+        Args:
+            metrics: metrics of these evaluations, and maybe of others.
+            evaluations: evaluations of generated answers.
+            first_losses: an example of each cause of lost groups.
+        """
+        invalid = [each.set.name for each in evaluations if not self.is_valid(each, first_losses)]
+        return {} if UNNAMED in invalid else without_sets(invalid, metrics)
+
+    def is_valid(self, evaluation: Evaluation, first_losses: Mapping[str, str]) -> bool:
+        """Return whether few enough episodes of an evaluation failed, and report the first invalid one of each set.
+
+        Args:
+            evaluation: evaluation of a set.
+            first_losses: an example of each cause of lost groups.
+        """
+        name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), len(evaluation.samples)
+        for cause, facts in selection_of(evaluation.samples).alarms():
+            self._alarm_once(name, cause, "evaluation", f": {cause}", facts)
+        limit = self._options.get(name, GeneratedOptions()).max_error_share
+        if num_errors <= limit * num_episodes:
+            return True
+        causes: Counter[str] = Counter()
+        for reason, count in evaluation.lost.items():
+            causes[cause_of(reason)] += count
+        how = (
+            f" is invalid, {num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); "
+            "such evaluations choose no best checkpoint"
         )
-    asked = {name for name, chosen in options.test_data.items() if name != UNNAMED or chosen.path is not None}
-    if unknown := asked - by_name.keys():
-        key = key_of(sorted(unknown)[0])
-        raise ConfigError(
-            f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"
-        )
-    found = {}
-    for name, table in by_name.items():
-        check_name(KEY, name)
-        chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
-        sampling = options.rollout.sampling_of(chosen.sampling) if ours is None else chosen.sampling
-        found[name] = EvaluationSet(
-            name=name,
-            rows=table if chosen.limit is None else table[: chosen.limit],
-            workflow=_sampled(workflow if ours is None else ours, sampling),
-            samples=chosen.samples,
-            k=chosen.largest_k,
-            solved_at=chosen.solved_at,
-        )
-        check_samples(found[name])
-    return found
+        rows = [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)]
+        self._alarm_once(name, "invalid", "the evaluation", how, rows)
+        return False
+
+    def _alarm_once(self, name: str, cause: str, what: str, how: str, rows: Any) -> None:
+        """Report a cause, once for each set."""
+        if (name, cause) not in self._told:
+            self._told.add((name, cause))
+            of_set = f" of {name}" if name else ""
+            self._run.console.alarm(f"ALARM at step {self._run.step}: {what}{of_set}{how}", rows)
 
 
-def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions) -> RolloutWorkflow:
-    """Return the workflow with the sampling options that are set; a workflow without a `gconfig` stays as it is."""
-    if workflow.gconfig is None or (wanted := sampling.gconfig(workflow.gconfig)) == workflow.gconfig:
-        return workflow
-    return workflow.sampled_by(wanted)
+class AnsweringEngine:
+    """Answers prompts with the weights of the trained engine, in turns with training and on the same devices.
 
-
-def with_selected(
-    batch: TensorDict, engine: RliteTrainEngine, loss: PolicyLoss, longest: int | None = None
-) -> TensorDict:
-    """Return the batch of one update with `selected` [N, L], if the loss treats tokens differently.
-
-    The statistics are those of the whole batch, so that microbatches and ranks do not matter. They cost one more
-    forward pass of the policy before each update.
+    On GPUs the trained model leaves the devices meanwhile. Without sets nothing is built.
 
     Args:
-        batch: the batch of one update.
-        engine: holds the policy.
-        loss: chooses tokens, or treats all alike.
-        longest: tokens per microbatch of the forward pass; None is the engine's default.
+        options: the engine that answers.
+        model: folder or hub name of the model that is trained.
+        seed: of the answers.
+        trained: the engine that is trained.
+        sets: the sets by name.
     """
-    if not is_selective(loss.policy_loss):
-        return batch
-    logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
-    counted = batch["loss_mask"].bool().clone()
-    counted[:, 0] = False  # nothing predicts the first token of a row
-    return with_keys(batch, selected=loss.select({**batch, "loss_mask": counted}, logprobs))
+
+    def __init__(self, options: ServingOptions, model: str, seed: int, trained: RliteTrainEngine, sets: Sets) -> None:
+        self._options, self._model, self._seed = options, model, seed
+        self._trained, self._sets = trained, sets
+        self._takes_turns = False
+
+    def build(self) -> None:
+        """Place the engine that answers.
+
+        Raises:
+            ConfigError: generation.tp_size does not divide the devices.
+        """
+        if not self._sets:
+            return
+        self._takes_turns = rlite.current_session().device == "cuda"
+        if self._takes_turns:
+            self._trained.cpu()
+        longest = _longest(self._sets.values())
+        self._serving = serving_engine(self._model, self._options, longest, self._seed, "generation.", self._trained)
+        self._serving.rollout_options = CollectorOptions(seed=self._seed)
+        if self._takes_turns:
+            self._serving.meta()
+            self._trained.cuda()
+
+    def evaluate(
+        self, sets: Sequence[EvaluationSet], version: int, is_interrupted: Callable[[], bool]
+    ) -> list[Evaluation]:
+        """Return evaluations of the weights as they are now.
+
+        Args:
+            sets: the sets.
+            version: finished steps of training.
+            is_interrupted: becomes true when the evaluations are to end early.
+
+        Returns:
+            The evaluations that have ended before.
+        """
+        with self._serving_weights(version):
+            return evaluate_each(self._serving.collector, sets, is_interrupted)
+
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause of failed episodes."""
+        return self._serving.collector.first_losses if self._sets else {}
+
+    @contextmanager
+    def _serving_weights(self, version: int) -> Iterator[None]:
+        """Serve the trained weights inside of the block; on GPUs the trained engine is away meanwhile.
+
+        Yields:
+            None.
+        """
+        if self._takes_turns:
+            self._serving.cuda("weights")
+        self._trained.p2p_weight_sync(self._serving)
+        self._serving.set_version(version)
+        if self._takes_turns:
+            self._trained.cpu()
+            self._serving.cuda("kv_cache")
+        yield
+        if self._takes_turns:
+            self._serving.meta()
+            self._trained.cuda()
+
+
+def _longest(sets: Iterable[EvaluationSet]) -> int | None:
+    """Return the most tokens of a sequence of some sets; None if a workflow does not know it."""
+    lengths = []
+    for each in sets:
+        openings = [each.workflow.opening(row) for row in each.rows] if each.workflow.needs_prompt else [None]
+        if None in openings:
+            return None
+        lengths.append(each.workflow.longest_sequence(max(len(opening or ()) for opening in openings)))
+    return None if None in lengths else max(length for length in lengths if length is not None)
+
+
+def stopping(each: EvaluationSet, end_ids: Sequence[int]) -> EvaluationSet:
+    """Return a set whose answers also end with tokens that the served model does not know as its ends."""
+    gconfig = each.workflow.gconfig
+    if gconfig is None or gconfig.ignore_eos or not end_ids:
+        return each
+    gconfig = replace(gconfig, stop_token_ids=(*gconfig.stop_token_ids, *end_ids))
+    return replace(each, workflow=each.workflow.sampled_by(gconfig))

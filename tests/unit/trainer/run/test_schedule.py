@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rlite.trainer.held_out.prompt_sets import EvaluationSchedule
+from rlite.trainer.run.schedule import EvaluationSchedule
 
 
 def make_run(step: int) -> Any:

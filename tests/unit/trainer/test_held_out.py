@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -10,15 +11,19 @@ import pytest
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import describe, load, save, schema
 from rlite.errors import ConfigError, RliteError
+from rlite.evaluation.sets import EvaluationSet, make_sets
 from rlite.rollout import GenerationHyperparameters, RewardFunction, SingleTurnWorkflow
-from rlite.trainer.held_out.options import held_out_sources, prefixed, without_sets
-from rlite.trainer.rl.evaluation import make_sets
+from rlite.trainer.held_out import held_out_sources, prefixed, without_sets
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.supervised_options import SftConfig
 
 
 def ppo(*settings: str) -> PpoConfig:
     return load(PpoConfig, ["actor.model_name=x", *settings])
+
+
+def made(options: PpoConfig, *given: Any) -> dict[str, EvaluationSet]:
+    return make_sets(options.test_data, options.rollout.sampling_of, *given)
 
 
 def test_options_of_a_single_set_have_no_name_and_are_read_by_their_types() -> None:
@@ -86,7 +91,7 @@ def test_names_that_a_program_gives_are_checked_too(name: str) -> None:
     reward = RewardFunction(lambda *given, **row: 0.0, in_process=True)
     workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(), byte_tokenizer())
     with pytest.raises(ConfigError, match="a name has letters, digits"):
-        make_sets(ppo(), workflow, {name: [{"prompt": "x"}]}, None)
+        made(ppo(), workflow, {name: [{"prompt": "x"}]}, None)
 
 
 def test_options_of_a_set_without_rows_are_refused_unless_the_set_is_switched_off() -> None:
@@ -94,9 +99,9 @@ def test_options_of_a_set_without_rows_are_refused_unless_the_set_is_switched_of
     workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(), byte_tokenizer())
     rows = {"maths": [{"prompt": "x"}]}
     with pytest.raises(ConfigError, match=r"test_data\.math: there are rows of test_data\.maths; expected some of"):
-        make_sets(ppo("test_data.math.path=x"), workflow, rows, None)
+        made(ppo("test_data.math.path=x"), workflow, rows, None)
     for settings in (["test_data.path=null"], ["test_data.limit=3"], []):
-        assert make_sets(ppo(*settings), workflow, {}, None) == {}
+        assert made(ppo(*settings), workflow, {}, None) == {}
 
 
 def test_a_named_set_needs_a_path_where_tables_are_read() -> None:
