@@ -29,9 +29,8 @@ from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, reason
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import EpisodeFailed, Episodes, status_of
 from rlite.rollout.collector.seeds import mix
-from rlite.rollout.deadlines import side_by_side
-from rlite.rollout.loop import LoopThread
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
+from rlite.runtime.event_loop import LoopThread, side_by_side
 from rlite.services.record.files import all_files, write_table
 from rlite.services.record.recorder import SEPARATOR, TokenTexts, make_tables
 from rlite.services.record.schema import ROWS, TOKENS

@@ -9,14 +9,12 @@ from typing import Any, Self
 
 from tensordict import TensorDict
 
-from rlite.data.chat.answers import end_of, special_ids
-from rlite.data.chat.ends import plain_text
+from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
-from rlite.data.tokens import bounded_tokens, raw_prompts
 from rlite.errors import DataError, RliteError
-from rlite.rollout.deadlines import beside_loop
 from rlite.rollout.rewards.function import RewardFunction, WeightedRewards
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
 

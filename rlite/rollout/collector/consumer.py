@@ -14,9 +14,9 @@ from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.lost_groups import CANCELLED, TOO_OLD
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner
-from rlite.rollout.loop import CLOSE_TIMEOUT
 from rlite.rollout.trajectories import layout, pad_checked
 from rlite.rollout.workflow import RolloutError
+from rlite.runtime.event_loop import CLOSE_TIMEOUT
 from rlite.types import AsyncInference
 
 NUM_NAMED = 5

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from rlite.errors import shortened
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.group import Group, response_lengths
-from rlite.rollout.deadlines import ABANDONED
+from rlite.runtime.event_loop import ABANDONED
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
 

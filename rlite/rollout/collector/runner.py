@@ -24,12 +24,11 @@ from rlite.rollout.collector.ledger import FailureStreaks
 from rlite.rollout.collector.lost_groups import CANCELLED, STOPPED, TOO_OLD, LostGroups, in_full, reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import Draws, SampleInference
-from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline, side_by_side
 from rlite.rollout.episode import running
-from rlite.rollout.loop import LoopThread
 from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardTimeout
 from rlite.rollout.trajectories import check_alike, check_trajectory, pad_checked
 from rlite.rollout.workflow import EngineAborted, RolloutError
+from rlite.runtime.event_loop import Abandoned, LoopThread, Overdue, by_deadline, side_by_side
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
 from rlite.services.record.schema import Status
