@@ -27,7 +27,7 @@ from rlite.nn.pretrained import load_tokenizer
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import mix
+from rlite.rollout.episode import mix
 from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
 from rlite.types import (
     GenerationHyperparameters,

@@ -19,17 +19,17 @@ import pyarrow as pa
 from tensordict import TensorDict
 
 from rlite.batch import check_one_per_row
-from rlite.errors import DataError, EvaluationInterrupted, writing
+from rlite.errors import DataError, EvaluationInterrupted, RolloutError, writing
 from rlite.evaluation.compare import Comparison
 from rlite.evaluation.journal import SOLVED_AT, Sample
 from rlite.evaluation.metrics import summary
 from rlite.rollout.collector.collector import RolloutCollector
-from rlite.rollout.collector.group import Ended, Group
-from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, reason_of
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, Loss
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.runner import EpisodeFailed, Episodes, status_of
-from rlite.rollout.collector.seeds import mix
-from rlite.rollout.workflow import RolloutError, RolloutWorkflow
+from rlite.rollout.collector.runner import EpisodeFailed, Episodes, Group
+from rlite.rollout.episode import mix
+from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.event_loop import LoopThread, side_by_side
 from rlite.services.record.files import all_files, write_table
 from rlite.services.record.recorder import SEPARATOR, TokenTexts, make_tables
@@ -260,10 +260,13 @@ class EndedEpisode:
     place: Place
     group: Group
     """holds the episode alone"""
-    reason: str = ""
+    loss: Loss | None = None
     """why it failed"""
-    error: BaseException | None = None
-    """the exception behind the reason"""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in words; empty if it has succeeded."""
+        return "" if self.loss is None else self.loss.reason
 
     @property
     def has_succeeded(self) -> bool:
@@ -342,12 +345,12 @@ class EpisodeRunner:
         try:
             found = await Episodes(group, self.engine, self.options, Counter()).run()
         except EpisodeFailed as failed:
-            return EndedEpisode(place, group, reason_of(failed.error), failed.error)
+            return EndedEpisode(place, group, Loss.by(failed.error))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return EndedEpisode(place, group, CANCELLED)  # by the workflow
-        return EndedEpisode(place, group, "" if found else RETURNED_NONE)
+        return EndedEpisode(place, group, None if found else RETURNED_NONE)
 
 
 Row = dict[str, Any]
@@ -369,7 +372,7 @@ def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool
     place, group = episode.place, episode.group
     trajectory = group.episodes[0].trajectory
     own = {} if trajectory is None else _sample_columns(trajectory)
-    status = "evaluated" if episode.has_succeeded else status_of(episode.reason, episode.error)
+    status = "evaluated" if episode.loss is None else episode.loss.status
     ended = replace(group.ended(status, episode.reason), group=place.item, item=item)
     tables = make_tables(0, [ended], texts, {0})
     (row,) = tables["rows"].to_pylist()

@@ -258,6 +258,11 @@ def _number(key: str, value: Any) -> Any:
         raise ConfigError(f"scalar {key}={value!r}: expected a number") from error
 
 
+def by_kind(name: str, kinds: Counter[str]) -> dict[str, int]:
+    """Return metrics that count events of a name, all of them and by kind."""
+    return {f"num_{name}": kinds.total(), **{f"{name}/{kind}": count for kind, count in kinds.items()}}
+
+
 _default = StatsTracker()
 
 scope = _default.scope

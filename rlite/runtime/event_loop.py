@@ -199,6 +199,7 @@ class LoopThread:
         self._asked_at: float | None = None
         """time of the first question that the loop has not answered yet"""
         self._is_ending = False
+        self._wake_conditions: list[Callable[[], bool]] = []
         self._loop = asyncio.new_event_loop()
         self._on_end = on_end
         self._death: BaseException | None = None
@@ -245,6 +246,47 @@ class LoopThread:
         self.look()
         if not changed.wait(self._look_interval if seconds is None else min(seconds, self._look_interval)):
             self.look()
+
+    def wait_until(
+        self,
+        changed: threading.Condition,
+        is_over: Callable[[], bool],
+        deadline: float | None,
+        is_due: Callable[[], bool] = lambda: False,
+        patience: float | None = None,
+    ) -> bool:
+        """Wait until a condition holds, which the loop evaluates in `wake`.
+
+        Args:
+            changed: guards what the condition reads, held by the caller.
+            is_over: the condition.
+            deadline: by `time.monotonic()`; None sets no limit.
+            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
+            patience: seconds between two evaluations of `is_due`, at most.
+
+        Returns:
+            False if the deadline has passed before.
+
+        Raises:
+            CallTimeout: see `look`.
+        """
+        self._wake_conditions.append(is_over)
+        try:
+            while not (is_over() or is_due()):
+                seconds = patience
+                if deadline is not None:
+                    left = deadline - time.monotonic()
+                    if (seconds := left if patience is None else min(patience, left)) <= 0:
+                        return False
+                self.wait(changed, seconds)
+        finally:
+            self._wake_conditions.remove(is_over)
+        return True
+
+    def wake(self, changed: threading.Condition) -> None:
+        """Wake the threads in `wait_until` if the condition of one holds. The caller holds `changed`."""
+        if any(is_over() for is_over in self._wake_conditions):
+            changed.notify_all()
 
     def result(self, future: Future[Any]) -> Any:
         """Return the result of a future of `submit`, and look after the loop meanwhile.

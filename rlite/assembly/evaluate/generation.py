@@ -31,18 +31,17 @@ from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
 from rlite.engine.inference import RliteInferenceEngine
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.journal import Sample
 from rlite.evaluation.metrics import clustered_standard_error, summary
 from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, Place, Row, row_of, sample_of
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import mix
 from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.episode import mix
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
-from rlite.rollout.workflow import RolloutError
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.prompt_lengths import longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.run.command import ProgramObjects

@@ -14,12 +14,11 @@ from tensordict import TensorDict
 from rlite.data.chat.answers import split_at_stop, tokens_after
 from rlite.data.chat.prompt_tokens import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, RolloutError
 from rlite.rollout.chat.transcript import Transcript, check_turn_discount
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.workflow import (
     PromptWorkflow,
-    RolloutError,
     as_reward_function,
     context_length,
     end_ids,

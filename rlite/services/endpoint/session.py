@@ -13,7 +13,7 @@ from typing import Any
 from rlite.data.chat.prompt_tokens import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal
 from rlite.errors import ConfigError, DataError, RliteError
-from rlite.rollout.collector.seeds import mix
+from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.workflow import Tokenizer, context_length, end_ids

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended
 from rlite.services.record.recorder import NoRecorder, Recorder, make_recorder
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.training_run import TrainingRun
