@@ -91,6 +91,14 @@ class EvaluationInterrupted(RliteError, RuntimeError):
     """The caller of an evaluation has asked it to end early. What it has found so far is dropped."""
 
 
+class RolloutError(RliteError, RuntimeError):
+    """Rollouts cannot continue, or one of them cannot be finished; the message has the reason."""
+
+
+class EngineAborted(RolloutError):
+    """The engine ended a completion before its end."""
+
+
 class NonFiniteError(DataError):
     """A model computes NaN or infinity for one request, though its weights are finite."""
 

@@ -25,6 +25,31 @@ KLLossEstimator = Literal["abs", "k2", "k3"]
 """estimators of the KL at a token, see `rlite.algorithms.kl_penalty`"""
 Schedule = Literal["constant", "linear", "cosine", "polynomial"]
 """schedules of the learning rate, see `rlite.algorithms.lr_factor`"""
+Status = Literal[
+    "trained",
+    "evaluated",
+    "skipped",
+    "filtered",
+    "refused",
+    "too_old",
+    "failed",
+    "timed_out",
+    "reward_killed",
+    "aborted",
+]
+"""status of a rollout:
+
+    trained        a batch that was trained on holds it
+    evaluated      an evaluation counts it
+    skipped        every update with one of its rows was skipped: not finite, or without a token to train on
+    filtered       all rewards of its group were equal, and dynamic filtering replaced it
+    refused        should_accept refused its group, the workflow returned None, or the trainer left it out
+    too_old        exceeds max_head_offpolicyness
+    failed         its episode, or one of its group, raised an error until no attempt was left
+    timed_out      its episode did not end in time
+    reward_killed  the reward's process was killed, died, or exceeded its limits
+    aborted        it was under way when the run ended, or a program or the engine cancelled it
+"""
 PreferenceDivergence = Literal["reverse_kl", "forward_kl", "js"]
 """divergences from a reference, see `rlite.algorithms.preference_loss`"""
 MAX_KEPT_IDS = 512

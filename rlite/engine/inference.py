@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from rlite.backends.replicas.elastic import ElasticReplicas
 from rlite.backends.replicas.router import Policy, least_outstanding
 from rlite.data.chat.masks import check_messages
+from rlite.data.chat.prompt_tokens import raw_prompts
 from rlite.data.chat.template import check_template_options
-from rlite.data.tokens import raw_prompts
 from rlite.engine.inference_executor import InFlightRequest
 from rlite.engine.outputs import completion, response, score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
@@ -26,7 +26,7 @@ from rlite.nn.pretrained import load_tokenizer
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import mix
+from rlite.rollout.episode import mix
 from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
 from rlite.runtime.futures import result_of
 from rlite.types import (

@@ -23,12 +23,13 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import Sample, summary
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.collector.collector import RolloutCollector
-from rlite.rollout.collector.group import Ended, Group, Queue
+from rlite.rollout.collector.collector import RolloutCollector, evaluated
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
+from rlite.rollout.collector.lost_groups import Loss
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.runner import GroupRunner, status_of
-from rlite.rollout.collector.seeds import mix
+from rlite.rollout.collector.runner import Group, GroupRunner, Queue
+from rlite.rollout.episode import mix
 from rlite.suggestions import UNNAMED, check_name
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import SamplingOptions, ServingOptions, SetSamplingOptions
@@ -297,8 +298,8 @@ class _Episodes(Queue):
         super().accept(group, trajectories)
         self.ended.append(group)
 
-    def drop(self, group: Group, reason: str, error: BaseException | None = None) -> None:
-        super().drop(group, reason, error)
+    def drop(self, group: Group, loss: Loss) -> None:
+        super().drop(group, loss)
         self.ended.append(group)
 
 
@@ -338,11 +339,10 @@ def run_episodes(
             runner.wait_until(lambda: bool(episodes.ended), deadline=None)
             with runner.changed:
                 ended, episodes.ended = episodes.ended, []
-                episodes.consume([group for group in ended if group.reason is None], engine.get_version())
+                episodes.consume([group for group in ended if group.loss is None], engine.get_version())
             num_under_way -= len(ended)
             for group in ended:
-                status = "evaluated" if group.reason is None else status_of(group.reason, group.error)
-                on_end(replace(group.ended(status, group.reason or ""), group=group.id // chosen.samples))
+                on_end(evaluated(group, group.id, chosen.samples))
     finally:
         runner.close()
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -254,6 +255,11 @@ def _number(key: str, value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scalar {key}={value!r}: expected a number") from error
+
+
+def by_kind(name: str, kinds: Counter[str]) -> dict[str, int]:
+    """Return metrics that count events of a name, all of them and by kind."""
+    return {f"num_{name}": kinds.total(), **{f"{name}/{kind}": count for kind, count in kinds.items()}}
 
 
 _default = StatsTracker()

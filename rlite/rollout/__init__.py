@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
+    from rlite.errors import RolloutError
     from rlite.rollout.chat.conversation import Conversation, MultiTurnWorkflow
     from rlite.rollout.chat.transcript import Transcript
     from rlite.rollout.collector.collector import RolloutCollector
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
     from rlite.rollout.trajectories import check_trajectory, pad_trajectories
-    from rlite.rollout.workflow import RolloutError, RolloutWorkflow, SingleTurnWorkflow, trajectory
+    from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 # lazy, so that a reward process imports no torch

@@ -9,23 +9,13 @@ from typing import Any, Self
 
 from tensordict import TensorDict
 
-from rlite.data.chat.answers import end_of, special_ids
-from rlite.data.chat.ends import plain_text
+from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
-from rlite.data.tokens import bounded_tokens, raw_prompts
-from rlite.errors import DataError, RliteError
-from rlite.rollout.deadlines import beside_loop
+from rlite.errors import DataError, EngineAborted
 from rlite.rollout.rewards.function import RewardFunction, WeightedRewards
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
-
-
-class RolloutError(RliteError, RuntimeError):
-    """Rollouts cannot continue, or one of them cannot be finished; the message has the reason."""
-
-
-class EngineAborted(RolloutError):
-    """The engine ended a completion before its end."""
 
 
 class RolloutWorkflow(ABC):

@@ -33,22 +33,26 @@ from rlite.assembly.evaluate.options import EvalConfig
 from rlite.data.chat.template import check_template_options
 from rlite.data.prompts import check_prompts
 from rlite.data.rows import place_of, read_source
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
 from rlite.evaluation.record import Row, row_of, task_rows
-from rlite.evaluation.sets import EvaluationSet, make_set, run_episodes, serving_engine
+from rlite.evaluation.sets import (
+    EvaluationSet,
+    make_set,
+    run_episodes,
+    serving_engine,
+)
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import mix
 from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.episode import mix
 from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.rollout.workflow import RolloutError
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of

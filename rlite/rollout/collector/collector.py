@@ -1,38 +1,45 @@
 """The collector: runs workflows in the background of the training program, and returns whole groups.
 
-    caller's thread                       the runner's thread, one event loop
+    caller's thread                       the runner's thread, one event loop (`runner.py`)
     submit ──> waiting ──start───────> running: episodes, each attempted until it succeeds or has no attempt left
     wait   <── ready   <──accept──────    │
                lost, with a reason   <────┘ failed, returned None, not accepted, too old, cancelled, ...
 
-The ledger (`ledger.py`) decides and the runner (`runner.py`) acts. The consumer (`consumer.py`) waits for ended groups
-and makes batches of them. The collector is what callers use.
+The ledger (`ledger.py`) decides, the runner acts, and callers wait. Three loops turn:
+
+    loop                    consumes                  waits for                     is unblocked by
+    GroupRunner._admit      waiting groups, in order  room in the ledger            a submission, the end of a group,
+                                                                                    a new version, the end of a pause
+    _finish (collect)       exactly its own groups    the end of the last one       the runner, a time-out
+    _next_batch (wait,      the oldest ready groups   a batch that the ledger lets  the runner, a time-out, a group that
+      prepare_batch)                                  it consume                    holds up the batch for too long
+
+`prepare_batch` also submits items while it waits, so that as many groups wait as a batch has.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from rlite.data.prompts import Prompt, item_name
-from rlite.errors import ConfigError, DataError, EvaluationInterrupted
-from rlite.rollout.collector.consumer import GroupConsumer
-from rlite.rollout.collector.group import Ended, Group, Item, Queue, RolloutProgress, ShouldAccept, aborted
-from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
-from rlite.rollout.collector.lost_groups import LostGroups, Selection
-from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.runner import GroupRunner, status_of
-from rlite.rollout.collector.seeds import group_seed
-from rlite.rollout.workflow import RolloutError, RolloutWorkflow
-from rlite.runtime.sandbox.pool import close_shared_pool
-from rlite.types import AsyncInference
-
-_open_collectors: set[RolloutCollector] = set()
+from rlite.errors import ConfigError, DataError, EvaluationInterrupted, RolloutError
+from rlite.observability import stats_tracker
+from rlite.rollout.collector.bookkeeping import Bookkeeping, raise_late
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, held_up, unlike_others
+from rlite.rollout.collector.runner import Group, Item, Queue, ShouldAccept
+from rlite.rollout.episode import group_seed
+from rlite.rollout.trajectories import layout, pad_checked
+from rlite.rollout.workflow import RolloutWorkflow
+from rlite.runtime.event_loop import ABANDONED, CLOSE_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Collected:
         return self.lost.most_common(1)[0][0]
 
 
-class RolloutCollector:
+class RolloutCollector(Bookkeeping):
     """Runs workflows on an engine, in an event loop of its own, until it is closed.
 
     `rollout_batch` is synchronous: exactly these items, now. `submit` and `wait`, and `prepare_batch`, which combines
@@ -68,80 +75,6 @@ class RolloutCollector:
         engine: generates, and knows the policy version.
         options: limits, time-outs and retries.
     """
-
-    def __init__(self, engine: AsyncInference, options: CollectorOptions | None = None) -> None:
-        self.engine = engine
-        self.options = options or CollectorOptions()
-        limit = self.options.max_concurrent_rollouts
-        # no step trains while `collect` or `evaluate` waits, so that their groups do not age
-        self._now = Queue(RolloutLedger(max_concurrent=limit))
-        self._tests = Queue(RolloutLedger(max_concurrent=limit), is_training=False)
-        self._ahead = Queue(
-            RolloutLedger(
-                max_concurrent=limit,
-                max_head_offpolicyness=self.options.max_head_offpolicyness,
-                on_stale=self.options.on_stale,
-                batch_size=self.options.consumer_batch_size,
-                version=engine.get_version(),
-            )
-        )
-        self._runner = GroupRunner(engine, self.options, (self._now, self._tests, self._ahead))
-        self._consumer = GroupConsumer(engine, self.options, self._runner)
-        self._changed, self._num_submitted = self._runner.changed, 0
-        self._waited_for: tuple[str, Sequence[Group]] | None = None
-        self._loader: Iterable[Any] | None = None
-        self._source: Iterator[Any] = iter(())
-        _open_collectors.add(self)
-
-    @property
-    def counters(self) -> RolloutCounters:
-        """Number of submitted groups (`submit`, `prepare_batch`) by state."""
-        with self._changed:
-            return self._ahead.ledger.counters
-
-    @property
-    def lost(self) -> Counter[str]:
-        """Number of lost groups by reason; from the 101st reason on they count as "other reasons"."""
-        with self._changed:
-            return self._now.ledger.lost + self._ahead.ledger.lost
-
-    @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
-        with self._changed:
-            return dict(self._runner.lost_groups.first)
-
-    def take_selection(self) -> Selection:
-        """Return what failures have done to the answers of the batches since the last call."""
-        with self._changed:
-            lost = self._runner.lost_groups
-            found, lost.selection = lost.selection, Selection()
-        return found
-
-    @property
-    def failed_attempts(self) -> Counter[str]:
-        """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
-        return self._runner.failed_attempts
-
-    @property
-    def progress(self) -> RolloutProgress | None:
-        """Progress of the call that waits for episodes now; None if no call waits. Any thread may ask."""
-        if (waited_for := self._waited_for) is None:
-            return None
-        (what, groups), size = waited_for, None
-        if not groups:
-            with self._changed:
-                groups, size = list(self._ahead.groups.values()), self._ahead.ledger.batch_size
-        return RolloutProgress.of(what, groups, sum(group.size for group in groups[:size]))
-
-    @contextmanager
-    def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:
-        """Let `progress` report a call inside of the block. Without groups, it waits for groups that run ahead."""
-        self._waited_for = what, groups
-        try:
-            yield
-        finally:
-            self._waited_for = None
 
     # -- exactly these items, now --------------------------------------------------------------------------------
 
@@ -202,8 +135,11 @@ class RolloutCollector:
         """
         groups = self._submit(self._now, data, workflow, group_size, first_place=first_place)
         with self._reporting("rollout", groups):
-            finished = self._consumer.finish(self._now, groups, timeout)
-        return _collected(groups, self._consumer.batch(finished) if finished else None)
+            finished = self._finish(self._now, groups, timeout)
+        batch = self._batch(finished) if finished else None
+        losses = [group.loss for group in groups if group.loss is not None]
+        error = next((loss.error for loss in losses if loss.error is not None), None)
+        return Collected(batch, len(groups), Counter(loss.reason for loss in losses), error)
 
     def evaluate(
         self,
@@ -239,12 +175,12 @@ class RolloutCollector:
         groups = self._submit(self._tests, each_alone, workflow, num_samples=group_size)
         try:
             with self._reporting("evaluation", groups):
-                self._consumer.finish(self._tests, groups, timeout, is_interrupted)
+                self._finish(self._tests, groups, timeout, is_interrupted)
         except EvaluationInterrupted:
             with self._changed:
                 self._num_submitted = groups[0].id
             raise
-        return [_evaluated(group, number, group_size) for number, group in enumerate(groups)]
+        return [evaluated(group, number, group_size) for number, group in enumerate(groups)]
 
     # -- running ahead -------------------------------------------------------------------------------------------
 
@@ -275,8 +211,7 @@ class RolloutCollector:
         if count < 1:
             raise ConfigError(f"wait({count}): expected at least 1 group")
         self._ahead.ledger.begin(count, self.engine.get_version())
-        with self._reporting("rollout"):
-            return self._consumer.next_batch(self._ahead, count, timeout, lambda: len(self._ahead.groups) < count)
+        return self._next_batch(count, timeout, lambda: len(self._ahead.groups) < count)
 
     def prepare_batch(
         self,
@@ -313,8 +248,7 @@ class RolloutCollector:
             self._loader, self._source = loader, _endless(loader)
         refill()
         assert ledger.batch_size is not None
-        with self._reporting("rollout"):
-            return self._consumer.next_batch(self._ahead, ledger.batch_size, timeout, is_short, refill)
+        return self._next_batch(ledger.batch_size, timeout, is_short, refill)
 
     def pause(self) -> None:
         """Start no more groups, and pause generation at a token boundary."""
@@ -332,94 +266,6 @@ class RolloutCollector:
     def version_changed(self) -> None:
         """Read the engine's policy version now, and start and drop groups accordingly."""
         self._runner.admit()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the submitted groups, finished or not, and all counts, as plain values and tensors.
-
-        Raises:
-            DataError: An item holds something else.
-        """
-        with self._changed:
-            failed_attempts = dict(self.failed_attempts)
-            return {**self._ahead.state_dict(), "failed_attempts": failed_attempts, **self.record_state()}
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
-    ) -> None:
-        """Continue from a state: finished groups are ready again, the others run (again).
-
-        Args:
-            state: what `state_dict` returned.
-            workflow: runs the unfinished groups.
-            should_accept: as for `prepare_batch`.
-
-        Raises:
-            CheckpointError: This collector has groups already, or another batch size.
-        """
-        with self._changed:
-            self._ahead.load_state_dict(state, workflow, should_accept, self.engine.get_version())
-            self._runner.lost_groups = LostGroups(self.failed_attempts)
-            self._restore_record(state)
-        self.version_changed()
-
-    # -- for the record ------------------------------------------------------------------------------------------
-
-    def take_ended(self) -> list[Ended]:
-        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
-        with self._changed:
-            found, self._runner.ended = self._runner.ended, []
-        return found
-
-    def take_all(self, reason: str) -> list[Ended]:
-        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
-
-        Args:
-            reason: why they will not be trained on.
-        """
-        with self._changed:  # once for both: a group that ends in between would be in neither
-            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
-            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
-
-    def give_up_consumed(self, reason: str) -> None:
-        """Call the groups aborted that were consumed since `take_ended`: they will not be trained on.
-
-        Args:
-            reason: why.
-        """
-        with self._changed:
-            self._runner.ended = [
-                replace(group, status="aborted", reason=reason) if group.status is None else group
-                for group in self._runner.ended
-            ]
-
-    def record_state(self) -> dict[str, Any]:
-        """Return the number of submitted groups, and those that `take_ended` has not returned yet, as plain values."""
-        with self._changed:
-            return {"num_ids": self._num_submitted, "ended": [group.state_dict() for group in self._runner.ended]}
-
-    def load_record_state(self, state: Mapping[str, Any], reason: str) -> None:
-        """Continue the numbers and the record of a state. Its groups do not go on: they count as aborted.
-
-        Args:
-            state: what `state_dict` or `record_state` returned, with further groups.
-            reason: why the groups do not go on.
-        """
-        with self._changed:
-            self._restore_record(state)
-            if self.options.keep_ended:
-                self._runner.ended += [aborted(saved, reason) for saved in state["groups"] if "id" in saved]
-
-    def _restore_record(self, state: Mapping[str, Any]) -> None:
-        self._num_submitted = state.get("num_ids", 0)
-        if self.options.keep_ended:
-            self._runner.ended = [Ended.from_state(kept) for kept in state.get("ended", ())]
-
-    def close(self) -> None:
-        """Cancel running groups and end the thread; the last collector ends the reward processes, too. Idempotent."""
-        self._runner.close()
-        _open_collectors.discard(self)
-        if not _open_collectors:
-            close_shared_pool()
 
     # -- steps of the calls above --------------------------------------------------------------------------------
 
@@ -439,10 +285,9 @@ class RolloutCollector:
             groups: list[Group] = []
             for index, item in enumerate(items):
                 id = self._num_submitted + index
-                group = Group(id, item, workflow, group_size, accept, self._seed(position + index, id))
-                group.item = item.item if isinstance(item, Prompt) else item_name(item, id)
-                group.first_sample = index % num_samples
-                groups.append(group)
+                name = item.item if isinstance(item, Prompt) else item_name(item, id)
+                seed = self._seed(position + index, id)
+                groups.append(Group(id, item, workflow, group_size, accept, seed, name, index % num_samples))
             self._num_submitted += len(items)
             self._runner.submit(queue, groups)
         return groups
@@ -462,17 +307,197 @@ class RolloutCollector:
             raise ConfigError("the loader yields single items: set consumer_batch_size, or let it yield lists of items")
         return [items]
 
+    def _finish(
+        self,
+        queue: Queue,
+        groups: Sequence[Group],
+        timeout: float | None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
+        """Wait until all of these groups have ended, and consume those that are not lost.
 
-def _collected(groups: Sequence[Group], batch: TensorDict | None) -> Collected:
-    lost = [group for group in groups if group.reason is not None]
-    error = next((group.error for group in lost if group.error is not None), None)
-    return Collected(batch, len(groups), Counter(group.reason or "" for group in lost), error)
+        If the wait fails, all groups are cancelled. Groups to train on must have the same keys and types.
+
+        Args:
+            queue: holds the groups.
+            groups: in the order of their submission.
+            timeout: in seconds; None sets no limit.
+            is_interrupted: becomes true when the wait is to end early.
+
+        Returns:
+            The groups that are not lost.
+
+        Raises:
+            CallTimeout: Some groups are late; the error names them.
+            EvaluationInterrupted: The wait was interrupted.
+            RolloutError: The run was stopped.
+        """
+        unfinished = list(groups)
+
+        def is_settled() -> bool:
+            while unfinished and unfinished[-1].has_ended:  # one look per change, not one at each group
+                unfinished.pop()
+            return not unfinished
+
+        try:
+            if not self._runner.wait_until(lambda: is_settled() or is_interrupted(), _deadline(timeout)):
+                raise_late([group for group in groups if not group.has_ended], timeout)
+            if not is_settled():
+                raise EvaluationInterrupted("the evaluation was interrupted")
+        except BaseException as error:
+            with self._changed:
+                for group in groups:
+                    if group.id in queue.groups:
+                        self._runner.drop(queue, group, CANCELLED)
+            if isinstance(error, EvaluationInterrupted):  # the caller goes on: nothing may be left in the engine
+                self._runner.wait_until(lambda: all(each.task is None for each in groups), _deadline(CLOSE_TIMEOUT))
+            raise
+        with self._changed:
+            if queue.is_training:
+                self._drop_misfits(queue, [group for group in groups if group.trajectories is not None])
+            finished = [group for group in groups if group.trajectories is not None]
+            self._consume(queue, finished)
+        return finished
+
+    def _next_batch(
+        self,
+        count: int,
+        timeout: float | None,
+        is_short: Callable[[], bool],
+        refill: Callable[[], None] | None = None,
+    ) -> TensorDict:
+        """Return the oldest groups as a padded batch, as soon as the ledger allows it.
+
+        Args:
+            count: groups of the batch.
+            timeout: in seconds; None sets no limit.
+            is_short: whether too few groups are submitted for the wait to make sense.
+            refill: submits more; without it, too few groups are an error.
+
+        Raises:
+            CallTimeout: Some groups are late; the error names them.
+            RolloutError: Fewer groups remain than requested, or the run was stopped.
+        """
+        deadline = _deadline(timeout)
+
+        def is_hopeless() -> bool:
+            return refill is None if is_short() else not (self._can_progress() or self._is_ready(count))
+
+        with self._reporting("rollout"):
+            while (groups := self._take(count)) is None:
+                if not self._runner.wait_until(
+                    lambda: self._is_ready(count) or is_short() or not self._can_progress(),
+                    deadline,
+                    is_due=lambda: bool(self._held_up_by(count)),
+                ):
+                    raise_late(self._ahead.unfinished(), timeout)
+                if refill is not None:
+                    refill()  # without the lock: it may iterate over the caller's loader
+                with self._changed:
+                    if is_hopeless():
+                        raise self._too_few_error(count)
+            return self._batch(groups)
+
+    def _take(self, count: int) -> list[Group] | None:
+        """Return the oldest groups, consumed, or None if they may not be consumed yet."""
+        with self._changed:
+            self._runner.drop_too_old()
+            for group in self._held_up_by(count):
+                self._runner.drop(self._ahead, group, held_up(self.options.stale_timeout))
+            if not self._is_ready(count):
+                return None
+            groups = [self._ahead.groups[id] for id in self._ahead.ledger.oldest(count)]
+            if self._drop_misfits(self._ahead, groups):
+                return None
+            self._consume(self._ahead, groups)
+        return groups
+
+    def _is_ready(self, count: int) -> bool:
+        return self._ahead.ledger.is_ready(count, self.engine.get_version())
+
+    def _held_up_by(self, count: int) -> list[Group]:
+        """Return the groups for which a batch has waited until their time-out."""
+        limit = time.monotonic() - self.options.stale_timeout
+        holding = [self._ahead.groups[id] for id in self._ahead.ledger.holding(count, self.engine.get_version())]
+        return [group for group in holding if group.started is not None and group.started < limit]
+
+    def _can_progress(self) -> bool:
+        counters = self._ahead.ledger.counters
+        can_start = counters.waiting > 0 and self._ahead.ledger.room(self.engine.get_version()) > 0
+        return counters.running > 0 or self._runner.is_paused or can_start
+
+    def _drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
+        """Drop the groups whose keys or types differ from those of most groups.
+
+        Returns:
+            True if there are any.
+        """
+        layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
+        common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
+        misfits = [(group, own ^ common) for group, own in zip(groups, layouts, strict=True) if own != common]
+        for group, odd in misfits:
+            self._runner.drop(queue, group, unlike_others({key for key, *_ in odd}))
+        return bool(misfits)
+
+    def _consume(self, queue: Queue, groups: Sequence[Group]) -> None:
+        queue.consume(groups, self.engine.get_version())
+        for group in groups:
+            self._runner.keep(queue, group, status=None)
+
+    def _batch(self, groups: Sequence[Group]) -> TensorDict:
+        """Return consumed groups, of which there is at least one, as a padded batch, and record its statistics."""
+        rows = [row for group in groups for row in group.trajectories or ()]
+        batch = pad_checked(rows, [group.id for group in groups for _ in group.trajectories or ()])
+        with self._changed:
+            self._report(batch, groups)
+        return batch
+
+    def _report(self, batch: TensorDict, groups: Sequence[Group]) -> None:
+        """Record statistics of a batch, and of failures and lost groups since the batch before. Needs the lock."""
+        losses, self._runner.losses = self._runner.losses, Losses()
+        attempts = self._runner.failed_attempts.copy()
+        failed, self._num_reported = attempts - self._num_reported, attempts
+        redrawn = Counter(group.redrawn for group in groups if group.redrawn)
+        kept = Counter(batch["loss_mask"].sum(-1).tolist()) if "loss_mask" in batch else Counter[int]()
+        selection = self._selection
+        selection.num_groups += len(groups)
+        selection.num_attempts += failed.total() + sum(group.size for group in groups)
+        selection.failed_attempts += failed
+        selection.redrawn += redrawn
+        selection.failed += losses.failed
+        selection.kept += kept
+        num_refused = losses.kinds.pop(NOT_ACCEPTED.kind, 0)  # should_accept is there to refuse groups
+        with stats_tracker.scope("rollout"):
+            stats_tracker.count(num_groups=len(groups), num_lost=losses.kinds.total(), num_refused=num_refused)
+            stats_tracker.count(**{f"lost/{kind}": number for kind, number in losses.kinds.items()})
+            for name, kinds in (("failed_attempts", failed), ("redrawn", redrawn)):
+                stats_tracker.count(**stats_tracker.by_kind(name, kinds))
+            stats_tracker.scalar(num_abandoned=len(ABANDONED))
+            if "versions" in batch:
+                # a sequence is as old as its oldest token
+                version, made = self.engine.get_version(), batch["versions"]
+                oldest = made.masked_fill(made < 0, torch.iinfo(torch.int64).max).amin(1)
+                stats_tracker.scalar(staleness=(version - oldest.clamp(max=version)).double().mean())
+            if losses.too_old:
+                stats_tracker.count(num_dropped_too_old=len(losses.too_old))
+            if losses.too_old or losses.failed:
+                stats_tracker.scalar(**losses.metrics(kept))
+
+    @contextmanager
+    def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:
+        """Let `progress` report a call inside of the block. Without groups, it waits for groups that run ahead."""
+        self._waited_for = what, groups
+        try:
+            yield
+        finally:
+            self._waited_for = None
 
 
-def _evaluated(group: Group, number: int, group_size: int) -> Ended:
+def evaluated(group: Group, number: int, group_size: int) -> Ended:
     """Return an episode of an evaluation; `number` is its place among all episodes."""
-    status = "evaluated" if group.reason is None else status_of(group.reason, group.error)
-    return replace(group.ended(status, group.reason or ""), group=number // group_size)
+    loss = group.loss
+    ended = group.ended("evaluated") if loss is None else group.ended(loss.status, loss.reason)
+    return replace(ended, group=number // group_size)
 
 
 def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
@@ -509,3 +534,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             yield items
         if is_empty:
             raise DataError("the loader has nothing (more) to yield; give one that can be iterated again")
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout

@@ -1,4 +1,9 @@
-"""The runner: starts groups as their ledgers admit them, and runs their episodes in a thread of its own."""
+"""The runner: starts groups as their ledgers admit them, and runs their episodes in a thread of its own.
+
+_admit ──> _start ──> _run: Episodes.run, one task for each episode ──> _attempt, again after an error ──┐
+   ^                                                                                                     │
+   └── _settle: ready, or lost with a reason <───────────────────────────────────────────────────────────┘
+"""
 
 from __future__ import annotations
 
@@ -9,36 +14,103 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
+from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
 from rlite.observability import trace
 from rlite.rollout.collector import lost_groups
-from rlite.rollout.collector.group import Ended, Group, Queue
-from rlite.rollout.collector.ledger import FailureStreaks
-from rlite.rollout.collector.lost_groups import CANCELLED, STOPPED, TOO_OLD, LostGroups, in_full, reason_of
+from rlite.rollout.collector.ended import Ended, short_columns
+from rlite.rollout.collector.ledger import RolloutLedger
+from rlite.rollout.collector.lost_groups import ENGINE_FAILURES, Loss, Losses, StopRule
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import Draws, SampleInference
-from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline, side_by_side
-from rlite.rollout.episode import running
-from rlite.rollout.loop import LoopThread
-from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardTimeout
+from rlite.rollout.episode import Episode, SampleInference, mix, running
+from rlite.rollout.redraws import Draws
 from rlite.rollout.trajectories import check_alike, check_trajectory, pad_checked
-from rlite.rollout.workflow import EngineAborted, RolloutError
+from rlite.rollout.workflow import RolloutWorkflow
+from rlite.runtime.event_loop import Abandoned, LoopThread, Overdue, by_deadline, side_by_side
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
-from rlite.services.record.schema import Status
-from rlite.types import AsyncInference
+from rlite.types import AsyncInference, Status
 
 FINAL = (DataError, ConfigError)
 """errors that another attempt would repeat"""
-ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
-"""errors of the engine, which a workflow cannot fix"""
+Item = Mapping[str, Any]
+ShouldAccept = Callable[[TensorDict], bool]
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The episodes of one submitted item. The ledger's module draws a group's life."""
+
+    id: int
+    """unique in its collector; batches carry it as `group_ids`"""
+    data: Item
+    """the submitted item"""
+    workflow: RolloutWorkflow
+    size: int
+    """number of episodes"""
+    should_accept: ShouldAccept | None = None
+    """decides whether the finished group is kept"""
+    seed: int | None = None
+    """key of the group's random numbers; None leaves them to the order of requests"""
+    item: str = ""
+    """name of the item in records"""
+    first_sample: int = 0
+    """number of the first episode among those of the item"""
+    version: int | None = None
+    """policy version at the group's start"""
+    start_order: int | None = None
+    """number of groups for training that started before this group; None for an evaluation"""
+    started: float | None = None
+    """`time.monotonic()` at the group's start, in seconds"""
+    task: asyncio.Task[None] | None = None
+    """runs the episodes"""
+    num_finished: int = 0
+    """episodes that have ended"""
+    trajectories: list[TensorDict] | None = None
+    """one per episode, as soon as the group is ready"""
+    loss: Loss | None = None
+    """why the group is lost"""
+    episodes: list[Episode] = field(init=False)
+
+    def __post_init__(self) -> None:
+        submitted = time.monotonic()
+        self.episodes = [Episode(submitted) for _ in range(self.size)]
+
+    @property
+    def age(self) -> int | None:
+        """Version of the oldest token; the version at the start if the trajectories have no `versions`."""
+        made = [row["versions"][row["versions"] >= 0] for row in self.trajectories or () if "versions" in row]
+        return min((int(versions.min()) for versions in made if len(versions)), default=self.version)
+
+    @property
+    def has_ended(self) -> bool:
+        """True as soon as the group is ready or lost."""
+        return self.trajectories is not None or self.loss is not None
+
+    @property
+    def redrawn(self) -> str:
+        """Kind of the failure after which an episode drew other answers; empty if none did."""
+        return next((episode.redrawn for episode in self.episodes if episode.redrawn), "")
+
+    def ended(self, status: Status | None, reason: str = "") -> Ended:
+        """Return what a record needs.
+
+        Args:
+            status: status of the group; None if it was consumed.
+            reason: why it is lost.
+        """
+        columns = short_columns(self.data)
+        return Ended(self.id, self.item, status, reason, self.episodes, self.first_sample, columns)
+
+    def __str__(self) -> str:
+        state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"
+        return f"group {self.id} ({state})"
 
 
 class EpisodeFailed(Exception):
@@ -58,17 +130,11 @@ class Episodes:
     """
 
     group: Group
-    """group of the episodes; its `tokens` count the tokens that each episode has generated so far"""
     engine: AsyncInference
     options: CollectorOptions
     """time-out and number of attempts"""
     failed_attempts: Counter[str]
     """counts the attempts that raised, by the exception's name or the reward's outcome"""
-
-    @property
-    def name(self) -> str:
-        """Name of the workflow."""
-        return type(self.group.workflow).__name__
 
     async def run(self) -> list[TensorDict] | None:
         """Run all episodes. The first that fails for good cancels its siblings.
@@ -96,29 +162,28 @@ class Episodes:
         return trajectories
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
-        group, recorded, draws = self.group, self.group.episodes[number], Draws()
-        with running(recorded):
+        group, episode, draws = self.group, self.group.episodes[number], Draws()
+        sample, is_trained = group.first_sample + number, group.start_order is not None
+        seed = None if group.seed is None else mix(group.seed, number)
+        keeps_tokens = self.options.keep_ended
+        with running(episode):
             while True:
-                recorded.begin_attempt()
-                draws.begin_attempt()
-                inference = SampleInference(self.engine, group, number, draws, affinity, self.options.keep_ended)
+                inference = SampleInference(
+                    self.engine, episode, draws, sample, seed, affinity, is_trained, keeps_tokens
+                )
                 try:
                     result = await self._attempt(inference)
                 except ENGINE_FAILURES:
                     raise
                 except Exception as error:
-                    kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
-                    recorded.failed_attempts.append(kind)
-                    self.failed_attempts[kind] += 1
-                    is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
-                    if len(recorded.failed_attempts) > self.options.request_retries or is_final:
-                        recorded.failure = reason_of(error)
-                        raise EpisodeFailed(error) from error
+                    self._count_failure(episode, error)
+                    episode.begin_attempt()
+                    draws.begin_attempt()
                 else:
                     group.num_finished += 1
-                    if draws.are_other(self.engine.get_version()):
-                        recorded.redrawn = recorded.failed_attempts[-1]
-                    recorded.take_trajectory(result)
+                    if episode.failed_attempts and draws.are_other(self.engine.get_version()):
+                        episode.redrawn = episode.failed_attempts[-1]
+                    episode.take_trajectory(result)
                     return result
                 finally:
                     inference.end()
@@ -128,39 +193,90 @@ class Episodes:
 
         Raises:
             CallTimeout: The attempt did not end in time.
+            ConfigError: The workflow's method is not async.
         """
-        what = f"an episode of {self.name}"
+        name = type(self.group.workflow).__name__
+
+        async def work() -> TensorDict | None:
+            episode: Any = self.group.workflow.arun_episode(inference, dict(self.group.data))
+            if not inspect.isawaitable(episode):
+                raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
+            return await episode
+
         try:
-            result = await by_deadline(self._episode(inference), self.options.request_timeout, what)
+            result = await by_deadline(work(), self.options.request_timeout, f"an episode of {name}")
         except Overdue as error:
             raise CallTimeout(str(error)) from error
         if result is not None:
-            check_trajectory(result, f"the trajectory of {self.name}")
+            check_trajectory(result, f"the trajectory of {name}")
         return result
 
-    async def _episode(self, inference: Any) -> TensorDict | None:
-        episode = self.group.workflow.arun_episode(inference, dict(self.group.data))
-        if not inspect.isawaitable(episode):
-            raise ConfigError(f"{self.name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
-        return await episode
+    def _count_failure(self, episode: Episode, error: Exception) -> None:
+        """Count a failed attempt.
+
+        Raises:
+            EpisodeFailed: No attempt is left.
+        """
+        kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
+        episode.failed_attempts.append(kind)
+        self.failed_attempts[kind] += 1
+        is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
+        if len(episode.failed_attempts) > self.options.request_retries or is_final:
+            episode.failure = lost_groups.reason_of(error)
+            raise EpisodeFailed(error) from error
 
 
-def status_of(reason: str, error: BaseException | None) -> Status:
-    """Return the status of a group.
+class Queue:
+    """Groups under one rule of admission: those that wait, run or are ready, in the order of their submission.
+
+    The ledger decides by number; the queue keeps the groups behind the numbers.
 
     Args:
-        reason: why it is lost.
-        error: the exception behind the reason.
+        ledger: admits the groups.
+        is_training: whether the groups are trained on. If not, lost groups are not reported and stop no run.
     """
-    if reason.startswith(TOO_OLD):
-        return "too_old"
-    if reason in (CANCELLED, STOPPED) or isinstance(error, (*ENGINE_FAILURES, EngineAborted)):
-        return "aborted"
-    if error is None:
-        return "refused"
-    if isinstance(error, RewardTimeout | RewardCrash | RewardMemory):
-        return "reward_killed"
-    return "timed_out" if isinstance(error, CallTimeout) else "failed"
+
+    def __init__(self, ledger: RolloutLedger, is_training: bool = True) -> None:
+        self.ledger = ledger
+        self.is_training = is_training
+        self.groups: dict[int, Group] = {}
+
+    def submit(self, group: Group) -> None:
+        """Add a group that waits."""
+        self.groups[group.id] = group
+        self.ledger.submit(group.id)
+        trace.stage("group", group.id, "waiting")
+
+    def start(self, version: int) -> Group:
+        """Return the group that has waited longest, which runs from now on."""
+        group = self.groups[self.ledger.start(version)]
+        trace.stage("group", group.id, "running")
+        group.started, group.version = time.monotonic(), version
+        return group
+
+    def accept(self, group: Group, trajectories: list[TensorDict]) -> None:
+        """Mark a running group as ready."""
+        trace.stage("group", group.id, "ready")
+        group.trajectories = trajectories
+        self.ledger.accept(group.id, group.age)
+
+    def drop(self, group: Group, loss: Loss) -> None:
+        """Mark a group that waits, runs or is ready as lost."""
+        trace.finish("group", group.id, loss.reason)
+        self.ledger.drop(group.id, loss.reason)
+        del self.groups[group.id]
+        group.loss, group.trajectories = loss, None
+
+    def consume(self, groups: Sequence[Group], version: int) -> None:
+        """Remove ready groups that go into a batch at this policy version."""
+        self.ledger.consume([group.id for group in groups], version)
+        for group in groups:
+            trace.finish("group", group.id, "consumed")
+            del self.groups[group.id]
+
+    def unfinished(self) -> list[Group]:
+        """Return the groups that wait or run."""
+        return [group for group in self.groups.values() if not group.has_ended]
 
 
 class GroupRunner:
@@ -185,15 +301,17 @@ class GroupRunner:
         """guards the queues and all fields below; notified when a caller's condition has become true"""
         self.is_paused = False
         self.is_closed = False
-        self.lost_groups = LostGroups()
+        self.failed_attempts: Counter[str] = Counter()
+        """attempts that raised at an episode to train on, by kind"""
+        self.losses = Losses()
+        self.first_losses: dict[str, str] = {}
+        """reason of the first lost group of each cause, with its row; also of an evaluation"""
         self.ended: list[Ended] = []
         """groups for the record, if the options keep them"""
         self._stopped: BaseException | None = None
         self._death: BaseException | None = None
-        self._wake_conditions: list[Callable[[], bool]] = []
         self._num_started = itertools.count()
-        self._failures = FailureStreaks()
-        self._num_refused = 0
+        self._stop_rule = StopRule(options)
         self._loop = LoopThread("rollout-collector", self._on_loop_end, block_limit=options.request_timeout)
 
     # -- called in any thread ------------------------------------------------------------------------------------
@@ -233,17 +351,10 @@ class GroupRunner:
             return self._stopped is not None or self.is_closed or is_settled()
 
         with trace.span("wait for rollouts"), self.changed:
-            self._wake_conditions.append(is_over)
-            try:
-                while not (is_over() or is_due()):
-                    patience = self._options.stale_timeout
-                    if deadline is not None and (patience := min(patience, deadline - time.monotonic())) <= 0:
-                        return False
-                    self._loop.wait(self.changed, patience)
-            finally:
-                self._wake_conditions.remove(is_over)
-        self.raise_if_stopped()
-        return True
+            is_in_time = self._loop.wait_until(self.changed, is_over, deadline, is_due, self._options.stale_timeout)
+        if is_in_time:
+            self.raise_if_stopped()
+        return is_in_time
 
     def raise_if_stopped(self) -> None:
         """Raise the error that stopped the run, once.
@@ -260,32 +371,19 @@ class GroupRunner:
         if stopped is not None:
             raise stopped
 
-    def drop(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
-        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock.
-
-        Args:
-            queue: holds the group.
-            group: is lost from now on.
-            reason: why.
-            error: the exception behind the reason.
-        """
-        self.lost_groups.explain(group, reason, error)
-        self.keep(queue, group, status_of(reason, error), reason)
+    def drop(self, queue: Queue, group: Group, loss: Loss) -> None:
+        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock."""
+        if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
+            self.first_losses[cause] = lost_groups.in_full(loss, group.data)
+        self.keep(queue, group, loss.status, loss.reason)
         if queue.is_training:
-            self.lost_groups.add(group, reason)
-        queue.drop(group, reason, error)
+            self.losses.add(loss, group.episodes)
+        queue.drop(group, loss)
         if group.task is not None:
             self._loop.call(group.task.cancel)
 
     def keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
-        """Keep a group for the record, if the options say so. Needs the lock.
-
-        Args:
-            queue: has held the group.
-            group: was lost or consumed.
-            status: status of the group; None if it was consumed.
-            reason: why it is lost.
-        """
+        """Keep a group that was lost, or consumed (status None), for the record, if the options say so."""
         if self._options.keep_ended and queue.is_training:
             self.ended.append(group.ended(status, reason))
 
@@ -295,16 +393,6 @@ class GroupRunner:
         for queue in self._queues:
             for id in queue.ledger.too_old(version):
                 self.drop(queue, queue.groups[id], lost_groups.TOO_OLD)
-
-    def report(self, batch: TensorDict, groups: Sequence[Group]) -> None:
-        """Record the statistics of a batch of these groups, and of the groups lost before it. Needs the lock."""
-        self.lost_groups.report(batch, groups, self._engine.get_version(), self.failed_attempts)
-
-    @property
-    def failed_attempts(self) -> Counter[str]:
-        """Number of attempts that raised at an episode to train on, by kind."""
-        # copied first: the loop counts meanwhile
-        return sum((queue.failed_attempts.copy() for queue in self._queues if queue.is_training), Counter[str]())
 
     def close(self) -> None:
         """Cancel the running groups and end the thread."""
@@ -330,8 +418,7 @@ class GroupRunner:
                 for queue in self._queues:
                     for _ in range(min(queue.ledger.room(version), queue.ledger.counters.waiting)):
                         self._start(queue, queue.start(version))
-            if any(is_over() for is_over in self._wake_conditions):
-                self.changed.notify_all()
+            self._loop.wake(self.changed)
 
     def _start(self, queue: Queue, group: Group) -> None:
         if queue.is_training:
@@ -341,90 +428,54 @@ class GroupRunner:
 
     def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
-            self._end(queue, group, lost_groups.CANCELLED)
+            self._settle(queue, group, lost_groups.CANCELLED)
         elif (error := task.exception()) is not None:
             self._loop.die(error)  # `_run` lets no Exception through
 
     async def _run(self, queue: Queue, group: Group) -> None:
+        stopping: BaseException | None = None
+        end: list[TensorDict] | Loss
+        failed_attempts = self.failed_attempts if queue.is_training else Counter[str]()
         try:
-            trajectories = await Episodes(group, self._engine, self._options, queue.failed_attempts).run()
-            is_accepted = group.should_accept is None or (
-                trajectories is not None and group.should_accept(pad_checked(trajectories))
-            )
+            trajectories = await Episodes(group, self._engine, self._options, failed_attempts).run()
+            end = lost_groups.RETURNED_NONE if trajectories is None else trajectories
+            if trajectories is not None and group.should_accept is not None:
+                end = trajectories if group.should_accept(pad_checked(trajectories)) else lost_groups.NOT_ACCEPTED
         except asyncio.CancelledError:  # by the workflow: a group that the collector cancels was dropped before
-            self._fail(queue, group, lost_groups.CANCELLED)
-        except ENGINE_FAILURES as error:
-            if self._end(queue, group, reason_of(error), error):
-                self._stop(error)
+            end = lost_groups.CANCELLED
         except EpisodeFailed as failed:
-            self._fail(queue, group, reason_of(failed.error), failed.error)
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # only should_accept is left: it is the caller's code, and would fail again
-            if self._end(queue, group, reason_of(error), error):
-                self._stop(_stopping_error(f"should_accept raised {reason_of(error)}", error))
-        else:
-            if trajectories is None:
-                self._refuse(queue, group, lost_groups.RETURNED_NONE)
-            elif not is_accepted:
-                self._refuse(queue, group, lost_groups.NOT_ACCEPTED)
+            end = Loss.by(failed.error)
+        except ENGINE_FAILURES as error:
+            end, stopping = Loss.by(error), error
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # of should_accept: the caller's code
+            end = Loss.by(error)
+            stopping = lost_groups.stopped(f"should_accept raised {end.reason}", error)
+        self._settle(queue, group, end, stopping)
+
+    def _settle(
+        self, queue: Queue, group: Group, end: list[TensorDict] | Loss, stopping: BaseException | None = None
+    ) -> None:
+        """Make a group ready or lost at the end of its task, and stop the run if its loss is one too many."""
+        with self.changed:
+            group.task = None
+            if group.has_ended:  # it was dropped a moment ago, and its end has no effect
+                pass
+            elif isinstance(end, Loss):
+                self.drop(queue, group, end)
+                stopping = stopping or self._stop_rule.error(end, group.data, group.start_order)
+                if stopping is not None:
+                    self._stop(stopping)
             else:
-                self._accept(queue, group, trajectories)
-
-    def _accept(self, queue: Queue, group: Group, trajectories: list[TensorDict]) -> None:
-        with self.changed:
-            group.task = None
-            if queue.is_training:
-                self._num_refused = 0
-            if not group.has_ended:  # else it was dropped a moment ago
-                queue.accept(group, trajectories)
+                queue.accept(group, end)
+                if queue.is_training:
+                    self._stop_rule.num_refused = 0
         self._admit()
-
-    def _refuse(self, queue: Queue, group: Group, reason: str) -> None:
-        """Drop a group whose episodes succeeded, and stop the run if too many in a row were refused."""
-        if self._end(queue, group, reason) and queue.is_training:
-            is_counted = reason != lost_groups.NOT_ACCEPTED or not self._options.is_filter_bounded
-            self._num_refused = self._num_refused + 1 if is_counted else 0
-            if self._num_refused >= self._options.max_consecutive_rejections:
-                self._stop(_stopping_error(f"{self._num_refused} groups in a row were dropped: {reason}"))
-
-    def _fail(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
-        """Drop a group whose episodes failed, and stop the run if too many in a row failed."""
-        if self._end(queue, group, reason, error) and group.start_order is not None:
-            num_failures = self._failures.add(group.start_order)
-            if num_failures >= self._options.max_consecutive_failures:
-                last = in_full(reason, error, group.data)
-                self._stop(_stopping_error(f"{num_failures} groups in a row failed, the last with {last}", error))
-
-    def _end(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> bool:
-        """Drop a group whose task ends.
-
-        Returns:
-            False if the group was dropped before: then its error has no effect.
-        """
-        with self.changed:
-            group.task = None
-            is_first = not group.has_ended
-            if is_first:
-                self.drop(queue, group, reason, error)
-        self._admit()
-        return is_first
 
     def _stop(self, error: BaseException) -> None:
         """Drop every group that runs or waits. The next caller gets the error."""
-        with self.changed:
-            self._stopped = error
-            self._failures.clear()
-            self._num_refused = 0
-            for queue in self._queues:
-                for group in queue.unfinished():
-                    self.drop(queue, group, lost_groups.STOPPED)
-            self.changed.notify_all()
-
-
-def _stopping_error(why: str, cause: BaseException | None = None) -> RolloutError:
-    error = RolloutError(f"the rollouts were stopped: {why}")
-    error.__cause__ = cause
-    return error
+        self._stopped = error
+        self._stop_rule.clear()
+        for queue in self._queues:
+            for group in queue.unfinished():
+                self.drop(queue, group, lost_groups.STOPPED)
+        self.changed.notify_all()

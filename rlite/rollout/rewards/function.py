@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 from rlite.errors import ConfigError, shortened
 from rlite.observability import trace
-from rlite.rollout.deadlines import side_by_side
 from rlite.rollout.episode import current_episode, in_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.judges import JudgeLoop, Slots
@@ -27,6 +26,7 @@ from rlite.rollout.rewards.score import (
     score,
     score_batch,
 )
+from rlite.runtime.event_loop import side_by_side
 from rlite.runtime.sandbox.function import SandboxFunction, limited
 
 _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]

@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rlite.rollout.deadlines import converted
-from rlite.rollout.loop import LoopThread
 from rlite.rollout.rewards.score import REWARD_ERRORS, RewardTimeout
+from rlite.runtime.event_loop import LoopThread, converted
 
 BLOCKED_AFTER = 5.0
 """seconds beyond its time-out after which a call's loop counts as blocked"""

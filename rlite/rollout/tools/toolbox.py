@@ -11,9 +11,9 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from rlite.errors import ConfigError
-from rlite.rollout.deadlines import converted
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.results import TOOL_ERRORS, ToolError, ToolTimeout, read_text, result_text
+from rlite.runtime.event_loop import converted
 from rlite.runtime.sandbox.function import SandboxFunction
 
 

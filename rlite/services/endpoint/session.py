@@ -10,14 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rlite.data.chat.prompt_tokens import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal, Tokenizer
-from rlite.data.tokens import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
-from rlite.rollout.collector.seeds import mix
-from rlite.rollout.deadlines import beside_loop
+from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.workflow import context_length, end_ids
+from rlite.runtime.event_loop import beside_loop
 from rlite.services.endpoint import requests, responses
 from rlite.services.endpoint.recording import Recording, RecordingOwner, Turn
 from rlite.services.endpoint.requests import ApiError, ModelRequest

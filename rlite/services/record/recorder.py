@@ -24,11 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlite.batch import NAMED_REWARD
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended, seconds
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
 from rlite.services.record.files import TRAIN, RecordWriter, Tables
-from rlite.services.record.schema import ROWS, TOKENS, Status
+from rlite.services.record.schema import ROWS, TOKENS
+from rlite.types import Status
 
 WIDEST = 4
 """tokens that one character takes at most"""
@@ -336,12 +337,12 @@ def _times(episode: Episode) -> dict[str, Any]:
         return {}
     environment = None
     if ended is not None:
-        environment = max(0.0, ended - started - episode.seconds("generate", "reward"))
+        environment = max(0.0, ended - started - seconds(episode, "generate", "reward"))
     return {
         "seconds_queue": started,
-        "seconds_generate": episode.seconds("generate"),
+        "seconds_generate": seconds(episode, "generate"),
         "seconds_environment": environment,
-        "seconds_reward": episode.seconds("reward"),
+        "seconds_reward": seconds(episode, "reward"),
         "ended": episode.ended_at,
         "events": [{"name": name, "start": start, "end": end} for name, start, end in _events(episode)[:MAX_EVENTS]],
     }

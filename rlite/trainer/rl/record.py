@@ -11,13 +11,13 @@ from tensordict import TensorDict
 
 from rlite.evaluation.record import EvaluationRecord
 from rlite.rollout.collector.collector import RolloutCollector
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
-from rlite.services.record.schema import Status
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
+from rlite.types import Status
 
 EQUAL_REWARDS = "all rewards of the group are equal"
 UNLIKE = "its keys or types are unlike those of the batch"
@@ -103,7 +103,7 @@ class Outcome:
         return replace(group, status=status, reason=reason)
 
     def _decide(self, group: Ended) -> tuple[Status, str]:
-        if group.reason == NOT_ACCEPTED and self.is_filtering:
+        if group.reason == NOT_ACCEPTED.reason and self.is_filtering:
             return "filtered", EQUAL_REWARDS
         if group.status is not None:
             return group.status, group.reason

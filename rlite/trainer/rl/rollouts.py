@@ -22,7 +22,7 @@ from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.collector.group import plain
+from rlite.rollout.collector.saved import plain
 from rlite.rollout.trajectories import first_rows, join_batches, layout, trajectory_index
 from rlite.trainer.held_out import held_out_sources
 from rlite.trainer.rl.engines import Engines, check_kept

@@ -17,9 +17,16 @@ from typing import Any
 from rlite import config
 from rlite.data.chat.template import CLOCK
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, StorageError, why_not_written
+from rlite.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    NonFiniteError,
+    RolloutError,
+    StorageError,
+    why_not_written,
+)
 from rlite.observability import stats_tracker, trace
-from rlite.rollout.workflow import RolloutError
 from rlite.runtime.cluster.session import at_shutdown
 from rlite.runtime.storage.atomic import FACTS
 from rlite.services.checkpoints import Checkpoints, steps_of

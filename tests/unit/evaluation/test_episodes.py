@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.evaluation.sets import EvaluationSet, run_episodes
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended
 
 
 class AskTwice(RolloutWorkflow):

@@ -23,7 +23,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.openai import AgentWorkflow
 from rlite.services.record.recorder import TokenTexts
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with

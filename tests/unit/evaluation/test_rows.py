@@ -14,7 +14,7 @@ from rlite.evaluation.metrics import Sample
 from rlite.evaluation.record import Row, row_of
 from rlite.evaluation.sets import EvaluationSet, run_episodes
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended
 from rlite.services.record.recorder import TokenTexts
 
 

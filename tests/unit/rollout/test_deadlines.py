@@ -25,12 +25,11 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.collector.group import Ended
-from rlite.rollout.deadlines import ABANDONED, Abandoned, Overdue, UserExit, by_deadline
-from rlite.rollout.loop import LoopThread
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.toolbox import Toolbox
+from rlite.runtime.event_loop import ABANDONED, Abandoned, LoopThread, Overdue, UserExit, by_deadline
 
 CALL: dict[str, Any] = {"prompt": "", "completions": "", "prompt_ids": [], "completion_ids": []}
 ITEMS = [{"number": number} for number in range(3)]
@@ -270,7 +269,7 @@ def test_a_reward_that_ends_its_batch_costs_the_other_completions_nothing(death:
 
 
 def test_code_that_blocks_the_loop_is_named_and_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.rollout.loop.LOOK_INTERVAL", 0.2)
+    monkeypatch.setattr("rlite.runtime.event_loop.LOOK_INTERVAL", 0.2)
     release = threading.Event()
 
     async def sleep_synchronously(engine: Any) -> None:

@@ -23,7 +23,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.collector.lost_groups import Selection
-from rlite.rollout.collector.seeds import chunks_of
+from rlite.rollout.redraws import chunks_of
 from rlite.types import LLMResponse, TokenChunk
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=200)

@@ -17,8 +17,9 @@ from rlite.batch import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.group import Ended, Group
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
+from rlite.rollout.collector.runner import Group
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.services.record.files import drop_later, read_gaps
 from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
@@ -146,10 +147,10 @@ def test_rollouts_of_a_skipped_update_are_not_called_trained(made: Any, tmp_path
 
 def test_nothing_is_filtered_without_dynamic_filtering() -> None:
     outcome = Outcome(trained={0})
-    left_out, refused = consumed(1, (1.0, 1.0)), replace(consumed(2), status="refused", reason=NOT_ACCEPTED)
+    left_out, refused = consumed(1, (1.0, 1.0)), replace(consumed(2), status="refused", reason=NOT_ACCEPTED.reason)
     assert [(found.status, found.reason) for found in map(outcome.decide, (left_out, refused))] == [
         ("refused", LEFT_OUT),
-        ("refused", NOT_ACCEPTED),
+        ("refused", NOT_ACCEPTED.reason),
     ]
 
 
