@@ -18,7 +18,8 @@ from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec, check_capacity
 from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
 from rlite.owner import Owner
-from rlite.services.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
+from rlite.runtime.storage.texts import check_name
+from rlite.services.recovery.record import JobRecord, LogEntry, forget_old, load_record, save_record
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""

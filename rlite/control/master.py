@@ -31,6 +31,7 @@ from rlite.control.spec import RLRoleType
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, living_nodes, make_store, own_node
+from rlite.runtime.storage.texts import StateStore
 from rlite.services.recovery.failover import (
     JOB,
     Action,
@@ -55,7 +56,7 @@ from rlite.services.recovery.failover import (
     WorkloadsFailed,
     decide,
 )
-from rlite.services.recovery.record import JobRecord, LogEntry, StateStore, load_record, save_record
+from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
 from rlite.services.recovery.reporting import TrainerReport
 
 logger = logging.getLogger(__name__)

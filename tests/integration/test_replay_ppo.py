@@ -15,10 +15,10 @@ import rlite
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.backends.embedded.backend import BACKEND
 from rlite.engine import registry
-from rlite.engine.inference_executor import Capabilities
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
 from rlite.rollout import SingleTurnWorkflow
+from rlite.runtime.replicas.replica import Capabilities
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import (

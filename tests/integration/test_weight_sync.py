@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
-from rlite.engine import transport as transport_module
-from rlite.engine import weight_sync as weight_sync_module
-from rlite.engine.base import Engine, Weights
-from rlite.engine.weight_sync import Transport, make_plan, sync_weights
-from rlite.engine.workers import Worker
+from rlite.engine import weights as weight_sync_module
+from rlite.engine.weights import Transport, make_plan, sync_weights
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.shards import Box
+from rlite.runtime.replicas import transport as transport_module
+from rlite.runtime.replicas.engine import Engine, Weights
+from rlite.runtime.replicas.workers import Worker
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
 from tests.integration.modules import POLICIES, Policy, next_token_logprobs, on_meta
 from tests.integration.worlds import world

@@ -243,7 +243,7 @@ class Generation:
         limits = CollectorOptions(
             request_timeout=self._options.timeout, request_retries=self._options.retries, keep_ended=True
         )
-        concurrent = self._options.num_concurrent(len(engine.executors))
+        concurrent = self._options.num_concurrent(len(engine.copies))
         runner = EpisodeRunner(engine, self._workflow, self._questions.items, limits, self._options.seed, concurrent)
         begun = time.monotonic()
         try:
@@ -512,7 +512,7 @@ class TaskAnswers:
         engine = build_engine(name, options, context, seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
-            batch_size = options.num_concurrent(len(engine.executors))
+            batch_size = options.num_concurrent(len(engine.copies))
             model = import_module(HARNESS).RliteLM(engine, batch_size=batch_size)
             for task in self.missing:
                 self._do(task, model)

@@ -25,7 +25,7 @@ from rlite.runtime.parallel.mesh import TrainMesh
 
 
 class BatchRunner:
-    """The batch operations of one rank, as `TrainExecutor` declares them. `Fsdp2Worker` holds the module."""
+    """The batch operations of one rank, as `TrainWorker` declares them. `Fsdp2Worker` holds the module."""
 
     module: BaseTrainModule
     """the sharded module"""
@@ -43,7 +43,7 @@ class BatchRunner:
     # -- training ------------------------------------------------------------------------------------------------
 
     def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
-        """Make one optimizer step on a batch; see `TrainExecutor.train_batch`.
+        """Make one optimizer step on a batch; see `TrainWorker.train_batch`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -59,7 +59,7 @@ class BatchRunner:
         return {**means, **self.optimizer_step()}
 
     def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
-        """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
+        """Accumulate the gradients of a batch; see `TrainWorker.forward_backward`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -105,7 +105,7 @@ class BatchRunner:
         return {**summed, "weight": added, **values.joined()}
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
+        """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
 
         Returns:
             `grad_norm`, `lr`, `weight` and `is_skipped`.
@@ -145,7 +145,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Evaluate a batch without gradients; see `TrainExecutor.eval_batch`.
+        """Evaluate a batch without gradients; see `TrainWorker.eval_batch`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -165,7 +165,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
-        """Apply `post_hook` to every pack; see `TrainExecutor.forward`.
+        """Apply `post_hook` to every pack; see `TrainWorker.forward`.
 
         Args:
             share: this data rank's rows and microbatches.

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from rlite.engine.options import PassingOptions, WrappedOptions
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.options import PassingOptions, WrappedOptions
 
 REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
 OWN = {

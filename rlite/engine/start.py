@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from rlite.config import Options
-from rlite.engine.base import Engine
 from rlite.engine.registry import Backend, find_backend, kinds_of, registered_executors
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 from rlite.runtime.cluster import session as cluster
 from rlite.runtime.cluster.launcher import SessionOptions
 from rlite.runtime.cluster.placement import DeviceKind
 from rlite.runtime.cluster.session import LauncherName, Session
+from rlite.runtime.replicas.engine import Engine
 
 EngineOptions = Mapping[str, Mapping[str, Any]]
 """options of executors, by the name of the executor"""
