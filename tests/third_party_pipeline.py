@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlite.algorithms.on_logprobs import OnLogprobs
 from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, own_tokens
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
 from rlite.engine.registry import register_executor
 from rlite.engine.train_backend import TrainBackend
 from rlite.engine.user_module import take_class
@@ -238,7 +238,8 @@ class PipelineWorker:
                 data = dict(lazy_pack(share.batch, rows or pair_rows(share.batch), CPU))
                 outputs = self._run(post_hook, data)
                 if self._is_last:
-                    found.append(own_tokens(rows, post_hook(outputs, data)))
+                    values = post_hook(outputs, data)
+                    found.append(values if rows else values[:0])
         return torch.cat(found) if self._is_last else None
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:

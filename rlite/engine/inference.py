@@ -11,7 +11,6 @@ Replicas, routing, replacement, residency and weights are the work of `ServingEn
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,8 +28,7 @@ from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, local_chec
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
-from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
-from rlite.runtime.replicas.completion import check_tokens
+from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
 from rlite.runtime.replicas.router import Policy, least_outstanding
 from rlite.runtime.replicas.serving import ServingEngine
@@ -72,7 +70,6 @@ class RliteInferenceEngine(ServingEngine):
     ) -> None:
         backend, folder = find_backend("inference", executor, InferenceBackend), str(local_checkpoint(path))
         super().__init__(backend, executor, folder, load_config(folder).get_text_config(), max_replacements, routing)
-        self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rollout_options = CollectorOptions()
         self._collector: RolloutCollector | None = None
@@ -139,10 +136,9 @@ class RliteInferenceEngine(ServingEngine):
             DataError: the messages have another form, or the template refuses them.
             ConfigError: an option is one of sampling, or the template does not read it.
         """
-        item = conversation(messages, self.tokenizer, chat_template_options)
-        tokens = prompt_ids(item, self.tokenizer, chat_template_options)
+        tokens, text = conversation(messages, self.tokenizer, chat_template_options)
         (answer,) = self.generate([tokens], sampling_params, timeout)
-        return replace(answer, prompt=prompt_text(item, self.tokenizer, chat_template_options))
+        return replace(answer, prompt=text)
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Complete one request, while others run. Cancelling the task ends the request.
@@ -215,12 +211,8 @@ class RliteInferenceEngine(ServingEngine):
         """Return the token ids of a prompt, which the model's vocabulary has."""
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            ids = raw_prompts(self.tokenizer, [prompt])[0]
-        else:
-            ids = list(token_ids(prompt, f"prompt {index}"))
-        check_tokens(ids, f"prompt {index}", self._config.vocab_size)
-        return ids
+        where, is_text = f"prompt {index}", isinstance(prompt, str)
+        return self._checked(raw_prompts(self.tokenizer, [prompt])[0] if is_text else token_ids(prompt, where), where)
 
     def _request(
         self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, extras: tuple[str, ...] = ()
@@ -243,9 +235,7 @@ class RliteInferenceEngine(ServingEngine):
 
     def load(self, path: str | Path | None = None) -> None:
         """Read weights from a checkpoint of the same model; without a path, from the engine's own: a new version."""
-        folder = None if path is None else str(local_checkpoint(path))
-        with self._writing_weights("continue"):
-            self._each(lambda replica: replica.load_weights(folder))
+        self._load(None if path is None else str(local_checkpoint(path)))
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def split_batch(
     batch: Mapping[str, Tensor],
     num_data_ranks: int,
     capacity: int,
-    costs: Callable[[Sequence[int]], list[float] | None],
+    costs: Callable[[Sequence[int]], list[float]] | None = None,
     method: PackingMethod = "first_fit_decreasing",
 ) -> list[BatchShare]:
     """Divide the rows so that all data ranks have similar work.
@@ -62,7 +61,7 @@ def split_batch(
         num_data_ranks: number of shares. A share without rows of its own gets some rows for their shape, in no
             microbatch.
         capacity: maximum tokens in a microbatch.
-        costs: maps the lengths of the rows to the costs that ranks share evenly; None is the lengths.
+        costs: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the lengths.
         method: packing method; see `plan_microbatches`.
 
     Returns:
@@ -76,7 +75,8 @@ def split_batch(
         raise DataError(f"{what}: the batch has no rows")
     lengths = sequence_lengths(batch)
     pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
-    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=costs(lengths), method=method)
+    row_costs = None if costs is None else costs(lengths)
+    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=row_costs, method=method)
     return [_share(batch, microbatches, lengths) for microbatches in plan]
 
 
@@ -214,42 +214,8 @@ class LossSums:
                 "metrics for every pack"
             )
         summed = sum_over([float(part) for name in names for part in self._sums[name]])
-        return {
-            name: total / count if count else 0.0
-            for name, total, count in zip(names, summed[::2], summed[1::2], strict=True)
-        }
-
-
-class TokenValues:
-    """Values of the tokens of a share, which its loss reports as `PerToken`."""
-
-    def __init__(self) -> None:
-        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
-        """Keep the values of a pack on its device.
-
-        Args:
-            rows: row numbers in the share; an empty microbatch has none.
-            report: what the loss of the pack reports.
-        """
-        for name, value in report.items():
-            if isinstance(value, PerToken):
-                self._parts[name].append(own_tokens(rows, value.values))
-
-    def joined(self) -> dict[str, Tensor]:
-        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
-        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
-
-
-def own_tokens(rows: list[int], values: Tensor) -> Tensor:
-    """Return the values [T, ...] of a pack, or no values [0, ...] of a microbatch that has only padding rows.
-
-    Args:
-        rows: row numbers of the microbatch; an empty microbatch has none.
-        values: values of the pack's tokens.
-    """
-    return values if rows else values[:0]
+        totals, counts = summed[::2], summed[1::2]
+        return {name: total / count if count else 0.0 for name, total, count in zip(names, totals, counts, strict=True)}
 
 
 def _number(value: Any) -> Tensor | float:

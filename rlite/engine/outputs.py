@@ -12,6 +12,7 @@ from rlite.data.chat.answers import split_at_stop
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import check_template_options
 from rlite.errors import ConfigError
+from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.runtime.replicas.replica import InFlightRequest
 from rlite.types import (
     CompletionOutput,
@@ -46,8 +47,10 @@ def sampling(given: Sampling) -> tuple[GenerationHyperparameters, bool]:
     return GenerationHyperparameters.from_mapping(rest), wanted is not None and wanted is not False
 
 
-def conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a conversation as an item of data, which a chat template renders.
+def conversation(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> tuple[list[int], str]:
+    """Return the tokens and the text of a conversation, as the chat template renders it.
 
     Args:
         messages: the conversation.
@@ -64,7 +67,8 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase, options
     for name in options.keys() & GenerationHyperparameters.names():
         raise ConfigError(f"chat({name}=...): a parameter of sampling; write chat(messages, {{{name!r}: ...}})")
     check_template_options(tokenizer, options, "chat")
-    return {"messages": messages}
+    item = {"messages": messages}
+    return prompt_ids(item, tokenizer, options), prompt_text(item, tokenizer, options)
 
 
 async def streamed(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from rlite.data.microbatch_plan import sequence_flops
 from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.microbatches import BatchShare, Loss, Weight, join_values, split_batch
@@ -18,7 +16,6 @@ from rlite.engine.train_backend import TrainBackend, TrainWorker
 from rlite.engine.train_state import ResumableEngine
 from rlite.engine.user_module import check_train_module, redefined, user_methods, with_class
 from rlite.engine.weights import OnInflight, SyncReport, sync_weights
-from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.replicas.engine import Engine
 
@@ -44,8 +41,6 @@ class RliteTrainEngine(ResumableEngine):
         module: a `BaseTrainModule` on the meta device.
         executor: name of the parallel backend; "fsdp2".
     """
-
-    _backend: TrainBackend
 
     def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
         checked = check_train_module(module, self._own_names())
@@ -112,12 +107,12 @@ class RliteTrainEngine(ResumableEngine):
             self._need_weights(name)
             shares = plan_shares(args, kwargs, self.num_data_ranks)
             calls = scatter(args, kwargs, self.num_data_ranks, self.dims.seq, shares=shares)
-            results = self._on_data_ranks(
+            results = self._ask_each(
                 TrainWorker.invoke,
                 [(*call, name) for call in calls],
                 what=name,
                 timeout=timeout,
-                differs_in_seq=cuts_sequences(args, kwargs),
+                has_own_statistics=cuts_sequences(args, kwargs),
             )
             return gather(results, gather_of(method), shares)
 
@@ -222,7 +217,7 @@ class RliteTrainEngine(ResumableEngine):
             ConfigError: the module has no optimizer.
         """
         self._need_weights("optimizer_step")
-        return self._on_data_ranks(TrainWorker.optimizer_step, [()] * self.num_data_ranks)[0]
+        return self._ask_each(TrainWorker.optimizer_step, [()] * self.num_data_ranks)[0]
 
     def eval_batch(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Return the statistics of a batch as `train_batch` does, without a step, with the module in evaluation mode.
@@ -256,7 +251,7 @@ class RliteTrainEngine(ResumableEngine):
         """
         shares = self._split("forward", batch, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters) for share in shares]
-        results = self._on_data_ranks(TrainWorker.forward, calls)
+        results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
 
     def nonfinite_parameters(self) -> list[str]:
@@ -273,7 +268,7 @@ class RliteTrainEngine(ResumableEngine):
         Returns:
             The new learning rate.
         """
-        return self._on_data_ranks(TrainWorker.step_lr_scheduler, [()] * self.num_data_ranks)[0]
+        return self._ask_each(TrainWorker.step_lr_scheduler, [()] * self.num_data_ranks)[0]
 
     def p2p_weight_sync(
         self, target: Engine, on_inflight: OnInflight = "continue", verify_checksums: bool = False
@@ -300,7 +295,7 @@ class RliteTrainEngine(ResumableEngine):
         self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
     ) -> dict[str, Any]:
         shares = self._split(method.__name__, batch)
-        results = self._on_data_ranks(method, [(share, *functions) for share in shares])
+        results = self._ask_each(method, [(share, *functions) for share in shares])
         stats = dict(results[0])
         for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:
             values = [result.get(name, torch.empty(0)) for result in results]
@@ -311,64 +306,12 @@ class RliteTrainEngine(ResumableEngine):
     def _split(self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None) -> list[BatchShare]:
         self._need_weights(what)
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
-        method = self.options.packing_method
-        return split_batch(what, batch, self.num_data_ranks, capacity, self._row_costs, method)
+        costs = None if self.options.balance_by == "tokens" else self._flops
+        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method)
 
-    def _on_data_ranks(
-        self,
-        method: Callable[..., Any],
-        calls: Sequence[tuple],
-        what: str | None = None,
-        timeout: float | None = None,
-        differs_in_seq: bool = False,
-    ) -> list[Any]:
-        """Call a `TrainWorker` method on every worker.
-
-        Args:
-            method: a method that the protocol declares.
-            calls: arguments for each data rank, or for each piece of sequences of each data rank.
-            what: name of the call in messages.
-            timeout: seconds; None is the session's `call_timeout`.
-            differs_in_seq: whether ranks that share sequences see different tokens, and so record different statistics.
-
-        Returns:
-            One result for each data rank.
-        """
-        num_workers, choice = len(self.group), self._backend.ranks
-        size = num_workers // len(calls)
-        dealt: list[Any] = [(args, {}) for call in calls for args in choice.deal(call, size)]
-        reporters = range(0, num_workers, size) if differs_in_seq else None
-        results = self.group.call(method.__name__, dealt, timeout=timeout, what=what, reporters=reporters)
-        num_peers = self.dims.num_peers
-        return results[range(num_peers)[choice.returns] :: num_peers]
-
-    def _validate(self, copy_size: int) -> None:
-        try:
-            self._backend.layout(copy_size, copy_size, self.options)
-        except ConfigError as error:
-            raise ConfigError(f"tensor_parallel_size={copy_size}: {error}") from error
-        if self._backend.check_module is not None:
-            self._backend.check_module(self.module, self.options)
-
-    def _source(self) -> bytes:
-        for parameter in self.module.parameters():
-            # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
-            vars(parameter).pop("requires_grad", None)
-        return cloudpickle.dumps(self.module)
+    def _ask_each(self, method: Callable[..., Any], calls: Sequence[tuple], **options: Any) -> list[Any]:
+        """Return the result of every data rank; see `WorkerSet.ask_each`."""
+        return self._workers.ask_each(method, calls, self.dims.num_peers, **options)
 
     def _num_peers(self) -> int:
         return self.dims.num_peers
-
-    def _row_costs(self, lengths: Sequence[int]) -> list[float] | None:
-        """Return the costs of rows that data ranks share evenly; None is the lengths of the rows.
-
-        Raises:
-            ConfigError: `balance_by` is "flops" and the module has no config.
-        """
-        if self.options.balance_by == "tokens":
-            return None
-        config = getattr(self.module, "config", None)
-        if config is None:
-            raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
-        text = config.get_text_config()
-        return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cloudpickle
 import torch
 from torch import Tensor
 
-from rlite.engine.train_backend import TrainWorker
-from rlite.errors import CheckpointError, RliteError, WorkerError, why_not_written
+from rlite.data.microbatch_plan import sequence_flops
+from rlite.engine.train_backend import TrainBackend, TrainWorker
+from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import local_checkpoint
 from rlite.runtime.replicas.engine import Engine, Weights
-from rlite.runtime.replicas.workers import Backend, Kind, WorkerSet
+from rlite.runtime.replicas.workers import Kind, WorkerSet
 from rlite.runtime.storage.atomic import is_staged, staging, verify
 from rlite.runtime.storage.safe import load_values
 from rlite.runtime.storage.sharded import random_state, set_random_state
@@ -97,11 +99,38 @@ class ResumableEngine(Engine):
     """
 
     kind: ClassVar[Kind] = "train"
+    _backend: TrainBackend
 
-    def __init__(self, backend: Backend, executor: str, module: BaseTrainModule) -> None:
+    def __init__(self, backend: TrainBackend, executor: str, module: BaseTrainModule) -> None:
         super().__init__(backend, executor)
         self.module = module
         self._writing: StateWriting | None = None
+
+    def _validate(self, copy_size: int) -> None:
+        try:
+            self._backend.layout(copy_size, copy_size, self.options)
+        except ConfigError as error:
+            raise ConfigError(f"tensor_parallel_size={copy_size}: {error}") from error
+        if self._backend.check_module is not None:
+            self._backend.check_module(self.module, self.options)
+
+    def _source(self) -> bytes:
+        for parameter in self.module.parameters():
+            # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
+            vars(parameter).pop("requires_grad", None)
+        return cloudpickle.dumps(self.module)
+
+    def _flops(self, lengths: Sequence[int]) -> list[float]:
+        """Return the FLOPs of rows of these lengths.
+
+        Raises:
+            ConfigError: the module has no config.
+        """
+        config = getattr(self.module, "config", None)
+        if config is None:
+            raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
+        text = config.get_text_config()
+        return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
 
     def _built(self) -> None:
         assert self._session is not None

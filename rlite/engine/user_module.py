@@ -1,7 +1,7 @@
 """The class of a user's train module: what an engine can serve, and new methods for a module that is already built.
 
-A cell of a notebook that is run again defines a new class, and objects of the earlier class keep the earlier methods. So
-the class of a module is replaced by the definition that now has its name.
+A cell of a notebook that is run again defines a new class, and objects of the earlier class keep the earlier methods.
+So the class of a module is replaced by the definition that now has its name.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from rlite.backends.sglang.replica import SglangReplica
 from rlite.backends.sglang.server import CallRefused, ServerProcess
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
+from rlite.runtime.cluster.launcher import GroupRequest
 from rlite.runtime.cluster.session import current_session
 from rlite.runtime.replicas.replica import InFlightRequest
 from rlite.runtime.replicas.router import Router
@@ -239,7 +240,8 @@ def is_server_of(engine: RliteInferenceEngine, process: psutil.Process) -> bool:
 
 def replica_of(name: str, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
     launcher = current_session().launcher
-    group = launcher.start(name, launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
+    request = GroupRequest(name, launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
+    group = launcher.start(request)
     return SglangReplica(WorkerSet(0, group, 1), options, router.replica_failed)
 
 

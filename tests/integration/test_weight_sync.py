@@ -241,7 +241,7 @@ def test_equal_replicas_and_later_syncs_share_a_plan(
 def test_one_source_sends_to_one_target_at_a_time(
     engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    monkeypatch.setattr(weight_sync_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
+    monkeypatch.setattr(transport_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
     train = engines.train(models["qwen2"], size=2)
     targets = [engines.serve(models["qwen2"], 2), engines.serve(models["qwen2"], 1)]
     with ThreadPoolExecutor(2) as pool:
@@ -255,7 +255,7 @@ def test_one_source_sends_to_one_target_at_a_time(
 def test_one_target_receives_from_one_source_at_a_time(
     engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
+    monkeypatch.setattr(transport_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
     sources = [engines.train(models["qwen2"], size=2) for _ in range(2)]
     sources[1].scale_weights(1.5)
     target = engines.train(models["qwen2"], size=2)

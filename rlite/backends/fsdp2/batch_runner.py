@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
+from rlite.algorithms.reduce import PerToken
 from rlite.algorithms.results import WITHOUT_GRADIENT
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.data.packs import Pack, lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens, weigh
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, weigh
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -231,3 +233,35 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:
     """Return a context that ignores reports to stats_tracker if a microbatch has only padding rows."""
     return nullcontext() if rows else stats_tracker.apart()
+
+
+class TokenValues:
+    """Values of the tokens of a share, which its loss reports as `PerToken`."""
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
+        """Keep the values of a pack on its device.
+
+        Args:
+            rows: row numbers in the share; an empty microbatch has none.
+            report: what the loss of the pack reports.
+        """
+        for name, value in report.items():
+            if isinstance(value, PerToken):
+                self._parts[name].append(own_tokens(rows, value.values))
+
+    def joined(self) -> dict[str, Tensor]:
+        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
+        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
+
+
+def own_tokens(rows: list[int], values: Tensor) -> Tensor:
+    """Return the values [T, ...] of a pack, or no values [0, ...] of a microbatch that has only padding rows.
+
+    Args:
+        rows: row numbers of the microbatch; an empty microbatch has none.
+        values: values of the pack's tokens.
+    """
+    return values if rows else values[:0]

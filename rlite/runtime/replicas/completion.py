@@ -20,13 +20,16 @@ from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs
 logger = logging.getLogger(__name__)
 
 
-async def complete(replicas: ReplicaSet, request: InFlightRequest, affinity: str | None) -> None:
+async def complete(
+    replicas: ReplicaSet, request: InFlightRequest, affinity: str | None, truncation: TruncationNote
+) -> None:
     """Send a request to a replica, and wait beside the event loop until it has ended. A cancelled task ends it.
 
     Args:
         replicas: the replicas.
         request: the request.
         affinity: key of requests that should share a replica.
+        truncation: looks at the request afterwards.
 
     Raises:
         CancelledError: the task was cancelled.
@@ -38,15 +41,19 @@ async def complete(replicas: ReplicaSet, request: InFlightRequest, affinity: str
         except asyncio.CancelledError:
             replicas.router.cancel([request])
             raise
+    truncation.look_at(request)
 
 
-def complete_all(replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest]], timeout: float) -> None:
+def complete_all(
+    replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest]], timeout: float, truncation: TruncationNote
+) -> None:
     """Send groups of siblings to replicas, and wait until all have ended. On an error or a time-out, cancel the rest.
 
     Args:
         replicas: the replicas.
         groups: requests that share a prompt.
         timeout: seconds.
+        truncation: looks at the requests afterwards.
 
     Raises:
         CallTimeout: a request did not end within `timeout` seconds.
@@ -68,6 +75,8 @@ def complete_all(replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest
                 f"{'; '.join(busy)}. Give it more time (timeout=) or ask for fewer tokens (max_new_tokens).",
                 busy,
             )
+    for request in requests:
+        truncation.look_at(request)
 
 
 def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_tokens: int) -> list[PromptLogprobs]:

@@ -25,6 +25,7 @@ import torch
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.launcher import GroupRequest
 from rlite.runtime.cluster.placement import PlacementRequest
 from rlite.runtime.cluster.session import Session, current_session, default_options
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
@@ -144,7 +145,7 @@ class Engine:
             make_room(session, owner)
             replica_size = tensor_parallel_size if self.has_independent_replicas else None
             devices = [device for devices in placed for device in devices]
-            self._group = group = session.start(owner, devices, self._factory, replica_size)
+            self._group = group = session.start(GroupRequest(owner, devices, self._factory, replica_size))
             check_neighbours(session, owner, group)
             self.copies = [self._copy(index) for index in range(len(placed))]
             self._choose_reporters()
@@ -214,7 +215,7 @@ class Engine:
     @property
     def _workers(self) -> WorkerSet:
         """All workers of the engine together."""
-        return WorkerSet(0, self.group, len(self.group))
+        return WorkerSet(0, self.group, len(self.group), self._backend.ranks)
 
     def _each(self, act: Callable[[Any], T]) -> list[T]:
         """Return the results of an action on each part of the engine that moves by itself: all workers, or a replica.

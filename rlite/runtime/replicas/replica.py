@@ -393,6 +393,10 @@ class InferenceBackend(Backend):
     it to `build`"""
     capabilities: Capabilities = Capabilities()
 
+    def fixed_replicas(self, options: Any) -> int | None:
+        """Return the number of replicas that the options fix, if they fix one."""
+        return None if self.num_replicas is None else self.num_replicas(options)
+
 
 def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
     """Check that no prompt is too long.

@@ -21,7 +21,7 @@ from rlite.runtime.cluster.session import Session
 from rlite.runtime.replicas.replacement import ReplicaSupervisor
 from rlite.runtime.replicas.replica import Replica
 from rlite.runtime.replicas.router import Policy, Router, loss_of
-from rlite.runtime.replicas.scaling import Autoscaler
+from rlite.runtime.replicas.scaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
 from rlite.runtime.replicas.workers import T, WorkerSet, together
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class ReplicaSet:
         start: start(index) starts the workers of a replica whose devices are reserved, and returns their handle.
         adopt: adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves;
             returns the version of its weights, or None if it has to wait for a weight sync.
+        fixed_by: what fixes the number of replicas, in words; "" if nothing does.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class ReplicaSet:
         max_replacements: int,
         start: Callable[[int], Replica],
         adopt: Callable[[Replica, Replica], int | None],
+        fixed_by: str = "",
     ) -> None:
         self.name = name
         self._session = session
-        self._start_workers, self._adopt = start, adopt
+        self._start_workers, self._adopt, self._fixed_by = start, adopt, fixed_by
         self._are_replaced = max_replacements > 0
         is_elastic = session is not None and session.launcher.survives_deaths
         budget = RestartBudget(max_replacements if is_elastic else 0)
@@ -236,7 +238,7 @@ class ReplicaSet:
 
     def scale(self, num_replicas: int) -> None:
         """Let replicas join or leave until `num_replicas` serve; see `ServingEngine.scale`."""
-        assert self._session is not None
+        session = self._check_scalable(num_replicas)
         with self._scaling:
             self.supervisor.settle()
             for replica in self.all:
@@ -246,14 +248,29 @@ class ReplicaSet:
                 self._leave(replica, "the engine was scaled down")
             if (missing := num_replicas - len(self._indices)) > 0:
                 vacant = [index for index in range(num_replicas) if index not in self._indices][:missing]
-                self._session.grow(self.name, vacant)
+                session.grow(self.name, vacant)
                 self._start_all(vacant)
 
-    def follow(self, autoscaler: Autoscaler | None) -> None:
-        """Let an autoscaler decide, which ends with the replicas; end the one before."""
-        before, self._autoscaler = self._autoscaler, autoscaler
-        if before is not None:
-            before.close()
+    def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
+        """Scale by a policy; see `ServingEngine.follow`."""
+        scaler, self._autoscaler = self._autoscaler, None
+        if scaler is not None:
+            scaler.close()
+        if policy is not None:
+            self._check_scalable(1)
+            self._autoscaler = Autoscaler(SlowToShrink(policy, shrink_after_s), self._load, self.scale, every_s)
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(num_replicas=len(self.serving), num_in_flight=self.num_in_flight)
+
+    def _check_scalable(self, num_replicas: int) -> Session:
+        if num_replicas < 1:
+            raise ConfigError(f"scale({num_replicas}): expected at least 1 replica")
+        if self._session is None or not self._session.launcher.survives_deaths:
+            raise ConfigError("the number of replicas is fixed with this launcher; use launcher='ray'")
+        if self._fixed_by:
+            raise ConfigError(f"{self._fixed_by} fix the number of replicas")
+        return self._session
 
     @property
     def _indices(self) -> set[int]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from rlite.errors import ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
 from rlite.runtime.parallel.tensor_plan import attention_shape
-from rlite.runtime.replicas.completion import TruncationNote, complete, complete_all, score
+from rlite.runtime.replicas.completion import TruncationNote, check_tokens, complete, complete_all, score
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replacement import ReplicaReplaced
 from rlite.runtime.replicas.replica import (
@@ -26,7 +26,7 @@ from rlite.runtime.replicas.replica import (
 )
 from rlite.runtime.replicas.replica_set import ReplicaSet
 from rlite.runtime.replicas.router import Policy, ReplicaLost
-from rlite.runtime.replicas.scaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
+from rlite.runtime.replicas.scaling import ScalingPolicy
 from rlite.runtime.replicas.weight_moves import copy_weights
 from rlite.runtime.replicas.workers import Kind, Part, T, WorkerSet
 from rlite.types import PromptLogprobs
@@ -69,6 +69,7 @@ class ServingEngine(Engine):
         self._config = config
         self._max_replacements, self._routing = max_replacements, routing
         self._set_replicas(executor)
+        self._ids = itertools.count()
         self._is_paused = False
         self._is_receiving = False
         self._has_cache = False
@@ -146,7 +147,7 @@ class ServingEngine(Engine):
             ConfigError: the number is out of range, or the launcher or the executor has a fixed number of replicas.
             PlacementError: the devices are not available.
         """
-        self._check_scalable(num_replicas)
+        self.group.check()
         self._replicas.scale(num_replicas)
 
     def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
@@ -158,23 +159,9 @@ class ServingEngine(Engine):
             shrink_after_s: replicas leave only when the policy has wanted fewer for so many seconds, because the load
                 falls to zero between two batches.
         """
-        self._replicas.follow(None)
         if policy is not None:
-            self._check_scalable(1)
-            self._replicas.follow(Autoscaler(SlowToShrink(policy, shrink_after_s), self._load, self.scale, every_s))
-
-    def _check_scalable(self, num_replicas: int) -> None:
-        self.group.check()
-        assert self._session is not None
-        if num_replicas < 1:
-            raise ConfigError(f"scale({num_replicas}): expected at least 1 replica")
-        if not self._session.launcher.survives_deaths:
-            raise ConfigError("the number of replicas is fixed with this launcher; use launcher='ray'")
-        if self._backend.num_replicas is not None and self._backend.num_replicas(self.options) is not None:
-            raise ConfigError(f"the options of the executor {self.executor_name!r} fix the number of replicas")
-
-    def _load(self) -> EngineLoad:
-        return EngineLoad(num_replicas=self.num_replicas, num_in_flight=self.num_in_flight)
+            self.group.check()
+        self._replicas.follow(policy, every_s, shrink_after_s)
 
     # -- rest, requests and versions -----------------------------------------------------------------------------
 
@@ -222,6 +209,10 @@ class ServingEngine(Engine):
             with self._writing_weights(on_inflight):
                 yield
 
+    def _load(self, folder: str | None) -> None:
+        with self._writing_weights("continue"):
+            self._each(lambda replica: replica.load_weights(folder))
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: InFlightRequest, affinity: str | None) -> None:
@@ -229,8 +220,7 @@ class ServingEngine(Engine):
         wanted = request.request.extras
         self._need(self.extras.issuperset(wanted), f"extras={wanted}", f"it has {sorted(self.extras) or 'none'}")
         self._check_ready("agenerate", may_wait=True)
-        await complete(self._replicas, request, affinity)
-        self._truncation.look_at(request)
+        await complete(self._replicas, request, affinity, self._truncation)
 
     def _complete_all(self, groups: Sequence[Sequence[InFlightRequest]], timeout: float | None) -> None:
         """Complete groups of siblings; see `complete_all`.
@@ -241,9 +231,8 @@ class ServingEngine(Engine):
         if len(groups) == 0:
             raise DataError("generate: the list of prompts is empty; expected at least one prompt")
         self._check_ready("generate")
-        complete_all(self._replicas, groups, self.group.call_timeout if timeout is None else timeout)
-        for request in itertools.chain(*groups):
-            self._truncation.look_at(request)
+        timeout = self.group.call_timeout if timeout is None else timeout
+        complete_all(self._replicas, groups, timeout, self._truncation)
 
     def _score(
         self, what: str, prompts: Sequence[list[int]], num_top: int, may_wait: bool = False
@@ -251,6 +240,10 @@ class ServingEngine(Engine):
         self._need_prompt_logprobs()
         self._check_ready(what, may_wait)
         return score(self._replicas, prompts, num_top, self.context_length - 1)
+
+    def _checked(self, ids: Sequence[int], where: str) -> list[int]:
+        check_tokens(ids, where, self._config.vocab_size)
+        return list(ids)
 
     def _need_prompt_logprobs(self, are_wanted: bool = True) -> None:
         can = self.capabilities.has_prompt_logprobs or not are_wanted
@@ -265,7 +258,7 @@ class ServingEngine(Engine):
             self._backend.check(self.path, copy_size)
 
     def _num_copies(self, asked: int | None) -> int | None:
-        fixed = None if self._backend.num_replicas is None else self._backend.num_replicas(self.options)
+        fixed = self._backend.fixed_replicas(self.options)
         if asked is not None and fixed is not None and asked != fixed:
             raise ConfigError(f"data_parallel_size={asked}: the executor's options name {fixed} replicas; leave it out")
         return asked if fixed is None else fixed
@@ -273,9 +266,9 @@ class ServingEngine(Engine):
     def _source(self) -> str:
         return self.path
 
-    def _set_replicas(self, name: str) -> None:
+    def _set_replicas(self, name: str, fixed_by: str = "") -> None:
         self._replicas = ReplicaSet(
-            name, self._session, self._routing, self._max_replacements, start=self._start_again, adopt=self._adopt
+            name, self._session, self._routing, self._max_replacements, self._start_again, self._adopt, fixed_by
         )
         self.left_replicas = self._replicas.left
         """replicas that have left since the engine was built"""
@@ -285,7 +278,8 @@ class ServingEngine(Engine):
         self._has_cache, self._version = True, 0
         self._truncation = TruncationNote(self.name, self.options)
         self._is_paused, self._is_as_loaded = False, True
-        self._set_replicas(self.name)
+        is_fixed = self._backend.fixed_replicas(self.options) is not None
+        self._set_replicas(self.name, f"the options of the executor {self.executor_name!r}" if is_fixed else "")
         self._session.before_release(self.name, self._stop_serving)
         for copy in self.copies:
             self._replicas.admit(copy.index, self._replica(copy))

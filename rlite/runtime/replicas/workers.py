@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -180,6 +180,34 @@ class WorkerSet(Resident):
         assert not kwargs, "a rank that receives nothing gets None for each positional argument"
         calls: list[tuple[tuple, dict]] = [(each, {}) for each in self.choice.deal(args, self.size)]
         return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)[self.choice.returns]
+
+    def ask_each(
+        self,
+        method: Callable[..., Any],
+        calls: Sequence[tuple],
+        num_peers: int,
+        what: str | None = None,
+        timeout: float | None = None,
+        has_own_statistics: bool = False,
+    ) -> list[Any]:
+        """Call a declared method on all workers, where each `num_peers` neighbours do the same work.
+
+        Args:
+            method: the method.
+            calls: arguments for each group of peers, or for each of equal parts of each group.
+            num_peers: number of neighbours; `choice` names the ranks among them with arguments and results.
+            what: name of the call in messages.
+            timeout: seconds; None is the session's `call_timeout`.
+            has_own_statistics: whether peers of different calls record different statistics.
+
+        Returns:
+            One result for each group of peers.
+        """
+        size = self.size // len(calls)
+        dealt: list[Any] = [(args, {}) for call in calls for args in self.choice.deal(call, size)]
+        reporters = range(0, self.size, size) if has_own_statistics else None
+        results = self.group.call(method.__name__, dealt, timeout=timeout, what=what, reporters=reporters)
+        return results[range(num_peers)[self.choice.returns] :: num_peers]
 
     def check(self) -> None:
         """Raise the failure of workers that no longer serve."""
