@@ -32,7 +32,7 @@ OPTIONS = (
     *("rollout.train_sampling_params.max_new_tokens=6", "rollout.dynamic_filtering=false"),
     *("trainer.total_steps=3", "trainer.save_freq=1000", "trainer.record=none"),
 )
-REWARD = "def length(prompt, completions, prompt_ids, completion_ids, **row):\n    return len(set(completion_ids)) / 6\n"
+REWARD = "def length(completion_ids, **row):\n    return len(set(completion_ids)) / 6\n"
 
 
 class Tracer:

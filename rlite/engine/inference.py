@@ -163,7 +163,7 @@ class RliteInferenceEngine(ServingEngine):
         return in_flight.response(request)
 
     def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the tokens of one request as they are generated; the last chunk has a finish_reason."""
+        """Return the tokens of one request as they are generated; the last chunk has a finish_reason."""
         return streamed(self.agenerate, request)
 
     def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:

@@ -66,7 +66,7 @@ class InprocessLauncher(Launcher):
         join_alone(options.device)
 
     def start(self, request: GroupRequest) -> WorkerGroup:
-        """Make a worker in this process."""
+        """Return the group of a worker, after making it in this process."""
         (device,) = request.devices
         timeout = self._options.call_timeout
         group = WorkerGroup(request.name, request.devices, [self._handle], timeout)

@@ -75,7 +75,7 @@ class Session:
         return executors
 
     def start(self, request: GroupRequest) -> WorkerGroup:
-        """Start the workers of an owner, which has the name of the group."""
+        """Return an owner's workers, after starting them. The owner has the name of the group."""
         self._groups[request.name] = self.launcher.start(request)
         return self._groups[request.name]
 
@@ -191,7 +191,7 @@ def open_session(
     launcher: LauncherName | None = None,
     engine_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Session:
-    """Start the program's session, for `rlite.init`, which documents the arguments and errors.
+    """Return the program's session, after starting it for `rlite.init`, which documents the arguments.
 
     Raises:
         ConfigError: a session exists, the device is missing, or the launcher is not available.

@@ -236,7 +236,7 @@ class TorchrunLauncher(Launcher):
         make_program_a_world()
 
     def start(self, request: GroupRequest) -> WorkerGroup:
-        """Start a group of workers. They are one replica: when a process dies, torchrun ends all of them."""
+        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them."""
         name, devices = request.name, request.devices
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)

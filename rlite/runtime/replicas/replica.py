@@ -17,7 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Protocol
 
-from rlite.errors import DataError, NonFiniteError
+from transformers import PreTrainedConfig
+
+from rlite.errors import ConfigError, DataError, NonFiniteError
+from rlite.runtime.parallel.tensor_plan import attention_shape
 from rlite.runtime.replicas.options import ExecutorOptions
 from rlite.runtime.replicas.workers import Backend, P, Resident, T, Worker, WorkerSet
 from rlite.types import LLMRequest, LLMResponse, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
@@ -393,9 +396,27 @@ class InferenceBackend(Backend):
     it to `build`"""
     capabilities: Capabilities = Capabilities()
 
-    def fixed_replicas(self, options: Any) -> int | None:
-        """Return the number of replicas that the options fix, if they fix one."""
-        return None if self.num_replicas is None else self.num_replicas(options)
+    def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:
+        """Check that the executor can serve a checkpoint with so many workers in each replica.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if copy_size > 1 and (heads := attention_shape(config)[2]) % copy_size:
+            raise ConfigError(f"tensor_parallel_size={copy_size} does not divide the model's {heads} key-value heads")
+        if self.check is not None:
+            self.check(path, copy_size)
+
+    def num_copies(self, asked: int | None, options: Any) -> int | None:
+        """Return the number of replicas: as asked, or as the options fix it; None if neither says it.
+
+        Raises:
+            ConfigError: another number is asked for than the options fix.
+        """
+        fixed = None if self.num_replicas is None else self.num_replicas(options)
+        if asked is not None and fixed is not None and asked != fixed:
+            raise ConfigError(f"data_parallel_size={asked}: the executor's options name {fixed} replicas; leave it out")
+        return asked if fixed is None else fixed
 
 
 def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:

@@ -44,24 +44,24 @@ class ReplicaSet:
     """The replicas of one engine, from its build to its release.
 
     Args:
-        name: name of the engine.
-        session: places the replicas; None for an engine that is not built.
         policy: chooses the replica of a request.
         max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
         start: start(index) starts the workers of a replica whose devices are reserved, and returns their handle.
         adopt: adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves;
             returns the version of its weights, or None if it has to wait for a weight sync.
+        name: name of the engine.
+        session: places the replicas; None for an engine that is not built.
         fixed_by: what fixes the number of replicas, in words; "" if nothing does.
     """
 
     def __init__(
         self,
-        name: str,
-        session: Session | None,
         policy: Policy,
         max_replacements: int,
         start: Callable[[int], Replica],
         adopt: Callable[[Replica, Replica], int | None],
+        name: str,
+        session: Session | None,
         fixed_by: str = "",
     ) -> None:
         self.name = name

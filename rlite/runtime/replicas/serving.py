@@ -7,13 +7,13 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from rlite.errors import ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
-from rlite.runtime.parallel.tensor_plan import attention_shape
 from rlite.runtime.replicas.completion import TruncationNote, check_tokens, complete, complete_all, score
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replacement import ReplicaReplaced
@@ -67,8 +67,10 @@ class ServingEngine(Engine):
             raise ConfigError(f"max_replacements={max_replacements}: expected 0 or more")
         self.path = path
         self._config = config
-        self._max_replacements, self._routing = max_replacements, routing
-        self._set_replicas(executor)
+        self._make_replicas = partial(ReplicaSet, routing, max_replacements, self._start_again, self._adopt)
+        self._replicas = self._make_replicas(executor, None)
+        self.left_replicas = self._replicas.left
+        """replicas that have left since the engine was built"""
         self._ids = itertools.count()
         self._is_paused = False
         self._is_receiving = False
@@ -252,34 +254,23 @@ class ServingEngine(Engine):
     # -- hooks of `Engine` ---------------------------------------------------------------------------------------
 
     def _validate(self, copy_size: int) -> None:
-        if copy_size > 1 and (heads := attention_shape(self._config)[2]) % copy_size:
-            raise ConfigError(f"tensor_parallel_size={copy_size} does not divide the model's {heads} key-value heads")
-        if self._backend.check is not None:
-            self._backend.check(self.path, copy_size)
+        self._backend.check_checkpoint(self.path, self._config, copy_size)
 
     def _num_copies(self, asked: int | None) -> int | None:
-        fixed = self._backend.fixed_replicas(self.options)
-        if asked is not None and fixed is not None and asked != fixed:
-            raise ConfigError(f"data_parallel_size={asked}: the executor's options name {fixed} replicas; leave it out")
-        return asked if fixed is None else fixed
+        return self._backend.num_copies(asked, self.options)
 
     def _source(self) -> str:
         return self.path
-
-    def _set_replicas(self, name: str, fixed_by: str = "") -> None:
-        self._replicas = ReplicaSet(
-            name, self._session, self._routing, self._max_replacements, self._start_again, self._adopt, fixed_by
-        )
-        self.left_replicas = self._replicas.left
-        """replicas that have left since the engine was built"""
 
     def _built(self) -> None:
         assert self._session is not None
         self._has_cache, self._version = True, 0
         self._truncation = TruncationNote(self.name, self.options)
         self._is_paused, self._is_as_loaded = False, True
-        is_fixed = self._backend.fixed_replicas(self.options) is not None
-        self._set_replicas(self.name, f"the options of the executor {self.executor_name!r}" if is_fixed else "")
+        is_fixed = self._backend.num_copies(None, self.options) is not None
+        fixed_by = f"the options of the executor {self.executor_name!r}" if is_fixed else ""
+        self._replicas = self._make_replicas(self.name, self._session, fixed_by)
+        self.left_replicas = self._replicas.left
         self._session.before_release(self.name, self._stop_serving)
         for copy in self.copies:
             self._replicas.admit(copy.index, self._replica(copy))
@@ -312,11 +303,9 @@ class ServingEngine(Engine):
         with self._replicas.membership:
             self._replicas.pause()  # requests without a waiting caller have ended then
             try:
-                if self.num_in_flight:
-                    raise ResidencyError(
-                        f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() "
-                        "first"
-                    )
+                if num := self.num_in_flight:
+                    why = f"{self.name} has {num} requests in flight; wait for them or call abort_all() first"
+                    raise ResidencyError(why)
                 yield
             finally:
                 self._let_run()
@@ -344,9 +333,8 @@ class ServingEngine(Engine):
             return  # between two weights: the request waits
         self._need_weights(what)
         if not self._has_cache:
-            raise ResidencyError(
-                f'{what}: the KV cache of {self.name} is not on the device; call cuda("kv_cache") first'
-            )
+            remedy = 'call cuda("kv_cache") first'
+            raise ResidencyError(f"{what}: the KV cache of {self.name} is not on the device; {remedy}")
         if self._is_paused and not may_wait:
             raise ResidencyError(f"{what}: {self.name} is paused; call resume() first")
 
@@ -384,7 +372,7 @@ class ServingEngine(Engine):
         self._version_changed()
 
     def _start_again(self, index: int) -> Replica:
-        """Start the workers of a lost or a new replica, on the devices that the session has for it."""
+        """Return a lost or a new replica, after starting its workers on the devices that the session has for it."""
         assert self._session is not None
         self._session.restart(self.name, index, self._factory)
         self._choose_reporters()

@@ -195,7 +195,7 @@ def _meet(source: WorkerGroup, target: WorkerGroup, copy: WorkerSet, processes: 
 
 
 def _open_meeting(group: WorkerGroup, rank: int, size: int, timeout: float) -> Meeting:
-    """Open a rendezvous in the process of a rank."""
+    """Return a rendezvous in the process of a rank."""
     ip = group.devices[rank].ip
     (port,) = apply_on_processes([(group, rank, (), (ip,))], open_store, [group], "open a rendezvous", timeout)
     return Meeting(ip, port, size, group.call_timeout)
@@ -278,7 +278,11 @@ def _part_of(plan: Broadcast, pieces: list[Piece], bucket: Bucket) -> tuple[Broa
 
 
 def _pair_plan(group: WorkerGroup, giver: int, taker: int) -> tuple[Broadcast, list[Piece]]:
-    """Return the buckets and pieces of everything that two workers of equal rank hold."""
+    """Return the buckets and pieces of everything that two workers of equal rank hold.
+
+    Raises:
+        WeightSyncError: they do not hold the same.
+    """
     offered, wanted = _apply(group, describe, "describe weights", (giver, taker), lambda rank: (False, False))
     if offered != wanted:
         raise WeightSyncError(f"{group.describe(taker)} does not hold the same parts as {group.describe(giver)}")

@@ -78,7 +78,7 @@ class RayLauncher:
         }
 
     def start(self, request: GroupRequest) -> WorkerGroup:
-        """Start one actor per device, join each replica in a torch.distributed world, and make every worker."""
+        """Return a group of one actor per device, after joining each replica in a torch.distributed world."""
         name, devices = request.name, request.devices
         grace_s = self._grace_s[name] = GRACE_S if request.replica_size else 0.0
         group = WorkerGroup(name, devices, self._actors(name, 0, devices, grace_s), self._options.call_timeout)
