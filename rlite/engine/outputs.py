@@ -1,4 +1,4 @@
-"""What callers of an inference engine pass and receive, in vLLM's names: parameters, conversations, completions."""
+"""Input and output of an inference engine in vLLM's names: parameters, conversations, completions."""
 
 from __future__ import annotations
 

@@ -191,7 +191,12 @@ def open_session(
     launcher: LauncherName | None = None,
     engine_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Session:
-    """Return the program's session, after starting it for `rlite.init`, which documents the arguments.
+    """Return the program's session, after starting it for `rlite.init`.
+
+    Args:
+        options: options for the launcher.
+        launcher: name of the launcher, or None.
+        engine_options: defaults of the executors' options, by the name of the executor.
 
     Raises:
         ConfigError: a session exists, the device is missing, or the launcher is not available.

@@ -1,1 +1,1 @@
-"""The replicas of a serving inference engine: routing, replacement of lost replicas, and scaling."""
+"""Copies of a model on their devices: engines as sets of workers, replicas that serve, and weights between them."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from typing import Any
 
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.observability import trace
@@ -17,19 +15,14 @@ from rlite.runtime.replicas.replica_set import ReplicaSet
 from rlite.runtime.replicas.workers import together
 from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs
 
-logger = logging.getLogger(__name__)
 
-
-async def complete(
-    replicas: ReplicaSet, request: InFlightRequest, affinity: str | None, truncation: TruncationNote
-) -> None:
+async def complete(replicas: ReplicaSet, request: InFlightRequest, affinity: str | None) -> None:
     """Send a request to a replica, and wait beside the event loop until it has ended. A cancelled task ends it.
 
     Args:
         replicas: the replicas.
         request: the request.
         affinity: key of requests that should share a replica.
-        truncation: looks at the request afterwards.
 
     Raises:
         CancelledError: the task was cancelled.
@@ -41,19 +34,16 @@ async def complete(
         except asyncio.CancelledError:
             replicas.router.cancel([request])
             raise
-    truncation.look_at(request)
+    replicas.note_truncation(request)
 
 
-def complete_all(
-    replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest]], timeout: float, truncation: TruncationNote
-) -> None:
+def complete_all(replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest]], timeout: float) -> None:
     """Send groups of siblings to replicas, and wait until all have ended. On an error or a time-out, cancel the rest.
 
     Args:
         replicas: the replicas.
         groups: requests that share a prompt.
         timeout: seconds.
-        truncation: looks at the requests afterwards.
 
     Raises:
         CallTimeout: a request did not end within `timeout` seconds.
@@ -76,7 +66,7 @@ def complete_all(
                 busy,
             )
     for request in requests:
-        truncation.look_at(request)
+        replicas.note_truncation(request)
 
 
 def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_tokens: int) -> list[PromptLogprobs]:
@@ -105,6 +95,11 @@ def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_
 def check_tokens(ids: Sequence[int], where: str, vocab_size: int) -> None:
     """Check that a prompt has tokens, all of the model's vocabulary.
 
+    Args:
+        ids: token ids.
+        where: name of the prompt for messages.
+        vocab_size: size of the vocabulary.
+
     Raises:
         DataError: it has not.
     """
@@ -112,28 +107,3 @@ def check_tokens(ids: Sequence[int], where: str, vocab_size: int) -> None:
         raise DataError(f"{where} is empty: expected at least one token")
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
         raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {vocab_size} tokens")
-
-
-class TruncationNote:
-    """Warns once if a completion of an engine ends at the default context length.
-
-    Args:
-        name: name of the engine.
-        options: options of its executor.
-    """
-
-    def __init__(self, name: str, options: Any) -> None:
-        self._name = name
-        self._is_silent = vars(options).get("max_model_len") is not None
-
-    def look_at(self, ended: InFlightRequest) -> None:
-        """Warn if the request was truncated, unless a warning was given."""
-        asked, made = ended.request.gconfig.max_new_tokens, len(ended.token_ids)
-        if self._is_silent or ended.finish_reason != "length" or made >= asked:
-            return
-        self._is_silent = True
-        logger.warning(
-            "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
-            "build(max_model_len=...) sets another one, up to the model's own limit",
-            *(self._name, made, asked, len(ended.request.input_ids) + made),
-        )

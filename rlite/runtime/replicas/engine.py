@@ -1,4 +1,4 @@
-"""What both engines are: copies of a model, each held by workers, one per device, that are placed, moved and released.
+"""Copies of a model, each held by workers, one per device, that are placed, moved and released: the base of all engines.
 
 Engines live in the driver, with one `WorkerSet` for each copy. Workers live in the processes that the launcher
 starts. An engine's life:

@@ -397,7 +397,12 @@ class InferenceBackend(Backend):
     capabilities: Capabilities = Capabilities()
 
     def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:
-        """Check that the executor can serve a checkpoint with so many workers in each replica.
+        """Check that the executor can serve a checkpoint.
+
+        Args:
+            path: folder of the checkpoint.
+            config: config of the checkpoint.
+            copy_size: number of workers in each replica.
 
         Raises:
             ConfigError: it cannot.

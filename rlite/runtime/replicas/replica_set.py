@@ -19,7 +19,7 @@ from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.restarts import RestartBudget
 from rlite.runtime.cluster.session import Session
 from rlite.runtime.replicas.replacement import ReplicaSupervisor
-from rlite.runtime.replicas.replica import Replica
+from rlite.runtime.replicas.replica import InFlightRequest, Replica
 from rlite.runtime.replicas.router import Policy, Router, loss_of
 from rlite.runtime.replicas.scaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
 from rlite.runtime.replicas.workers import T, WorkerSet, together
@@ -52,6 +52,7 @@ class ReplicaSet:
         name: name of the engine.
         session: places the replicas; None for an engine that is not built.
         fixed_by: what fixes the number of replicas, in words; "" if nothing does.
+        has_default_length: nobody has chosen the longest sequence, so the first truncation is worth a warning.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class ReplicaSet:
         name: str,
         session: Session | None,
         fixed_by: str = "",
+        has_default_length: bool = False,
     ) -> None:
         self.name = name
         self._session = session
         self._start_workers, self._adopt, self._fixed_by = start, adopt, fixed_by
+        self._has_to_note_truncation = has_default_length
         self._are_replaced = max_replacements > 0
         is_elastic = session is not None and session.launcher.survives_deaths
         budget = RestartBudget(max_replacements if is_elastic else 0)
@@ -161,6 +164,17 @@ class ReplicaSet:
                 return False
         return bool(set(members) - set(self.members)) and bool(self.serving)
 
+    def note_truncation(self, ended: InFlightRequest) -> None:
+        """Warn once if a completion ended at the default context length."""
+        asked, made = ended.request.gconfig.max_new_tokens, len(ended.token_ids)
+        if self._has_to_note_truncation and ended.finish_reason == "length" and made < asked:
+            self._has_to_note_truncation = False
+            logger.warning(
+                "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
+                "build(max_model_len=...) sets another one, up to the model's own limit",
+                *(self.name, made, asked, len(ended.request.input_ids) + made),
+            )
+
     # -- loss and replacement ------------------------------------------------------------------------------------
 
     def admit(self, index: int, replica: Replica) -> None:
@@ -252,7 +266,13 @@ class ReplicaSet:
                 self._start_all(vacant)
 
     def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
-        """Scale by a policy; see `ServingEngine.follow`."""
+        """Scale by a policy; see `ServingEngine.follow`.
+
+        Args:
+            policy: chooses the number of replicas; None ends the scaling.
+            every_s: seconds between two decisions.
+            shrink_after_s: seconds for which fewer replicas have to be wanted.
+        """
         scaler, self._autoscaler = self._autoscaler, None
         if scaler is not None:
             scaler.close()

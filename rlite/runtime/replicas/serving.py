@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from rlite.errors import ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
-from rlite.runtime.replicas.completion import TruncationNote, check_tokens, complete, complete_all, score
+from rlite.runtime.replicas.completion import check_tokens, complete, complete_all, score
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replacement import ReplicaReplaced
 from rlite.runtime.replicas.replica import (
@@ -222,7 +222,7 @@ class ServingEngine(Engine):
         wanted = request.request.extras
         self._need(self.extras.issuperset(wanted), f"extras={wanted}", f"it has {sorted(self.extras) or 'none'}")
         self._check_ready("agenerate", may_wait=True)
-        await complete(self._replicas, request, affinity, self._truncation)
+        await complete(self._replicas, request, affinity)
 
     def _complete_all(self, groups: Sequence[Sequence[InFlightRequest]], timeout: float | None) -> None:
         """Complete groups of siblings; see `complete_all`.
@@ -233,8 +233,7 @@ class ServingEngine(Engine):
         if len(groups) == 0:
             raise DataError("generate: the list of prompts is empty; expected at least one prompt")
         self._check_ready("generate")
-        timeout = self.group.call_timeout if timeout is None else timeout
-        complete_all(self._replicas, groups, timeout, self._truncation)
+        complete_all(self._replicas, groups, self.group.call_timeout if timeout is None else timeout)
 
     def _score(
         self, what: str, prompts: Sequence[list[int]], num_top: int, may_wait: bool = False
@@ -265,11 +264,11 @@ class ServingEngine(Engine):
     def _built(self) -> None:
         assert self._session is not None
         self._has_cache, self._version = True, 0
-        self._truncation = TruncationNote(self.name, self.options)
         self._is_paused, self._is_as_loaded = False, True
         is_fixed = self._backend.num_copies(None, self.options) is not None
         fixed_by = f"the options of the executor {self.executor_name!r}" if is_fixed else ""
-        self._replicas = self._make_replicas(self.name, self._session, fixed_by)
+        has_default_length = vars(self.options).get("max_model_len") is None
+        self._replicas = self._make_replicas(self.name, self._session, fixed_by, has_default_length)
         self.left_replicas = self._replicas.left
         self._session.before_release(self.name, self._stop_serving)
         for copy in self.copies:

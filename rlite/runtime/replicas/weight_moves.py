@@ -54,10 +54,10 @@ class Route:
     copy: WorkerSet
     """the workers that send"""
     offered: list[Layout]
-    """of the workers that send"""
+    """layouts of the workers that send"""
     target: WorkerGroup
     targets: dict[int, Layout]
-    """of the workers that receive, by rank"""
+    """layouts of the workers that receive, by rank"""
 
     @property
     def ranks(self) -> list[int]:

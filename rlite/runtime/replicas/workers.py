@@ -1,4 +1,4 @@
-"""What every executor has: workers, one per device, and the driver's handle of the workers that hold one model."""
+"""Workers, one per device, which every executor has, and the driver's handle of the workers that hold one model."""
 
 from __future__ import annotations
 
