@@ -1,4 +1,4 @@
-"""Copies of a model, each held by workers, one per device, that are placed, moved and released: the base of all engines.
+"""Copies of a model, each held by workers, one per device, that are placed, moved and released: what all engines are.
 
 Engines live in the driver, with one `WorkerSet` for each copy. Workers live in the processes that the launcher
 starts. An engine's life:
