@@ -39,11 +39,6 @@ class BatchShare:
     microbatches: list[list[int]]
     """row numbers in this share, for each microbatch; every rank has the same number of microbatches"""
 
-    @property
-    def own_rows(self) -> list[int]:
-        """Row numbers in the whole batch of the rows in microbatches: all rows, or none."""
-        return self.rows[: sum(map(len, self.microbatches))]
-
 
 def split_batch(
     what: str,
@@ -85,13 +80,12 @@ def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: 
     local = {row: index for index, row in enumerate(rows)}
     width, full_width = max(lengths[row] for row in rows), batch["input_ids"].shape[1]
     index = torch.tensor(rows)
-    part = {}
-    for key, value in batch.items():
-        part[key] = value[index]
+    part = {key: value[index] for key, value in batch.items()}
+    for key, value in part.items():
         if key in RAGGED:
-            part[key] = part[key][:, : int(batch[RAGGED[key]][index].sum(-1).max())]
+            part[key] = value[:, : int(batch[RAGGED[key]][index].sum(-1).max())]
         elif value.dim() > 1 and value.shape[1] == full_width:
-            part[key] = part[key][:, :width]
+            part[key] = value[:, :width]
     return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches])
 
 
@@ -111,13 +105,11 @@ def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tenso
     most = max(results, key=len)
     padded = most.new_zeros(*mask.shape, *most.shape[1:])
     for share, values in zip(shares, results, strict=True):
-        rows = torch.tensor(share.own_rows, dtype=torch.long)
+        rows = torch.tensor(share.rows[: sum(map(len, share.microbatches))], dtype=torch.long)  # all rows, or none
         row, column = mask[rows].nonzero(as_tuple=True)
         if values.shape[:1] != row.shape:
-            raise ConfigError(
-                f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens; expected one value for "
-                "each token of every pack"
-            )
+            what = f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens"
+            raise ConfigError(f"{what}; expected one value for each token of every pack")
         padded[rows[row], column] = values
     return padded
 
@@ -209,10 +201,8 @@ class LossSums:
         names = sorted(self._sums)
         own = float(zlib.crc32("\n".join(names).encode()))
         if sum_over([own])[0] != own * num_data_ranks:
-            raise ConfigError(
-                f"this rank's loss reports {names}, another rank's something else: a loss has to report the same "
-                "metrics for every pack"
-            )
+            what = f"this rank's loss reports {names}, another rank's something else"
+            raise ConfigError(f"{what}: a loss has to report the same metrics for every pack")
         summed = sum_over([float(part) for name in names for part in self._sums[name]])
         totals, counts = summed[::2], summed[1::2]
         return {name: total / count if count else 0.0 for name, total, count in zip(names, totals, counts, strict=True)}
