@@ -65,8 +65,7 @@ class ServingEngine(Engine):
             raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
         if max_replacements < 0:
             raise ConfigError(f"max_replacements={max_replacements}: expected 0 or more")
-        self.path = path
-        self._config = config
+        self.path, self._config = path, config
         self._make_replicas = partial(ReplicaSet, routing, max_replacements, self._start_again, self._adopt)
         self._replicas = self._make_replicas(executor, None)
         self.left_replicas = self._replicas.left
@@ -383,19 +382,38 @@ class ServingEngine(Engine):
         Returns:
             The version of its weights; None if no replica's weights can be read, so that it waits for a weight sync.
         """
-        has_weights = self.weights in (Weights.DEVICE, Weights.HOST)
-        is_late = has_weights and not self._is_as_loaded and not self.capabilities.has_readable_weights
-        if self._is_as_loaded:
-            replica.set_version(self._version)
-        elif has_weights and not is_late:
-            copy_weights(giver.workers, replica.workers)
-            replica.weights_changed(self._version)
+        can_copy = self.capabilities.has_readable_weights
+        is_current = give_weights(replica, giver, self._version, self.weights, self._is_as_loaded, can_copy)
         match_memory(replica, self.weights, self._has_cache)
-        if is_late:
-            return None
-        if not self._is_running:
+        if is_current and not self._is_running:
             replica.pause()
-        return self._version
+        return self._version if is_current else None
+
+
+def give_weights(
+    replica: Replica, giver: Replica, version: int, weights: Weights, are_as_loaded: bool, can_copy: bool
+) -> bool:
+    """Give a replica that has read the checkpoint the weights of another one.
+
+    Args:
+        replica: the replica.
+        giver: a replica that serves.
+        version: version of the giver's weights.
+        weights: location of the giver's weights.
+        are_as_loaded: whether these are the checkpoint's.
+        can_copy: whether a replica's weights can be read.
+
+    Returns:
+        False if no replica's weights can be read, so that it has to wait for a weight sync.
+    """
+    if are_as_loaded:
+        replica.set_version(version)
+    elif weights in (Weights.DEVICE, Weights.HOST):
+        if not can_copy:
+            return False
+        copy_weights(giver.workers, replica.workers)
+        replica.weights_changed(version)
+    return True
 
 
 def match_memory(replica: Replica, weights: Weights, has_cache: bool) -> None:
