@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeVar, get_args
 
-from rlite.balancing import balanced_partitions
+from rlite.data.balancing import balanced_partitions
 from rlite.errors import ConfigError, did_you_mean
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rlite.balancing import balanced_partitions, karmarkar_karp
+from rlite.data.balancing import balanced_partitions, karmarkar_karp
 from rlite.errors import DataError
 
 Plan = list[list[list[int]]]

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.observability import trace
-from rlite.runtime.cluster.futures import result_of
+from rlite.runtime.futures import result_of
 from rlite.runtime.replicas.replica import InFlightRequest, check_lengths
 from rlite.runtime.replicas.replica_set import ReplicaSet
 from rlite.runtime.replicas.workers import together
