@@ -92,8 +92,8 @@ def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_
     return [results[index % num][index // num] for index in range(len(prompts))]
 
 
-def check_tokens(ids: Sequence[int], where: str, vocab_size: int) -> None:
-    """Check that a prompt has tokens, all of the model's vocabulary.
+def checked_tokens(ids: Sequence[int], where: str, vocab_size: int) -> list[int]:
+    """Return the tokens of a prompt if it has some, all of the model's vocabulary.
 
     Args:
         ids: token ids.
@@ -107,3 +107,4 @@ def check_tokens(ids: Sequence[int], where: str, vocab_size: int) -> None:
         raise DataError(f"{where} is empty: expected at least one token")
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
         raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {vocab_size} tokens")
+    return list(ids)

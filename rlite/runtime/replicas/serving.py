@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from rlite.errors import ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
-from rlite.runtime.replicas.completion import check_tokens, complete, complete_all, score
+from rlite.runtime.replicas.completion import checked_tokens, complete, complete_all, score
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replacement import ReplicaReplaced
 from rlite.runtime.replicas.replica import (
@@ -242,8 +242,8 @@ class ServingEngine(Engine):
         return score(self._replicas, prompts, num_top, self.context_length - 1)
 
     def _checked(self, ids: Sequence[int], where: str) -> list[int]:
-        check_tokens(ids, where, self._config.vocab_size)
-        return list(ids)
+        self.group.check()
+        return checked_tokens(ids, where, self._config.vocab_size)
 
     def _need_prompt_logprobs(self, are_wanted: bool = True) -> None:
         can = self.capabilities.has_prompt_logprobs or not are_wanted
