@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
     from rlite.engine.registry import register_executor
-    from rlite.engine.session import init, session
+    from rlite.engine.start import init, session
     from rlite.engine.train import RliteTrainEngine
     from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite.batch import check_one_per_row
-from rlite.engine.base import Engine
+from rlite.runtime.replicas.engine import Engine
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import Sample, summary

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.engine.train_lifecycle import StateWriting
+from rlite.engine.train_state import StateWriting
 from rlite.errors import CheckpointError, DamagedCheckpointError
 from rlite.runtime.storage.atomic import MANIFEST, discard, is_sound, verify
 

@@ -141,7 +141,7 @@ def test_workers_send_the_values_of_tokens_and_no_padding(models: dict[str, Path
     arguments = (OwnLogprobs(), False) if method == "forward" else (loss, loss.weight)
     engine = RliteTrainEngine(policy_module(models["qwen2"]))
     engine.build(tensor_parallel_size=2, max_tokens_per_microbatch=1000)
-    shares = split_batch(method, batch, 2, 1000, lambda lengths: None)
+    shares = split_batch(method, batch, 2, 1000)
     found = engine.group.call(method, [((share, *arguments), {}) for share in shares])
     engine.release()
     sent = found if method == "forward" else [result["entropies"] for result in found]

@@ -18,7 +18,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
-from rlite.engine.weight_sync import Transport, sync_weights
+from rlite.engine.weights import Transport, sync_weights
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.rollout.workflow import SingleTurnWorkflow

@@ -458,7 +458,7 @@ class PromptAnswers:
             request_retries=options.retries,
             keep_ended=True,
             seed=options.seed,
-            max_concurrent_rollouts=options.num_concurrent(len(engine.executors)),
+            max_concurrent_rollouts=options.num_concurrent(len(engine.copies)),
         )
         begun = time.monotonic()
         try:
@@ -553,7 +553,7 @@ class TaskAnswers:
         engine = serving_engine(name, options, context, seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
-            batch_size = options.num_concurrent(len(engine.executors))
+            batch_size = options.num_concurrent(len(engine.copies))
             model = import_module(HARNESS).RliteLM(engine, batch_size=batch_size)
             for task in self.missing:
                 self._do(task, model)

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.backends.serving.pump import PumpedReplica
-from rlite.engine.inference_executor import Capabilities, InferenceBackend
+from rlite.runtime.replicas.replica import Capabilities
+from rlite.runtime.replicas.replica import InferenceBackend
 from rlite.errors import ConfigError, StorageError
 from rlite.nn.architecture import (
     REMEDY,
@@ -32,6 +33,7 @@ from rlite.runtime.cluster.session import has_gpus
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.tensor_inference import check_tensor_parallel
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 NUM_NEW = 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.fsdp2.worker import Fsdp2Worker, check_module_fits, reader_of
-from rlite.engine.train_lifecycle import TrainBackend
+from rlite.engine.train_backend import TrainBackend
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.nn.liger import check_liger

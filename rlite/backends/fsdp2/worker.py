@@ -21,8 +21,7 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.engine.redefinition import take_class
-from rlite.engine.workers import Part
+from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule, CheckpointSource, real_tensors
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
@@ -46,6 +45,7 @@ from rlite.runtime.parallel.mesh import TrainMesh, make_mesh
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
+from rlite.runtime.replicas.workers import Part
 from rlite.runtime.storage import huggingface, sharded
 
 
@@ -196,7 +196,7 @@ def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapt
 
 
 class Fsdp2Worker(BatchRunner):
-    """One rank of a train engine; `TrainExecutor` documents the meaning of each method.
+    """One rank of a train engine; `TrainWorker` documents the meaning of each method.
 
     Args:
         context: the place of this worker.
@@ -252,7 +252,7 @@ class Fsdp2Worker(BatchRunner):
             return getattr(self.module, method)(*args, **kwargs)
 
     def reload_methods(self, source: bytes) -> None:
-        """Give the module another class; see `TrainExecutor.reload_methods`."""
+        """Give the module another class; see `TrainWorker.reload_methods`."""
         self._source = source
         if self._is_here:
             take_class(self.module, type(cloudpickle.loads(source)))
@@ -339,13 +339,13 @@ class Fsdp2Worker(BatchRunner):
             self._materialize(path)
 
     def save(self, path: str) -> None:
-        """Write a Hugging Face checkpoint; see `TrainExecutor.save`."""
+        """Write a Hugging Face checkpoint; see `TrainWorker.save`."""
         export(self.module, Path(path), self._context.rank == 0, self._everyone)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
-        """Write the state to resume from; see `TrainExecutor.save_state`.
+        """Write the state to resume from; see `TrainWorker.save_state`.
 
         Args:
             folder: folder in which every rank writes.
@@ -371,7 +371,7 @@ class Fsdp2Worker(BatchRunner):
             writing.result()
 
     def load_state(self, path: str) -> None:
-        """Resume from the state that `save_state` wrote; see `TrainExecutor.load_state`."""
+        """Resume from the state that `save_state` wrote; see `TrainWorker.load_state`."""
         module = self.module
         accumulated = sharded.load(
             Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
@@ -379,11 +379,11 @@ class Fsdp2Worker(BatchRunner):
         self._resume(accumulated)
 
     def pack_state(self) -> bytes:
-        """Return this rank's state to resume from; see `TrainExecutor.pack_state`."""
+        """Return this rank's state to resume from; see `TrainWorker.pack_state`."""
         return sharded.pack(self._snapshot(is_copied=False))
 
     def unpack_state(self, packed: bytes) -> None:
-        """Resume from the state that `pack_state` returned; see `TrainExecutor.unpack_state`."""
+        """Resume from the state that `pack_state` returned; see `TrainWorker.unpack_state`."""
         module = self.module
         accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
         self._resume(accumulated)

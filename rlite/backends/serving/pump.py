@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
-from rlite.engine.workers import Executor
 from rlite.errors import RliteError
 from rlite.observability import trace
+from rlite.runtime.replicas.replica import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
+from rlite.runtime.replicas.workers import WorkerSet
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 STEPS_PER_CALL = 8
@@ -61,13 +61,13 @@ class PumpedReplica(WorkerReplica):
     The thread ends when the engine closes the replica or a call fails.
 
     Args:
-        executor: workers that are `PumpedWorker`s.
+        workers: workers that are `PumpedWorker`s.
         options: options of the executor; unused.
         on_failure: called with the requests in flight when a call fails.
     """
 
-    def __init__(self, executor: Executor, options: Any, on_failure: OnFailure) -> None:
-        super().__init__(executor)
+    def __init__(self, workers: WorkerSet, options: Any, on_failure: OnFailure) -> None:
+        super().__init__(workers)
         self._on_failure = on_failure
         self._waiting: list[InFlightRequest] = []
         self._cancelled: list[int] = []
@@ -77,7 +77,7 @@ class PumpedReplica(WorkerReplica):
         self._may_run = threading.Event()
         self._may_run.set()
         self._is_closing = False
-        name = f"pump of {executor.group.name} {executor.index}"
+        name = f"pump of {workers.group.name} {workers.index}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -193,7 +193,7 @@ class PumpedReplica(WorkerReplica):
 
     def _try_to_advance(self, new: Sequence[InFlightRequest], cancelled: list[int], steps: int) -> None:
         requests = [request.remaining_request() for request in new]
-        self._deliver(lambda: self.executor.ask(PumpedWorker.advance, requests, cancelled, steps))
+        self._deliver(lambda: self.workers.ask(PumpedWorker.advance, requests, cancelled, steps))
 
     def _deliver(self, ask: Callable[[], Sequence[TokenChunk]]) -> None:
         """Pass the tokens that a call returns to their requests. If the call fails, the replica fails."""
@@ -208,7 +208,7 @@ class PumpedReplica(WorkerReplica):
 
     def _score(self, scoring: Scoring) -> None:
         try:
-            scored = self.executor.ask(PumpedWorker.prompt_logprobs, scoring.prompts, scoring.num_top)
+            scored = self.workers.ask(PumpedWorker.prompt_logprobs, scoring.prompts, scoring.num_top)
         except Exception as error:  # any error belongs to the waiting caller
             scoring.done.set_exception(error)
         else:

@@ -13,8 +13,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from rlite.engine.options import PassingOptions, WrappedOptions, annotated_names
+from rlite.runtime.replicas.options import PassingOptions
+from rlite.runtime.replicas.options import WrappedOptions
+from rlite.runtime.replicas.options import annotated_names
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.options import PassingOptions, WrappedOptions
 
 REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
 OWN = {

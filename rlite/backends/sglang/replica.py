@@ -18,12 +18,27 @@ from typing import Any, Protocol
 
 from rlite.backends.serving.requests import objection
 from rlite.backends.sglang.options import SglangOptions
-from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, scored_prompt, scoring_body
-from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint
-from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
-from rlite.engine.workers import Executor, T
-from rlite.errors import CallTimeout, RliteError, WorkerError
+from rlite.backends.sglang.requests import TokenStream
+from rlite.backends.sglang.requests import generate_body
+from rlite.backends.sglang.requests import is_last
+from rlite.backends.sglang.requests import scored_prompt
+from rlite.backends.sglang.requests import scoring_body
+from rlite.backends.sglang.server import CALL_S
+from rlite.backends.sglang.server import CallRefused
+from rlite.backends.sglang.server import Endpoint
+from rlite.runtime.replicas.replica import InFlightRequest
+from rlite.runtime.replicas.replica import OnFailure
+from rlite.runtime.replicas.replica import ServingWorker
+from rlite.runtime.replicas.replica import WorkerReplica
+from rlite.runtime.replicas.workers import T
+from rlite.errors import CallTimeout
+from rlite.errors import RliteError
+from rlite.errors import WorkerError
 from rlite.imports import optional
+from rlite.backends.serving.requests import objection
+from rlite.backends.sglang.server import message_of
+from rlite.errors import ConfigError
+from rlite.runtime.replicas.workers import WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
 with optional("executor 'sglang' needs", "sglang"):
@@ -105,14 +120,14 @@ class SglangReplica(WorkerReplica):
     """Listens to one server. Its thread ends when the engine closes the replica or the server is lost.
 
     Args:
-        executor: workers of the replica; the first one owns the server.
+        workers: workers of the replica; the first one owns the server.
         options: options of the executor.
         on_failure: called with the requests in flight when the server is lost.
     """
 
-    def __init__(self, executor: Executor, options: SglangOptions, on_failure: OnFailure) -> None:
-        super().__init__(executor)
-        endpoint = executor.ask(ServerWorker.endpoint)
+    def __init__(self, workers: WorkerSet, options: SglangOptions, on_failure: OnFailure) -> None:
+        super().__init__(workers)
+        endpoint = workers.ask(ServerWorker.endpoint)
         assert endpoint is not None
         self._endpoint = endpoint
         self._options = options
@@ -129,7 +144,7 @@ class SglangReplica(WorkerReplica):
         self._closing = threading.Lock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        name = f"streams of {executor.group.name} {executor.index}"
+        name = f"streams of {workers.group.name} {workers.index}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._within(self._open())
@@ -226,7 +241,7 @@ class SglangReplica(WorkerReplica):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=CALL_S)
             with contextlib.suppress(RliteError):  # a dead worker has taken its server along
-                replace(self.executor, timeout=CALL_S).ask(ServerWorker.stop)
+                replace(self.workers, timeout=CALL_S).ask(ServerWorker.stop)
 
     # -- between the threads -------------------------------------------------------------------------------------
 
@@ -388,7 +403,7 @@ class SglangReplica(WorkerReplica):
     async def _lose(self, error: Exception) -> None:
         """Give up the server. The engine decides about the requests in flight."""
         reason = str(error) or f"no answer within {ANSWER_S:g} s"
-        worker = replace(self.executor, timeout=STOPPED_S)
+        worker = replace(self.workers, timeout=STOPPED_S)
         try:
             asking = asyncio.to_thread(worker.ask, ServerWorker.server_failure)
             told = await asyncio.wait_for(asking, STOPPED_S)
@@ -399,7 +414,7 @@ class SglangReplica(WorkerReplica):
             return self._fail(died)
         except RliteError:
             pass  # the engine is being released
-        name = self.executor.group.describe(self.executor.ranks[0])
+        name = self.workers.group.describe(self.workers.ranks[0])
         self._fail(WorkerError(f"{name}: the SGLang server at {self._endpoint.url} is lost: {reason}"))
 
     def _fail(self, error: Exception) -> None:

@@ -32,12 +32,12 @@ from torch.multiprocessing import reductions
 
 from rlite.backends.sglang.options import SglangOptions
 from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess
-from rlite.engine.workers import Part
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import close_store, connect_store, open_store, subgroup
 from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.replicas.workers import Part
 
 BUCKET_BYTES = 256 * 2**20
 FORMAT = "flattened_bucket"

@@ -12,11 +12,11 @@ from rlite.backends.serving.pump import PumpedReplica, PumpedWorker
 from rlite.backends.vllm import options
 from rlite.backends.vllm.options import VllmOptions
 from rlite.backends.vllm.worker import VllmWorker
-from rlite.engine.inference_executor import Capabilities, InferenceBackend
-from rlite.engine.workers import RankChoice
 from rlite.errors import ConfigError, WorkerDied, WorkerError
 from rlite.nn.pretrained import load_config
 from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.workers import RankChoice
 from rlite.types import TokenChunk
 
 
@@ -44,27 +44,27 @@ class FetchingReplica(PumpedReplica):
         super().pause()
         with self._calling:
             if self.failure is None:
-                self._deliver(lambda: self.executor.ask(FetchedWorker.pause))
+                self._deliver(lambda: self.workers.ask(FetchedWorker.pause))
 
     def resume(self) -> None:
         """Let the engine continue, and fetch its tokens."""
         if self.failure is None:
-            self._deliver(lambda: self.executor.ask(FetchedWorker.resume))
+            self._deliver(lambda: self.workers.ask(FetchedWorker.resume))
         super().resume()
 
     def close(self) -> None:
         """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
         super().close()
         with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
-            self.executor.call(FetchedWorker.shut_down)
+            self.workers.call(FetchedWorker.shut_down)
 
     def _fail(self, error: Exception) -> None:
         """Accept no further requests. If vLLM is gone, its worker serves no calls either."""
         if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
-            group, first = self.executor.group, self.executor.ranks[0]
+            group, first = self.workers.group, self.workers.ranks[0]
             error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
         if isinstance(error, WorkerError):
-            self.executor.group.mark_lost(self.executor.ranks, error)
+            self.workers.group.mark_lost(self.workers.ranks, error)
         super()._fail(error)
 
 

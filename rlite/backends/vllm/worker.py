@@ -18,8 +18,6 @@ from transformers import PreTrainedConfig
 from rlite.backends.vllm.options import VllmOptions
 from rlite.backends.vllm.process import EngineProcess
 from rlite.backends.vllm.server import Server
-from rlite.engine.outputs import check_lengths
-from rlite.engine.workers import Part
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -27,6 +25,8 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.replicas.replica import check_lengths
+from rlite.runtime.replicas.workers import Part
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 START_S = 1800.0

@@ -12,13 +12,13 @@ from pathlib import Path
 from tensordict import TensorDict
 
 import rlite
-from rlite.engine.base import Engine
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.engine.train_lifecycle import MemorySnapshot
-from rlite.engine.weight_sync import SyncReport
+from rlite.engine.train_state import MemorySnapshot
+from rlite.engine.weights import SyncReport
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import RolloutWorkflow
+from rlite.runtime.replicas.engine import Engine
 from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.rl.options import PpoConfig, RolloutOptions

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.engine.train_lifecycle import MemorySnapshot
+from rlite.engine.train_state import MemorySnapshot
 from rlite.errors import SnapshotLost, WorkerError
 from rlite.observability import stats_tracker
+from rlite.restarts import RestartBudget
 from rlite.runtime.cluster.session import shutdown
-from rlite.services.recovery.record import RestartBudget
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
 

@@ -69,7 +69,7 @@ def batch_plan(
         f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
         f"{actor.max_length_per_device * dims.pack_factor} tokens",
         "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
-        "rollout": f"{counted(len(engines.rollout.executors), 'replica')} of {counted(rollout.tp_size, 'device')}, "
+        "rollout": f"{counted(len(engines.rollout.copies), 'replica')} of {counted(rollout.tp_size, 'device')}, "
         f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
         "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",

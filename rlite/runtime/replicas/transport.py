@@ -6,6 +6,7 @@ These functions run in worker processes, on a source worker, a target worker, or
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.engine.workers import SourceWorker, Worker
 from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
 from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import (
@@ -27,6 +27,9 @@ from rlite.runtime.parallel.shared_memory import (
     aligned_bytes,
     host_identity,
 )
+from rlite.runtime.replicas.workers import SourceWorker, Worker
+
+BUCKET_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,24 @@ class Bucket:
     def nbytes(self) -> int:
         """Size of the buffer in bytes."""
         return sum(aligned_bytes(place.shape, place.dtype) for place in self.places)
+
+
+def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """Return every box of every source once, in broadcasts of at most `most_bytes` bytes.
+
+    A larger box travels alone.
+    """
+    chosen: list[tuple[int, dict[str, Place]]] = []
+    for index, layout in enumerate(layouts):
+        num_bytes: float = math.inf  # no bucket has boxes of two sources
+        for name, place in layout.places.items():
+            size = aligned_bytes(place.shape, place.dtype)
+            if num_bytes + size > most_bytes:
+                chosen.append((index, {}))
+                num_bytes = 0
+            chosen[-1][1][name] = place
+            num_bytes += size
+    return tuple(Bucket(index, tuple(places), tuple(places.values())) for index, places in chosen)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""New methods for a module that is already built: its class is replaced by the definition that now has its name.
+"""The class of a user's train module: what an engine can serve, and new methods for a module that is already built.
 
 A cell of a notebook that is run again defines a new class, and objects of the earlier class keep the earlier methods.
+So the class of a module is replaced by the definition that now has its name.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -17,10 +18,60 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlite.errors import ConfigError
+from rlite.nn.base import BaseTrainModule, is_on_meta
 
 RUN_ONCE = ("__init__", "on_weights_materialized")
 """methods that have run when an engine is built, and whose results stay"""
 LIBRARIES = ("torch", "transformers", "rlite", "builtins")
+
+
+def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTrainModule:
+    """Return the module if an engine can serve it.
+
+    Args:
+        module: the user's module.
+        own_names: names of the engine's methods that a module must not define.
+
+    Raises:
+        ConfigError: the module has the wrong class, hides engine methods, takes `timeout`, or holds real weights.
+    """
+    name = type(module).__name__
+    if not isinstance(module, BaseTrainModule):
+        raise ConfigError(
+            f"expected a rlite.nn.BaseTrainModule, found {name}: "
+            "subclass it beside your model class, as in `class Mine(rlite.nn.HuggingFaceFsdp2TrainModule, "
+            "Qwen3ForCausalLM)`; rlite's examples/sft_from_engine.py is a whole program"
+        )
+    own = user_methods(type(module))
+    if hidden := sorted(own.keys() & own_names):
+        raise ConfigError(
+            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours "
+            "would never be called; give your methods other names"
+        )
+    if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
+        raise ConfigError(
+            f"{name}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
+            "understands as seconds to wait for its workers; give yours another name"
+        )
+    if not is_on_meta(module):
+        raise ConfigError(
+            f"{name} holds real weights; a train module travels to its workers without any. "
+            "Build it inside `with accelerate.init_empty_weights():`"
+        )
+    return module
+
+
+def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Return the public methods that the user's own classes define.
+
+    Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
+    torch call them.
+    """
+    return {
+        name: value
+        for name, value in own_methods(module).items()
+        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
+    }
 
 
 def redefined(cls: type) -> type:
@@ -98,6 +149,33 @@ def sent_by_value(cls: type) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextmanager
+def with_class(module: nn.Module, new: type, own_names: Collection[str]) -> Iterator[list[str]]:
+    """Give a module a class for good, unless the block raises. The block may send it to other processes.
+
+    Args:
+        module: the module.
+        new: the new definition of its class.
+        own_names: as for `check_train_module`.
+
+    Yields:
+        The names of the methods that are new, changed or gone.
+
+    Raises:
+        ConfigError: the new definition changes the base classes or methods that ran once, or an engine cannot serve it.
+    """
+    old = type(module)
+    changed = changed_methods(old, new)
+    take_class(module, new)
+    try:
+        check_train_module(module, own_names)
+        with sent_by_value(new):
+            yield changed
+    except BaseException:
+        take_class(module, old)
+        raise
 
 
 def _current(cls: type) -> type:

@@ -1,8 +1,8 @@
-"""Worker protocols, and the driver's handles of workers that hold one model."""
+"""Workers, one per device, which every executor has, and the driver's handle of the workers that hold one model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 from torch import Tensor
 
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
+from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena
 
+Kind = Literal["train", "inference"]
 Part = Literal["all", "weights", "kv_cache"]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,30 +92,27 @@ class RankChoice:
 EVERY_RANK = RankChoice()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The options and workers of an executor.
+
+    `InferenceBackend` and `TrainBackend` add the fields that their engines need.
+    """
+
+    options: type
+    """a class, usually `rlite.config.Options`; its fields are the keywords that `build` accepts beside its own"""
+    worker: Callable[[WorkerContext, Any, Any, int], Worker]
+    """worker(context, source, options, num_workers) returns the worker of one of the `num_workers` that hold a copy;
+    runs in the worker process"""
+    ranks: RankChoice = EVERY_RANK
+    """ranks that receive arguments and return results, among the workers that share one part of the data"""
+
+
 class Resident(Protocol):
-    """An engine's handle of workers that move together and take weights into use together."""
+    """Workers that move together and take weights into use together."""
 
     def check(self) -> None:
         """Raise the failure of workers that no longer serve."""
-
-    def to_device(self, what: Part) -> None:
-        """Move a part to the device; see `Worker.to_device`."""
-
-    def to_cpu(self) -> None:
-        """Offload to host memory; see `Worker.to_cpu`."""
-
-    def to_meta(self) -> None:
-        """Free all memory; see `Worker.to_meta`."""
-
-    def weights_changed(self, version: int) -> None:
-        """Serve newly written weights; see `Worker.weights_changed`."""
-
-    def memory_bytes(self) -> list[dict[str, int]]:
-        """Return the bytes that each worker holds, by part."""
-
-
-class ResidentWorkers:
-    """Workers that move and take weights into use together, for handles that define `call`."""
 
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a declared method on all workers with the same arguments.
@@ -145,10 +144,10 @@ class ResidentWorkers:
 
 
 @dataclass(frozen=True)
-class Executor(ResidentWorkers):
+class WorkerSet(Resident):
     """Neighbouring workers of a group that hold one copy of a model: ranks [index * size, (index + 1) * size).
 
-    Workers are called by a method that a protocol declares: `executor.call(Worker.to_device, "weights")`.
+    Workers are called by a method that a protocol declares: `workers.call(Worker.to_device, "weights")`.
     """
 
     index: int
@@ -181,6 +180,34 @@ class Executor(ResidentWorkers):
         assert not kwargs, "a rank that receives nothing gets None for each positional argument"
         calls: list[tuple[tuple, dict]] = [(each, {}) for each in self.choice.deal(args, self.size)]
         return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)[self.choice.returns]
+
+    def ask_each(
+        self,
+        method: Callable[..., Any],
+        calls: Sequence[tuple],
+        num_peers: int,
+        what: str | None = None,
+        timeout: float | None = None,
+        has_own_statistics: bool = False,
+    ) -> list[Any]:
+        """Call a declared method on all workers, where each `num_peers` neighbours do the same work.
+
+        Args:
+            method: the method.
+            calls: arguments for each group of peers, or for each of equal parts of each group.
+            num_peers: number of neighbours; `choice` names the ranks among them with arguments and results.
+            what: name of the call in messages.
+            timeout: seconds; None is the session's `call_timeout`.
+            has_own_statistics: whether peers of different calls record different statistics.
+
+        Returns:
+            One result for each group of peers.
+        """
+        size = self.size // len(calls)
+        dealt: list[Any] = [(args, {}) for call in calls for args in self.choice.deal(call, size)]
+        reporters = range(0, self.size, size) if has_own_statistics else None
+        results = self.group.call(method.__name__, dealt, timeout=timeout, what=what, reporters=reporters)
+        return results[range(num_peers)[self.choice.returns] :: num_peers]
 
     def check(self) -> None:
         """Raise the failure of workers that no longer serve."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from rlite.config import Options
-from rlite.engine.base import Engine
-from rlite.engine.registry import Backend, find_backend, kinds_of, registered_executors
+from rlite.engine.registry import find_backend, kinds_of, registered_executors
+from rlite.runtime.replicas.workers import Backend
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
-from rlite.runtime.cluster import session as cluster
 from rlite.runtime.cluster.launcher import SessionOptions
 from rlite.runtime.cluster.placement import DeviceKind
-from rlite.runtime.cluster.session import LauncherName, Session
+from rlite.runtime.cluster.session import LauncherName, Session, open_session, shutdown
+from rlite.runtime.replicas.engine import Engine
 
 EngineOptions = Mapping[str, Mapping[str, Any]]
 """options of executors, by the name of the executor"""
@@ -59,7 +59,7 @@ def init(
     check_engine_options(engine_options or {})
     chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = SessionOptions(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
-    return cluster.init(options, launcher, engine_options)
+    return open_session(options, launcher, engine_options)
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def session(**options: Any) -> Iterator[Session]:
     try:
         yield started
     finally:
-        cluster.shutdown()
+        shutdown()
 
 
 def check_engine_options(engine_options: EngineOptions) -> None:

@@ -17,11 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Protocol
 
-from rlite.engine.options import ExecutorOptions
-from rlite.engine.registry import Backend
-from rlite.engine.workers import Executor, P, Resident, ResidentWorkers, T, Worker
-from rlite.errors import DataError, NonFiniteError
-from rlite.types import PromptLogprobs, SequenceRequest, StopReason, TokenChunk
+from transformers import PreTrainedConfig
+
+from rlite.errors import ConfigError, DataError, NonFiniteError
+from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.replicas.options import ExecutorOptions
+from rlite.runtime.replicas.workers import Backend, P, Resident, T, Worker, WorkerSet
+from rlite.types import LLMRequest, LLMResponse, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
 COMMON_OPTIONS = frozenset(ExecutorOptions.model_fields)
 """fields that the options of every inference executor have"""
@@ -127,6 +129,21 @@ class InFlightRequest:
             self._end()
             self.done.set_result(self)
         return self.done.done()
+
+    def response(self, request: LLMRequest) -> LLMResponse:
+        """Return the completion, which has ended, as the answer to `request`."""
+        return LLMResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=self.token_ids,
+            output_logprobs=self.logprobs,
+            output_versions=self.versions,
+            stop_reason=self.finish_reason,
+            latency=self.ended - self.started,
+            ttft=(self.first_token or self.ended) - self.started,
+            sampling_logprobs=self.sampling_logprobs,
+            metadata=dict(request.metadata),
+            extras={name: self.extras.get(name, []) for name in request.extras},
+        )
 
     def abort(self) -> None:
         """End the request with the tokens that have arrived, without asking the replica."""
@@ -250,7 +267,7 @@ class Replica(Resident, Protocol):
         Replica.pause  ->  Worker.parameter_shards, to plan and then to write  ->  Replica.weights_changed  ->  resume
     """
 
-    executor: Executor
+    workers: WorkerSet
     """workers of the protocol `Worker`: `parameter_shards()` describes their shards and receives weights.
     The engine also learns from them where the replica runs, and which of its processes have died"""
 
@@ -319,11 +336,11 @@ class ServingWorker(Worker, Protocol):
         """Stamp tokens with this policy version from now on."""
 
 
-class WorkerReplica(ResidentWorkers):
+class WorkerReplica(Resident):
     """The part of a replica that calls its workers, for replicas whose workers are `ServingWorker`s."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+    def __init__(self, workers: WorkerSet) -> None:
+        self.workers = workers
         self._in_flight = InFlightTable()
 
     @property
@@ -337,12 +354,12 @@ class WorkerReplica(ResidentWorkers):
         return len(self._in_flight)
 
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Return the results of a declared method on all workers; see `Executor.call`."""
-        return self.executor.call(method, *args, **kwargs)
+        """Return the results of a declared method on all workers; see `WorkerSet.call`."""
+        return self.workers.call(method, *args, **kwargs)
 
     def check(self) -> None:
         """Raise the failure of workers that no longer serve."""
-        self.executor.check()
+        self.workers.check()
 
     def load_weights(self, path: str | None) -> None:
         """Read weights from a checkpoint."""
@@ -369,8 +386,8 @@ class InferenceBackend(Backend):
     A protocol beside the replica declares the methods that the worker adds to `ServingWorker`.
     """
 
-    replica: Callable[[Executor, Any, OnFailure], Replica]
-    """replica(executor, options, on_failure) in the driver, after the workers are ready"""
+    replica: Callable[[WorkerSet, Any, OnFailure], Replica]
+    """replica(workers, options, on_failure) in the driver, after the workers are ready"""
     check: Callable[[str, int], None] | None = None
     """check(path, tensor_parallel_size) in the driver, before any process starts; raises ConfigError for a checkpoint
     that the executor cannot serve"""
@@ -378,3 +395,47 @@ class InferenceBackend(Backend):
     """num_replicas(options): number of replicas that the options fix, such as one for each running server; None leaves
     it to `build`"""
     capabilities: Capabilities = Capabilities()
+
+    def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:
+        """Check that the executor can serve a checkpoint.
+
+        Args:
+            path: folder of the checkpoint.
+            config: config of the checkpoint.
+            copy_size: number of workers in each replica.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if copy_size > 1 and (heads := attention_shape(config)[2]) % copy_size:
+            raise ConfigError(f"tensor_parallel_size={copy_size} does not divide the model's {heads} key-value heads")
+        if self.check is not None:
+            self.check(path, copy_size)
+
+    def num_copies(self, asked: int | None, options: Any) -> int | None:
+        """Return the number of replicas: as asked, or as the options fix it; None if neither says it.
+
+        Raises:
+            ConfigError: another number is asked for than the options fix.
+        """
+        fixed = None if self.num_replicas is None else self.num_replicas(options)
+        if asked is not None and fixed is not None and asked != fixed:
+            raise ConfigError(f"data_parallel_size={asked}: the executor's options name {fixed} replicas; leave it out")
+        return asked if fixed is None else fixed
+
+
+def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
+    """Check that no prompt is too long.
+
+    Args:
+        prompts: token ids.
+        max_tokens: most tokens of a prompt.
+
+    Raises:
+        DataError: a prompt is too long.
+    """
+    for index, ids in enumerate(prompts):
+        if len(ids) > max_tokens:
+            raise DataError(
+                f"prompt {index} has {len(ids)} tokens, max_model_len={max_tokens + 1} leaves room for {max_tokens}"
+            )

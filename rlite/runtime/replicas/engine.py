@@ -1,15 +1,12 @@
-"""The programming model: an Engine has replicas (copies of the model), a replica has Workers (one per device).
+"""Copies of a model, each held by workers, one per device, that are placed, moved and released: what all engines are.
 
-Engines live in the driver, with one `Executor` for each replica. Workers live in the processes that the launcher
+Engines live in the driver, with one `WorkerSet` for each copy. Workers live in the processes that the launcher
 starts. An engine's life:
 
     Engine(...) ── build() ──> on the device ── cpu() ──> offloaded ── cuda() ──> on the device
                                     └────────── meta() ─> released: memory is free, weights are gone;
                                                           cuda("weights") allocates, a sync or load() fills
     release() ends the workers and frees the devices, from any state.
-
-`workers.py` declares the worker methods for residency and weight sync. `inference_executor.py` declares the backend of
-inference engines, and `train_lifecycle.py` the backend of train engines.
 """
 
 from __future__ import annotations
@@ -25,16 +22,24 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlite.engine.registry import Backend, Kind, find_backend
-from rlite.engine.workers import Executor, Part, Resident, T, Worker, on_each_process, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.launcher import GroupRequest
 from rlite.runtime.cluster.placement import PlacementRequest
 from rlite.runtime.cluster.session import Session, current_session, default_options
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import set_up_device
 from rlite.runtime.parallel.shared_memory import check_gpu_sharing
+from rlite.runtime.replicas.workers import (
+    Backend,
+    Kind,
+    Part,
+    T,
+    Worker,
+    WorkerSet,
+    on_each_process,
+)
 
 
 class Weights(Enum):
@@ -47,18 +52,22 @@ class Weights(Enum):
 
 
 class Engine:
-    """The base of train and inference engines: building, placement, residency, release."""
+    """The base of train and inference engines: building, placement, residency, release.
+
+    Args:
+        backend: the executor.
+        executor: its name.
+    """
 
     kind: ClassVar[Kind]
-    backend_type: ClassVar[type[Backend]] = Backend
     has_independent_replicas: ClassVar[bool] = False
     """no collective joins two replicas, so a replica survives the death of another"""
 
-    def __init__(self, executor: str) -> None:
-        self._backend = find_backend(self.kind, executor, self.backend_type)
+    def __init__(self, backend: Backend, executor: str) -> None:
+        self._backend = backend
         self.executor_name = executor
         self.name = ""
-        self.executors: list[Executor] = []
+        self.copies: list[WorkerSet] = []
         self._group: WorkerGroup | None = None
         self._session: Session | None = None
         self.weights = Weights.RELEASED
@@ -66,7 +75,7 @@ class Engine:
         self._version = 0
         self._factory: Any = None
         """makes a worker from its context, in its process"""
-        self._executor_size = 1
+        self._copy_size = 1
         self.sending = threading.Lock()
         """held while a weight sync reads this engine's weights, for which there is one staging memory"""
         self._receiving = threading.Lock()
@@ -118,7 +127,7 @@ class Engine:
         colocated, apart = _names(colocate_with), _names(not_colocate_with)
         session = current_session()
         owner = session.new_name(self.kind)
-        executors = session.place(
+        placed = session.place(
             PlacementRequest(
                 owner=owner,
                 executor_size=tensor_parallel_size,
@@ -129,16 +138,16 @@ class Engine:
                 exclusive=exclusive,
             )
         )
-        self._executor_size = tensor_parallel_size
+        self._copy_size = tensor_parallel_size
         self.name, self._session = owner, session
         self._set_factory(self._source())
         try:
             make_room(session, owner)
             replica_size = tensor_parallel_size if self.has_independent_replicas else None
-            devices = [device for devices in executors for device in devices]
-            self._group = group = session.start(owner, devices, self._factory, replica_size)
+            devices = [device for devices in placed for device in devices]
+            self._group = group = session.start(GroupRequest(owner, devices, self._factory, replica_size))
             check_neighbours(session, owner, group)
-            self.executors = [self._executor(index) for index in range(len(executors))]
+            self.copies = [self._copy(index) for index in range(len(placed))]
             self._choose_reporters()
             self.weights = Weights.DEVICE
             self._built()
@@ -150,11 +159,11 @@ class Engine:
         """End the workers and free the devices. The engine can be built again."""
         if self._session is not None:
             self._session.release(self.name)
-        self._group, self.executors, self.weights = None, [], Weights.RELEASED
+        self._group, self.copies, self.weights = None, [], Weights.RELEASED
 
     def _set_factory(self, source: Any) -> None:
         """Let workers that are started from now on be made of this model."""
-        self._factory = partial(make_worker, self._backend.worker, source, self.options, self._executor_size)
+        self._factory = partial(make_worker, self._backend.worker, source, self.options, self._copy_size)
 
     def _where(self) -> str:
         """Return the devices, the executor, and the location of the weights, in words."""
@@ -172,7 +181,7 @@ class Engine:
         defaults = {key: value for key, value in default_options(self.executor_name).items() if key in known}
         return self._backend.options(**defaults | given)
 
-    def _validate(self, executor_size: int) -> None:
+    def _validate(self, copy_size: int) -> None:
         """Refuse a configuration that cannot work, before anything is placed."""
 
     def _num_copies(self, asked: int | None) -> int | None:
@@ -189,11 +198,11 @@ class Engine:
 
     def _num_peers(self) -> int:
         """Return the number of neighbouring workers that do the same work on the same data."""
-        return self.executors[0].size
+        return self.copies[0].size
 
-    def _executor(self, index: int) -> Executor:
+    def _copy(self, index: int) -> WorkerSet:
         """Return the workers of one copy of the model."""
-        return Executor(index, self.group, self._executor_size, self._backend.ranks)
+        return WorkerSet(index, self.group, self._copy_size, self._backend.ranks)
 
     def _choose_reporters(self) -> None:
         """Let one of the workers that do the same work report its statistics."""
@@ -203,24 +212,18 @@ class Engine:
     def _built(self) -> None:
         """Finish building after the workers are ready."""
 
-    def _residents(self) -> Sequence[Resident]:
-        """Return groups of workers that move and take weights into use together; by default one group of all."""
-        return [self._workers]
-
     @property
-    def _workers(self) -> Executor:
+    def _workers(self) -> WorkerSet:
         """All workers of the engine together."""
-        return Executor(0, self.group, len(self.group))
+        return WorkerSet(0, self.group, len(self.group), self._backend.ranks)
 
     def _each(self, act: Callable[[Any], T]) -> list[T]:
-        """Return the results of an action on all residents, run in parallel.
+        """Return the results of an action on each part of the engine that moves by itself: all workers, or a replica.
 
-        If a resident has failed, its failure is raised.
+        If a part has failed, its failure is raised.
         """
-        self.group.check()
-        for resident in self._residents():
-            resident.check()
-        return together(self._residents(), act)
+        self._workers.check()
+        return [act(self._workers)]
 
     # -- residency -----------------------------------------------------------------------------------------------
 
@@ -358,14 +361,14 @@ class Engine:
                 'call build(), or cuda("weights"), first'
             )
 
-    def has_lost_some_of(self, members: Sequence[Executor]) -> bool:
-        """Return whether some of these executors are no longer members, so that a call on the others may succeed."""
+    def has_lost_some_of(self, members: Sequence[WorkerSet]) -> bool:
+        """Return whether some of these copies are no longer members, so that a call on the others may succeed."""
         return False
 
     @property
-    def members(self) -> list[Executor]:
-        """The executors that take part in calls on all executors."""
-        return self.executors
+    def members(self) -> list[WorkerSet]:
+        """The copies that take part in calls on all copies."""
+        return self.copies
 
     def _need_weights(self, what: str) -> None:
         """Check that the engine is built and its weights are written and on the device.

@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlite.engine.inference_executor import InFlightRequest, OutstandingTokens, Replica
 from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.observability import trace
+from rlite.runtime.replicas.replica import InFlightRequest, OutstandingTokens, Replica
 
 logger = logging.getLogger(__name__)
 
