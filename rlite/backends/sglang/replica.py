@@ -392,7 +392,8 @@ class SglangReplica(WorkerReplica):
         worker = replace(self.executor, timeout=STOPPED_S)
         try:
             asking = asyncio.to_thread(worker.ask, ServerWorker.server_failure)
-            reason = await asyncio.wait_for(asking, STOPPED_S) or reason
+            told = await asyncio.wait_for(asking, STOPPED_S)
+            reason = told or reason
         except (TimeoutError, CallTimeout):
             pass  # the worker waits for the server, too
         except WorkerError as died:
