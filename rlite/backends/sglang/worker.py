@@ -253,32 +253,6 @@ class GroupSender:
 Sender = TensorSender | GroupSender
 
 
-def update_weights(endpoint: Endpoint, sender: Sender, buckets: Sequence[Bucket], timeout: float) -> None:
-    """Write all buckets into the server, and drop the KV cache of the old weights.
-
-    Generation on the server is paused, and its requests are retracted.
-
-    Args:
-        endpoint: the server.
-        sender: path of the buckets.
-        buckets: buckets with every parameter once.
-        timeout: seconds for each call.
-
-    Raises:
-        WeightSyncError: the server refused weights.
-    """
-    try:
-        endpoint.call("/begin_weight_update", {}, timeout)
-        try:
-            for bucket in buckets:
-                sender.send(bucket)
-        finally:
-            endpoint.call("/end_weight_update", {}, timeout)
-        endpoint.call("/flush_cache", {}, timeout)
-    except CallRefused as error:
-        raise WeightSyncError(str(error)) from error
-
-
 PARTS = ("weights", "kv_cache")
 """parts of a server's memory, by SGLang's tags"""
 
@@ -403,14 +377,31 @@ class SglangWorker:
 
         Args:
             version: policy version.
+
+        Raises:
+            WeightSyncError: the server refused weights.
         """
         if self._endpoint is None:
             return
         if self._buckets:
             self._sender = self._sender or self._make_sender(self._endpoint)
             buckets, self._buckets = self._buckets, []
-            update_weights(self._endpoint, self._sender, buckets, self._options.start_timeout_s)
+            try:
+                self._send(self._endpoint, self._sender, buckets)
+            except CallRefused as error:
+                raise WeightSyncError(str(error)) from error
         self.set_version(version)
+
+    def _send(self, server: Endpoint, sender: Sender, buckets: Sequence[Bucket]) -> None:
+        """Write all buckets into the server, and drop the KV cache of the old weights."""
+        timeout = self._options.start_timeout_s
+        server.call("/begin_weight_update", {}, timeout)
+        try:
+            for bucket in buckets:
+                sender.send(bucket)
+        finally:
+            server.call("/end_weight_update", {}, timeout)
+        server.call("/flush_cache", {}, timeout)
 
     def _make_sender(self, server: Endpoint) -> Sender:
         timeout = self._options.start_timeout_s

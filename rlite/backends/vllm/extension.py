@@ -24,7 +24,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rlite.backends.serving.requests import Sampling
 from rlite.backends.serving.sampling import SamplingBatch, kept_ids_of, sample, uniforms
-from rlite.backends.vllm.requests import SAMPLING
+from rlite.backends.vllm.release import SAMPLING
 from rlite.backends.vllm.step_batching import Holding
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader

@@ -28,7 +28,6 @@ import psutil
 from rlite.backends.serving.requests import RequestRules
 from rlite.backends.vllm import release
 from rlite.backends.vllm.options import is_cpu_build
-from rlite.backends.vllm.requests import sampling_arguments, scored_prompt
 from rlite.backends.vllm.step_batching import Table, take_table
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -156,7 +155,9 @@ class Server:
 
     async def _begin(self, serving: Serving) -> None:
         request = serving.request
-        arguments = sampling_arguments(request, self._rules.stop_ids(request.gconfig), self._rules.max_model_len)
+        arguments = release.sampling_arguments(
+            request, self._rules.stop_ids(request.gconfig), self._rules.max_model_len
+        )
         prompt = {"prompt_token_ids": [*request.input_ids, *request.output_ids]}
         try:
             await self._engine.add_request(serving.name, prompt, release.sampling_params(arguments))
@@ -268,7 +269,7 @@ class Server:
         name = f"prompt-{next(self._counter)}"
         async for output in self._engine.generate({"prompt_token_ids": ids}, params, name):
             entries = output.prompt_logprobs
-        return scored_prompt(ids, entries, num_top)
+        return release.scored_prompt(ids, entries, num_top)
 
     # -- rest, weights and residency -----------------------------------------------------------------------------
 

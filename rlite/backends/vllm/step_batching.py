@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlite.backends.vllm.requests import SAMPLING
+from rlite.backends.vllm.release import SAMPLING
 
 Table = tuple[list[float], list[float], list[list[int]]]
 """log-probabilities before and after truncation, and kept ids, with an entry for each token"""
