@@ -269,7 +269,7 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    keys = {path: (option, value) for path, option, value in _keys_and_entries(cls)}
+    keys = {path: (option, value) for path, option, value in _keys(cls, has_entries=True)}
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
     without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
     required = [path for path in without_default if f"{path}.".startswith(of_required)]
@@ -561,25 +561,29 @@ def _limits(option: FieldInfo) -> str:
 # keys and types
 
 
-def _keys(cls: type[Options], default: Options | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield every key with its option and its default, which is PydanticUndefined if the key is required."""
+def _keys(
+    cls: type[Options], default: Options | None = None, prefix: str = "", has_entries: bool = False
+) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yield every key with its option and its default, which is PydanticUndefined if the key is required.
+
+    Args:
+        cls: the config's class.
+        default: instance that has the defaults, if they are not those of the class.
+        prefix: beginning of each key.
+        has_entries: after a mapping to groups, yield the keys of an entry called NAME.
+    """
     for name, option in cls.model_fields.items():
-        group = _group_of(option.annotation)
+        group, entry = _group_of(option.annotation), _entry_of(option.annotation)
         value = _default(option) if default is None else dict(default)[name]
         if group is None or value is None:
             yield f"{prefix}{name}", option, value
+        if has_entries and entry is not None:
+            yield from _keys(entry, None, f"{prefix}{name}.NAME.")
         if _may_be_unnamed(option):
-            group = _entry_of(option.annotation)
+            group = entry
         if group is not None:
-            yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.")
-
-
-def _keys_and_entries(cls: type[Options]) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield every key as `_keys` does, and after a mapping to groups the keys of an entry called NAME."""
-    for path, option, value in _keys(cls):
-        yield path, option, value
-        if entry := _entry_of(option.annotation):
-            yield from _keys(entry, None, f"{path}.NAME.")
+            own = value if isinstance(value, group) else None
+            yield from _keys(group, own, f"{prefix}{name}.", has_entries)
 
 
 def _default(option: FieldInfo) -> Any:

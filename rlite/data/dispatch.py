@@ -15,7 +15,7 @@ tensor if other code has imported torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -79,11 +79,6 @@ class Shares:
     def balanced(cls, weights: Sequence[float], num_ranks: int) -> Shares:
         """Return shares of nearly equal weight (see `balanced_partitions`); their sizes may differ."""
         return cls(tuple(balanced_partitions(weights, num_ranks)))
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of shares."""
-        return len(self.rows)
 
     @cached_property
     def num_rows(self) -> int:
@@ -327,10 +322,13 @@ class _Marked:
     balance_by: BalanceBy
 
 
+def _arguments(args: Sequence[Any], kwargs: Mapping[Any, Any]) -> dict[int | str, Any]:
+    return {**dict(enumerate(args)), **kwargs}
+
+
 def _marked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, _Marked]:
     found: dict[int | str, _Marked] = {}
-    arguments: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
-    for key, marker in arguments:
+    for key, marker in _arguments(args, kwargs).items():
         if isinstance(marker, NeedParallel):
             inner = marker.value if isinstance(marker.value, NeedParallel) else marker
             balance_by = inner.balance_by if marker.balance_by is None else marker.balance_by
@@ -440,18 +438,13 @@ def scatter(
     """
     marked = _marked(args, kwargs)
     shares = shares or plan_shares(args, kwargs, num_ranks, allow_empty=allow_empty)
-    assert shares is None or shares.num_ranks == num_ranks
     _check_sequences(marked, num_seq_ranks, allow_empty)
 
     parts: dict[int | str, list[Any]] = {}
     for key, argument in marked.items():
-        by_rank = [argument.value] * num_ranks
-        if "dp" in argument.types and shares is not None:
-            by_rank = split(argument.value, shares)
-        is_cut = "seq" in argument.types
-        parts[key] = [
-            _cut(rows, i, num_seq_ranks) if is_cut else rows for rows in by_rank for i in range(num_seq_ranks)
-        ]
+        is_split, is_cut, pieces = "dp" in argument.types, "seq" in argument.types, range(num_seq_ranks)
+        by_rank = split(argument.value, shares) if shares and is_split else [argument.value] * num_ranks
+        parts[key] = [_cut(rows, i, num_seq_ranks) if is_cut else rows for rows in by_rank for i in pieces]
     return [_with_parts(args, kwargs, parts, rank) for rank in range(num_ranks * num_seq_ranks)]
 
 
@@ -485,8 +478,7 @@ def deal(
         if "seq" in argument.types:
             raise ValueError(f"{argument.where} is NeedParallel(type='seq'); a role group splits rows only (type='dp')")
     calls = scatter(args, kwargs, num_targets, allow_empty=allow_empty)
-    arguments: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
-    lists = {key: value for key, value in arguments if isinstance(value, list)}
+    lists = {key: value for key, value in _arguments(args, kwargs).items() if isinstance(value, list)}
     if auto_shard and all(len(items) == num_targets for items in lists.values()):
         calls = [_with_parts(*call, lists, rank) for rank, call in enumerate(calls)]
     return calls
@@ -498,8 +490,13 @@ def deal(
 
 
 def gathered(how: How) -> Callable[[Function], Function]:
-    """Return a decorator that states how the results of a method are gathered; see `gather`."""
-    _check_how(how)
+    """Return a decorator that states how the results of a method are gathered; see `gather`.
+
+    Raises:
+        ConfigError: there is no such way.
+    """
+    if how not in get_args(How):
+        raise ConfigError(f"unknown way to gather {how!r}; {did_you_mean(str(how), get_args(How))}")
 
     def mark(function: Function) -> Function:
         function.__rlite_gather__ = how  # type: ignore[attr-defined]
@@ -512,11 +509,6 @@ def gather_of(function: Callable[..., Any]) -> How:
     """Return how the results of a method are gathered: "list" if the method does not state it."""
     how: How = getattr(function, "__rlite_gather__", "list")
     return how
-
-
-def _check_how(how: str) -> None:
-    if how not in get_args(How):
-        raise ConfigError(f"unknown way to gather {how!r}; {did_you_mean(str(how), get_args(How))}")
 
 
 def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = None) -> Any:
@@ -539,7 +531,6 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
         ValueError: results do not fit together, or do not have the rows of their share.
         TypeError: results are of a type that cannot be concatenated or averaged.
     """
-    _check_how(how)
     if how == "list":
         return list(results)
     if not results:

@@ -7,14 +7,13 @@ not use it never loads it.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlite.errors import UnknownOptionError, did_you_mean
-from rlite.imports import lacking, require
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 
 class MetricSink(Protocol):
@@ -70,8 +69,8 @@ def sink_problems(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name not in _CLASSES:
             yield f"unknown metric sink {name!r}; {did_you_mean(name, _CLASSES)}"
-        elif name not in _BUILTIN and (message := lacking(f"metric sink {name!r} needs", name, name)):
-            yield message
+        elif name not in _BUILTIN and importlib.util.find_spec(name) is None:
+            yield _missing(name)
 
 
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
@@ -98,6 +97,13 @@ def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
 
 
 def _class_of(name: str) -> Any:
-    if name not in _BUILTIN:
-        require(f"metric sink {name!r} needs", name, name)
-    return getattr(importlib.import_module(f"rlite.services.console.sinks.{name}"), _CLASSES[name])
+    try:
+        return getattr(importlib.import_module(f"rlite.services.console.sinks.{name}"), _CLASSES[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name:
+            raise
+        raise ConfigError(_missing(name)) from error
+
+
+def _missing(name: str) -> str:
+    return f"metric sink {name!r} needs the package {name}: pip install 'rlite[{name}]'"
