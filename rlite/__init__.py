@@ -43,7 +43,7 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "rlite.data.dispatch": "NeedParallel gathered",
         "rlite.engine.inference": "RliteInferenceEngine RLiteInferenceEngine=RliteInferenceEngine",
         "rlite.engine.registry": "register_executor",
-        "rlite.engine.session": "init session",
+        "rlite.engine.start": "init session",
         "rlite.engine.train": "RliteTrainEngine RLiteTrainEngine=RliteTrainEngine",
         "rlite.observability": "stats_tracker",
         "rlite.runtime.cluster.session": "current_session shutdown",

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "rlite.control.builder": "RLJobBuilder",
-        "rlite.control.job": "JobHandle JobResult RLJob",
+        "rlite.control.job": "JobHandle JobResult RLJob RLJobBuilder",
         "rlite.control.role_group": "RoleGroup trainer_invocation",
         "rlite.control.spec": "JobSpec RLRoleType RoleSpec",
-        "rlite.control.trainer_process": "BaseTrainer",
-        "rlite.control.workload": "BaseWorkload",
+        "rlite.control.workers": "BaseTrainer BaseWorkload",
     },
 )

@@ -25,10 +25,7 @@ from rlite.runtime.cluster.guard import own_children
 from rlite.runtime.cluster.host import WorkerContext, WorkerFactory
 from rlite.runtime.owner import Owner
 from rlite.runtime.storage.texts import FileStore
-from rlite.services.recovery.record import JobRecord
-from rlite.services.recovery.record import LogEntry
-from rlite.services.recovery.record import load_record
-from rlite.services.recovery.record import save_record
+from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
 
 logger = logging.getLogger(__name__)
 

@@ -19,28 +19,14 @@ import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
 from rlite.control.entry import JobEntry, keep_record, save_entry
-from rlite.control.spec import JobClasses
-from rlite.control.spec import JobPlan
-from rlite.control.spec import JobSpec
-from rlite.control.spec import RLRoleType
-from rlite.control.spec import WorkloadClass
-from rlite.control.spec import check_capacity
-from rlite.control.workers import BaseTrainer
-from rlite.control.workers import BaseWorkload
-from rlite.errors import CallTimeout
-from rlite.errors import ConfigError
-from rlite.errors import JobNotFound
-from rlite.errors import RliteError
-from rlite.errors import did_you_mean
+from rlite.control.spec import JobClasses, JobPlan, JobSpec, RLRoleType, WorkloadClass, check_capacity
+from rlite.control.workers import BaseTrainer, BaseWorkload
+from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError, did_you_mean
 from rlite.imports import require
 from rlite.runtime.cluster.launcher import interface_of
 from rlite.runtime.owner import Owner
-from rlite.services.recovery.record import JobRecord
-from rlite.services.recovery.record import LogEntry
 from rlite.runtime.storage.texts import check_name
-from rlite.services.recovery.record import forget_old
-from rlite.services.recovery.record import load_record
-from rlite.services.recovery.record import save_record
+from rlite.services.recovery.record import JobRecord, LogEntry, forget_old, load_record, save_record
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""

@@ -29,41 +29,13 @@ from rlite.control.role_group import StaleRendezvous
 from rlite.control.spec import TRAINER, JobPlan, RLRoleType, trainer_life
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.runtime.cluster.host import CallPosition
-from rlite.runtime.cluster.ray.fleet import Fleet
-from rlite.runtime.cluster.ray.fleet import RayStore
-from rlite.runtime.cluster.ray.fleet import is_restarted
-from rlite.runtime.cluster.ray.fleet import kept_plan
-from rlite.runtime.cluster.ray.fleet import make_store
-from rlite.runtime.cluster.ray.fleet import own_node
-from rlite.services.recovery import failover
-from rlite.services.recovery.failover import WorkloadId
-from rlite.services.recovery.record import JobRecord
-from rlite.services.recovery.record import LogEntry
+from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, make_store, own_node
 from rlite.runtime.storage.texts import StateStore
-from rlite.services.recovery.record import load_record
-from rlite.services.recovery.record import save_record
-from rlite.runtime.cluster.ray.fleet import living_nodes
-from rlite.services.recovery.failover import JOB
-from rlite.services.recovery.failover import Action
-from rlite.services.recovery.failover import CreateJob
-from rlite.services.recovery.failover import EndJob
-from rlite.services.recovery.failover import Event
-from rlite.services.recovery.failover import InterruptTrainer
-from rlite.services.recovery.failover import JobState
-from rlite.services.recovery.failover import JobSubmitted
-from rlite.services.recovery.failover import MasterRestarted
-from rlite.services.recovery.failover import Recovered
-from rlite.services.recovery.failover import RecoveryFailed
-from rlite.services.recovery.failover import RendezvousLost
-from rlite.services.recovery.failover import RestartRole
-from rlite.services.recovery.failover import RestartWorkload
-from rlite.services.recovery.failover import StartTrainer
-from rlite.services.recovery.failover import StopRequested
-from rlite.services.recovery.failover import TrainerBegun
-from rlite.services.recovery.failover import TrainerFailed
-from rlite.services.recovery.failover import TrainerFinished
-from rlite.services.recovery.failover import WorkloadsFailed
-from rlite.services.recovery.failover import decide
+from rlite.services.recovery import failover
+from rlite.services.recovery.failover import (
+    WorkloadId,
+)
+from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
 from rlite.services.recovery.reporting import TrainerReport
 
 logger = logging.getLogger(__name__)

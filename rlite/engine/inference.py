@@ -20,37 +20,17 @@ from typing import Any
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from rlite.runtime.replicas.router import Policy
-from rlite.runtime.replicas.router import least_outstanding
-from rlite.data.chat.masks import check_messages
 from rlite.data.chat.prompt_tokens import raw_prompts
-from rlite.data.chat.template import check_template_options
-from rlite.runtime.replicas.replica import InFlightRequest
-from rlite.engine.outputs import completion
-from rlite.errors import CallTimeout
+from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling, streamed
+from rlite.engine.registry import find_backend
 from rlite.errors import ConfigError
-from rlite.errors import DataError
-from rlite.nn.pretrained import load_tokenizer
-from rlite.observability import trace
+from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, local_checkpoint
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import mix
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.rollout.workflow import prompt_ids
-from rlite.rollout.workflow import prompt_text
-from rlite.runtime.futures import result_of
-from rlite.engine.outputs import Messages
-from rlite.engine.outputs import Prompts
-from rlite.engine.outputs import Sampling
-from rlite.engine.outputs import conversation
-from rlite.engine.outputs import outputs
-from rlite.engine.outputs import sampling
-from rlite.engine.outputs import streamed
-from rlite.engine.registry import find_backend
-from rlite.nn.pretrained import end_ids
-from rlite.nn.pretrained import load_config
-from rlite.nn.pretrained import local_checkpoint
-from rlite.runtime.replicas.replica import InferenceBackend
+from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
+from rlite.runtime.replicas.router import Policy, least_outstanding
 from rlite.runtime.replicas.serving import ServingEngine
 from rlite.types import (
     GenerationHyperparameters,

@@ -11,12 +11,12 @@ import torch
 
 from rlite.config import Options
 from rlite.engine.registry import find_backend, kinds_of, registered_executors
-from rlite.runtime.replicas.workers import Backend
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 from rlite.runtime.cluster.launcher import SessionOptions
 from rlite.runtime.cluster.placement import DeviceKind
 from rlite.runtime.cluster.session import LauncherName, Session, open_session, shutdown
 from rlite.runtime.replicas.engine import Engine
+from rlite.runtime.replicas.workers import Backend
 
 EngineOptions = Mapping[str, Mapping[str, Any]]
 """options of executors, by the name of the executor"""

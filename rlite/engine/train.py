@@ -8,36 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlite.data.dispatch import cuts_sequences
-from rlite.data.dispatch import gather
-from rlite.data.dispatch import gather_of
-from rlite.data.dispatch import plan_shares
-from rlite.data.dispatch import scatter
-from rlite.data.microbatch_plan import sequence_flops
+from rlite.data.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.data.packs import sequence_lengths
-from rlite.engine.microbatches import BatchShare
-from rlite.engine.microbatches import join_values
-from rlite.engine.microbatches import split_batch
-from rlite.engine.user_module import changed_methods
-from rlite.engine.user_module import own_methods
-from rlite.engine.user_module import redefined
-from rlite.engine.user_module import sent_by_value
-from rlite.engine.user_module import take_class
-from rlite.errors import ConfigError
-from rlite.nn.base import BaseTrainModule
-from rlite.nn.base import is_on_meta
-from rlite.engine.microbatches import Loss
-from rlite.engine.microbatches import Weight
+from rlite.engine.microbatches import BatchShare, Loss, Weight, join_values, split_batch
 from rlite.engine.registry import find_backend
-from rlite.engine.train_backend import TrainBackend
-from rlite.engine.train_backend import TrainWorker
+from rlite.engine.train_backend import TrainBackend, TrainWorker
 from rlite.engine.train_state import ResumableEngine
-from rlite.engine.user_module import check_train_module
-from rlite.engine.user_module import user_methods
-from rlite.engine.user_module import with_class
-from rlite.engine.weights import OnInflight
-from rlite.engine.weights import SyncReport
-from rlite.engine.weights import sync_weights
+from rlite.engine.user_module import (
+    check_train_module,
+    redefined,
+    user_methods,
+    with_class,
+)
+from rlite.engine.weights import OnInflight, SyncReport, sync_weights
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.replicas.engine import Engine
 

@@ -18,7 +18,6 @@ from tensordict import TensorDict
 
 import rlite
 from rlite.batch import check_one_per_row
-from rlite.runtime.replicas.engine import Engine
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import Sample, summary
@@ -30,6 +29,7 @@ from rlite.rollout.collector.lost_groups import Loss
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Queue
 from rlite.rollout.episode import mix
+from rlite.runtime.replicas.engine import Engine
 from rlite.suggestions import UNNAMED, check_name
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import SamplingOptions, ServingOptions, SetSamplingOptions

@@ -45,14 +45,17 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
+        "rlite.errors": "RolloutError",
         "rlite.rollout.chat.conversation": "Conversation MultiTurnWorkflow",
         "rlite.rollout.chat.transcript": "Transcript",
         "rlite.rollout.collector.collector": "RolloutCollector",
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.collector.options": "CollectorOptions",
         "rlite.rollout.environments.gym": "GymEnvironment",
-        "rlite.rollout.environments.step": "Environment EnvironmentCrash EnvironmentFailure "
-        "EnvironmentInvalid EnvironmentMemory EnvironmentRaised EnvironmentTimeout",
+        "rlite.rollout.environments.step": (
+            "Environment EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory "
+            "EnvironmentRaised EnvironmentTimeout"
+        ),
         "rlite.rollout.environments.workflow": "EnvironmentWorkflow GymWorkflow",
         "rlite.rollout.rewards.adapters": "from_trl from_verl",
         "rlite.rollout.rewards.function": "RewardFunction",
@@ -61,7 +64,7 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "rlite.rollout.tools.toolbox": "Tool",
         "rlite.rollout.tools.workflow": "ToolUseWorkflow",
         "rlite.rollout.trajectories": "check_trajectory pad_trajectories",
-        "rlite.rollout.workflow": "RolloutError RolloutWorkflow SingleTurnWorkflow trajectory",
+        "rlite.rollout.workflow": "RolloutWorkflow SingleTurnWorkflow trajectory",
         "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
     },
 )

@@ -18,9 +18,9 @@ import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
 from rlite.engine import registry
 from rlite.engine.registry import find_backend
-from rlite.runtime.replicas.workers import Backend
 from rlite.errors import ConfigError, DataError, ResidencyError, RliteError, UnknownOptionError, WeightSyncError
 from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
+from rlite.runtime.replicas.workers import Backend
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, SequenceRequest, TokenChunk
 from tests.contracts.executors import EXECUTORS, installed_executors
 from tests.integration.modules import Qwen3Policy, on_meta

@@ -31,10 +31,7 @@ from rlite.runtime.storage.texts import FileStore
 from rlite.services.console.sinks.jsonl import read_metrics
 from rlite.services.record.files import record_files
 from rlite.services.record.reader import RecordReader
-from rlite.runtime.storage.texts import FileStore
 from rlite.services.recovery.record import load_record
-from rlite.trainer.supervised_options import DpoConfig
-from rlite.trainer.supervised_options import KtoConfig
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.rl.options import PpoConfig

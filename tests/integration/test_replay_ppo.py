@@ -18,9 +18,8 @@ from rlite.engine import registry
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
 from rlite.rollout import SingleTurnWorkflow
-from rlite.trainer.options import SamplingOptions
-from rlite.trainer.options import TrainerOptions
 from rlite.runtime.replicas.replica import Capabilities
+from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, KlOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.integration.rewards import digits

@@ -11,8 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.backends.serving.pump import PumpedReplica
-from rlite.runtime.replicas.replica import Capabilities
-from rlite.runtime.replicas.replica import InferenceBackend
 from rlite.errors import ConfigError, StorageError
 from rlite.nn.architecture import (
     REMEDY,

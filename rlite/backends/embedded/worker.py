@@ -19,16 +19,12 @@ from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.passes import ForwardPasses, check_rows
 from rlite.backends.embedded.prompt_logprobs import prompt_logprobs
 from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
-from rlite.backends.serving.requests import RequestRules
-from rlite.backends.serving.requests import length_objection
-from rlite.runtime.replicas.workers import Part
-from rlite.errors import DataError
-from rlite.errors import ResidencyError
+from rlite.backends.serving.requests import RequestRules, length_objection
+from rlite.errors import DataError, ResidencyError
 from rlite.nn.architecture import rope_limit
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.shards import ParameterShard
-from rlite.errors import DivergedError
-from rlite.runtime.parallel.shards import nonfinite_names
+from rlite.runtime.replicas.workers import Part
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 

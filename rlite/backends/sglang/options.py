@@ -13,11 +13,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from rlite.runtime.replicas.options import PassingOptions
-from rlite.runtime.replicas.options import WrappedOptions
-from rlite.runtime.replicas.options import annotated_names
 from rlite.errors import ConfigError
-from rlite.runtime.replicas.options import PassingOptions, WrappedOptions
+from rlite.runtime.replicas.options import PassingOptions, WrappedOptions, annotated_names
 
 REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
 OWN = {

@@ -18,27 +18,12 @@ from typing import Any, Protocol
 
 from rlite.backends.serving.requests import objection
 from rlite.backends.sglang.options import SglangOptions
-from rlite.backends.sglang.requests import TokenStream
-from rlite.backends.sglang.requests import generate_body
-from rlite.backends.sglang.requests import is_last
-from rlite.backends.sglang.requests import scored_prompt
-from rlite.backends.sglang.requests import scoring_body
-from rlite.backends.sglang.server import CALL_S
-from rlite.backends.sglang.server import CallRefused
-from rlite.backends.sglang.server import Endpoint
-from rlite.runtime.replicas.replica import InFlightRequest
-from rlite.runtime.replicas.replica import OnFailure
-from rlite.runtime.replicas.replica import ServingWorker
-from rlite.runtime.replicas.replica import WorkerReplica
-from rlite.runtime.replicas.workers import T
-from rlite.errors import CallTimeout
-from rlite.errors import RliteError
-from rlite.errors import WorkerError
+from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, scored_prompt, scoring_body
+from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint
+from rlite.errors import CallTimeout, RliteError, WorkerError
 from rlite.imports import optional
-from rlite.backends.serving.requests import objection
-from rlite.backends.sglang.server import message_of
-from rlite.errors import ConfigError
-from rlite.runtime.replicas.workers import WorkerSet
+from rlite.runtime.replicas.replica import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
+from rlite.runtime.replicas.workers import T, WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
 with optional("executor 'sglang' needs", "sglang"):

