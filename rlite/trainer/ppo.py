@@ -41,7 +41,7 @@ from rlite.trainer.held_out.options import key_of, prefixed
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, reported_metrics
 from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.advantages import compute_advantages, outcome_estimator
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import Ended, make_evaluations, make_sets, with_selected
@@ -118,6 +118,7 @@ class PpoTrainer:
             train_rows, options.train_data.prompts_per_rollout, options.trainer.seed, self.data.mixture
         )
         self.loss = _loss(options)
+        self.estimator = outcome_estimator(options.adv)
         self.kl = KlCoefficient(options.kl)
         total_steps = options.trainer.total_steps
         self.run = TrainingRun(options, reported, total_steps, callbacks=callbacks)
@@ -211,7 +212,7 @@ class PpoTrainer:
         options = self.options
         is_single = options.responses_per_prompt == 1
         weights = {name: reward.weight for name, reward in options.reward.items()}
-        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef, weights)
+        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef, weights, self.estimator)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> TensorDict:
@@ -224,7 +225,8 @@ class PpoTrainer:
         if self.run.step < self.options.actor.freeze_steps:
             return batch
         actor, longest = self.engines.actor, self.options.inference_length()
-        loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
+        is_adapted = self.options.kl.type == "loss" and self.kl.coef != self.loss.kl_coef
+        loss = replace(self.loss, kl_coef=self.kl.coef) if is_adapted else self.loss
         self.engines.move_to_device(actor)
         actor.train()
         columns: dict[str, Tensor] = {"is_skipped": torch.zeros(len(batch), dtype=torch.bool)}

@@ -22,8 +22,14 @@ from transformers import AttentionInterface
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.native import decode_attention
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
-from rlite.nn.batch_invariant import BLOCK, SUM, attend
+from rlite.backends.models.attention import (
+    Bounds,
+    causal_attention,
+    causal_mask,
+    refuse_other_attention,
+    varlen,
+)
+from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 
 ATTENTION = "rlite_slots"
 TILE_ROWS = BLOCK
@@ -119,8 +125,8 @@ class PrefillPlan(AttentionPlan):
         cache: the cache of the slots.
         chunks: the chunks, in the order of the row.
         device: device of the model.
-        attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
-            chunk. Default: `varlen` if the device and the dtype have it.
+        attend_all: one call for the attention of all chunks, as `varlen`. None is one call for each chunk.
+            Default: `varlen` if the device and the dtype have it.
     """
 
     def __init__(
@@ -317,7 +323,7 @@ class DecodePlan(AttentionPlan):
             first_slot: slot of the first row.
             is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
                 up to whole blocks.
-            is_invariant: sum values as `rlite.nn.batch_invariant.attend` does.
+            is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
         """
         self.cache = cache
         self._first_slot = first_slot

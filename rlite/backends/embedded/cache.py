@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlite.nn.batch_invariant import BLOCK
+from rlite.backends.models.batch_invariant import BLOCK
 
 MIN_SHARED = 32
 """least number of shared leading tokens"""

@@ -1,7 +1,7 @@
 """Deterministic inference: work in fixed shapes, so that a request's bits do not depend on the rest of the batch.
 
-Llama, Qwen2 and Qwen3 in float32 on CPU do not need this: `rlite.nn.batch_invariant` computes them, in any shape and
-with the bits of training. Other models are computed here.
+Llama, Qwen2 and Qwen3 in float32 on CPU do not need this: `models.batch_invariant` computes them, in any shape and with
+the bits of training. Other models are computed here.
 
 A kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. Here every forward has the
 same number of rows. A decode step computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A
@@ -23,8 +23,8 @@ from rlite.backends.embedded.cache import SlotCache
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.sampling import Sampled, SamplingBatch, sample
 from rlite.backends.embedded.scheduler import Chunk
+from rlite.backends.models.batch_invariant import label_logprobs
 from rlite.errors import ConfigError
-from rlite.nn.batch_invariant import label_logprobs
 from rlite.types import GenerationHyperparameters
 
 DECODE_ROWS = 16

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from rlite.backends.embedded.cache import CacheShape
 from rlite.backends.embedded.deterministic import DECODE_ROWS
 from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.models.architecture import rope_limit
 from rlite.errors import ConfigError
-from rlite.nn.architecture import rope_limit
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.tensor_plan import attention_shape
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.embedded import native
 from rlite.backends.embedded.scheduler import RunningSequence
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters

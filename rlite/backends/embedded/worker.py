@@ -30,9 +30,9 @@ from rlite.backends.embedded.prompt_logprobs import prompt_logprobs
 from rlite.backends.embedded.request_rules import RequestRules
 from rlite.backends.embedded.sampling import Sampled, SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
+from rlite.backends.models.architecture import rope_limit
 from rlite.engine.workers import Part
 from rlite.errors import DataError, DivergedError, ResidencyError
-from rlite.nn.architecture import rope_limit
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.shards import ParameterShard, nonfinite_names
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.embedded import native
 from rlite.backends.embedded.deterministic import sample_each
 from rlite.backends.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from rlite.errors import ConfigError, RliteError, StorageError, why_not_written
-from rlite.nn.attention import PACKED, PackedLayout, attention, no_mask
-from rlite.nn.base import real_tensors
-from rlite.nn.transformers_warnings import quiet_transformers
+from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
+from rlite.errors import ConfigError, StorageError, why_not_written
+from rlite.nn.pretrained import quiet_transformers, real_tensors, rope_parts, summary
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.tensor_plan import attention_shape
 
@@ -352,18 +350,6 @@ def _unknown_layers(config: PreTrainedConfig) -> str:
     """Return the kinds of layers that rlite does not know, as the config names them."""
     kinds = set(vars(config.get_text_config()).get("layer_types") or ())
     return ", ".join(sorted(kinds - KNOWN_LAYERS))
-
-
-def summary(error: BaseException) -> str:
-    """Return an error's message in one line, with its kind if it is not rlite's own."""
-    text = textwrap.shorten(str(error), 200, placeholder=" ...")
-    return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"
-
-
-def rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the rotary parameters of a config: of all layers, and by kind of layer."""
-    rope = vars(config).get("rope_parameters") or {}
-    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:

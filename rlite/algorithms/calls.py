@@ -1,20 +1,57 @@
-"""Check what an algorithm returns, which may be the user's own function, before anything is computed with it."""
+"""Call an algorithm, which may be the user's own function, and check what it returns before computing with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlite.errors import ConfigError, shortened
+from rlite.errors import ConfigError, blamed, shortened
+from rlite.registry import Table, located
 
 WITHOUT_GRADIENT = (
     "returned a loss without a gradient, from which nothing is learnt: it may have no detach(), no_grad()"
 )
 _checked: set[str] = set()
 """functions of which a result has been checked in this process, by their description"""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """An algorithm with options that suit it: looked up and checked once, called in every step."""
+
+    name: str
+    what: str
+    """kind, name and place in words, for messages"""
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+    needs: tuple[str, ...] = ()
+    """further keyword arguments that the library gives it"""
+
+    @classmethod
+    def of(
+        cls, table: Table[Any], algorithm: str | Callable[..., Any] | Configured, options: Mapping[str, Any]
+    ) -> Configured:
+        """Return an algorithm with its options. Errors are those of `Table.check`.
+
+        Args:
+            table: algorithms of one kind by name.
+            algorithm: a name in the table, a function, or either with its options, which is returned.
+            options: keyword arguments of the algorithm.
+        """
+        if isinstance(algorithm, Configured):
+            return algorithm
+        function, name = table.check(algorithm, options), table.name_of(algorithm)
+        what = f"{table.kind} {name!r}: {located(function)}"
+        return cls(name, what, function, options, table.needs.get(name, ()))
+
+    def __call__(self, *given: Any, **reserved: Any) -> Any:
+        """Return the result of the function, which is blamed for what it raises."""
+        with blamed(self.what):
+            return self.function(*given, **reserved, **self.options)
 
 
 def found(value: Any) -> str:

@@ -24,7 +24,7 @@ from rlite.algorithms import (
 )
 from rlite.errors import ConfigError, OwnCodeError, RliteError
 
-HERE = r"\(.*test_results\.py:\d+\)"
+HERE = r"\(.*test_calls\.py:\d+\)"
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_a_selection_of_tokens_that_returns_something_else_is_named_with_its_pla
     monkeypatch.setitem(SELECTIONS, "own", function)
     with pytest.raises(RliteError, match=rf"(?s)selection of tokens '?own'?.*{message}") as raised:
         select_tokens("own", LossInputs(logprobs(), torch.zeros(3), torch.ones(3), torch.ones(3)))
-    assert "test_results.py:" in str(raised.value)
+    assert "test_calls.py:" in str(raised.value)
 
 
 def test_a_loss_without_tokens_does_not_hide_a_loss_without_a_gradient() -> None:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.algorithms import next_token
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.embedded.sampling import SamplingBatch, sample, uniforms
 from rlite.backends.embedded.scheduler import RunningSequence
 from rlite.errors import ConfigError, DataError

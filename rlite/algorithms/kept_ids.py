@@ -1,4 +1,4 @@
-"""Sampling replay: log-probabilities over the token ids among which a token was drawn.
+"""Log-probabilities over the kept ids: the token ids among which a token was drawn.
 
 Truncated sampling (top-p, top-k) draws token a from the policy p, restricted to a set S and normalised again:
 
@@ -97,7 +97,7 @@ class KeptIds:
         return greatest + total.log()
 
 
-def replayed_logprobs(
+def kept_logprobs(
     logits: Float[Tensor, "rows vocab"],
     labels: Int[Tensor, " rows"],
     temperature: float,

@@ -28,13 +28,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
-from rlite.nn.architecture import summary
-from rlite.nn.base import BaseTrainModule, is_on_meta, meta_parameters
+from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.options import ALL_LINEAR, LoraOptions
-from rlite.nn.pretrained import load_adapter, load_config, load_model, local_checkpoint, opening
-from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.nn.pretrained import (
+    load_adapter,
+    load_config,
+    load_model,
+    local_checkpoint,
+    meta_parameters,
+    opening,
+    summary,
+)
 from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
 from rlite.runtime.storage.huggingface import copy_companions
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlite.algorithms import TokenLogprobs
-from rlite.algorithms.logprobs import gather_logprobs
-from rlite.algorithms.replay import KeptIds, replayed_logprobs
-from tests.replay import kept_sets, pairs_of, written_out
+from rlite.algorithms.kept_ids import KeptIds, kept_logprobs
+from rlite.algorithms.logits import gather_logprobs
+from tests.kept_ids import kept_sets, pairs_of, written_out
 
 VOCAB = 11
 
@@ -22,7 +22,7 @@ def test_logprobs_are_normalised_over_the_kept_ids_alone(num_rows: int, temperat
     sets = kept_sets(labels.tolist(), VOCAB)
 
     def ours(x: torch.Tensor) -> torch.Tensor:
-        return replayed_logprobs(x, labels, temperature, pairs_of(sets), gather_logprobs(x, labels, temperature))
+        return kept_logprobs(x, labels, temperature, pairs_of(sets), gather_logprobs(x, labels, temperature))
 
     torch.testing.assert_close(ours(logits), written_out(logits, labels, sets, temperature))
     assert torch.autograd.gradcheck(ours, (logits,))

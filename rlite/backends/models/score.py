@@ -1,4 +1,4 @@
-"""A number for each token from any causal model: reward models and critics."""
+"""A scalar head on any causal model: reward models and critics."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, carried_class
-from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, opening
+from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
+from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, padding_token
 
 
 class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
@@ -52,22 +50,6 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
         return super().leaves_out(name) or not name.startswith(f"{self.base_model_prefix}.")
 
 
-def padding_token(tokenizer: Any, vocab_size: int, ends: Collection[int]) -> int | None:
-    """Return the id of a token for padding with which no row ends, preferably the tokenizer's own; None without one.
-
-    transformers scores the last token that is not the padding: of a row that ends with it, the one before.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        vocab_size: size of the model's vocabulary.
-        ends: ids of tokens with which rows end.
-    """
-    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    named = [i for i in added if "pad" in tokenizer.added_tokens_decoder[i].content.lower()]
-    known = [tokenizer.pad_token_id, *named, tokenizer.unk_token_id, tokenizer.bos_token_id, *added]
-    return next((token for token in known if token is not None and token not in ends and token < vocab_size), None)
-
-
 def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
     """Let the config and the tokenizer of an exported scorer pad with a token with which no row ends.
 
@@ -90,18 +72,3 @@ def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
     }.items():
         if (file := folder / name).exists():
             file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **change}, indent=2), "utf-8")
-
-
-def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -> Any:
-    """Read the checkpoint at `path` on meta, as a subclass of `carrier` and its transformers class.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigError: transformers has no sequence classification for this type of model.
-    """
-    what = "sequence classification for models"
-    cls = carried_class(path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what)
-    with init_empty_weights(), opening(path, "config of a model"):
-        return cls.from_pretrained(path)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
 
 
 def kept_sets(labels: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

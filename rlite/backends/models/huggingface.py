@@ -1,9 +1,13 @@
-"""Hugging Face causal models as train modules."""
+"""Hugging Face causal models as train modules.
+
+Dropout is switched off in the layers and in the config, which a forward may read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,23 +16,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
-from rlite.algorithms.logprobs import next_token
-from rlite.algorithms.on_logprobs import TokenLogprobs
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
+from rlite.algorithms.logprobs import TokenLogprobs, next_token
+from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
+from rlite.backends.models.attention import (
+    PACKED,
+    PackedLayout,
+    attention,
+    causal_attention,
+    recompute_alike,
+)
+from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
+from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError
-from rlite.nn.architecture import check_architecture, check_gpu_kernels, rope_limit
-from rlite.nn.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
-from rlite.nn.base import BaseTrainModule, CheckpointSource, meta_parameters, real_tensors
-from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
-from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
-from rlite.nn.head_logprobs import logprobs_of
-from rlite.nn.pretrained import check_plain, load_config
+from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.pretrained import load_config, meta_parameters, real_tensors
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.fsdp import shard_group
 from rlite.runtime.parallel.tensor_training import check_split, parallelize
+
+DropoutRates = Mapping[tuple[str, ...], float]
+"""rates that were switched off: where each stands in the config -> what it was"""
+
+
+def disable_dropout(config: PretrainedConfig) -> DropoutRates:
+    """Set every dropout rate of a config to 0, before a model is made of it.
+
+    Returns:
+        The rates that were set to 0.
+    """
+    rates = dict(_rates(config))
+    for path, rate in rates.items():
+        setattr(reduce(getattr, path[:-1], config), path[-1], type(rate)(0))  # some configs insist on the type
+    return rates
+
+
+def with_dropout(config: PretrainedConfig, rates: DropoutRates) -> PretrainedConfig:
+    """Return a copy of a config with the rates that `disable_dropout` returned."""
+    config = copy.deepcopy(config)
+    for path, rate in rates.items():
+        setattr(reduce(getattr, path[:-1], config), path[-1], rate)
+    return config
+
+
+def disable_dropout_layers(module: nn.Module) -> None:
+    """Switch off dropout layers, including those whose rate is no option of the config."""
+    for child in module.modules():
+        if isinstance(child, _DropoutNd):
+            child.p = 0.0
+
+
+def _rates(config: PretrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from _rates(value, (*path, name))
+        elif "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value:
+            yield (*path, name), value
 
 
 class HuggingFaceFsdp2TrainModule(BaseTrainModule):
@@ -51,7 +98,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     further_end_ids: Sequence[int] = ()
     """end tokens that the model learns besides its own; a saved checkpoint names them"""
     is_deterministic: bool = False
-    """set by the worker: log-probabilities do not depend on the batch; see `rlite.nn.batch_invariant`"""
+    """set by the worker: log-probabilities do not depend on the batch; see `rlite.backends.models.batch_invariant`"""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +182,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
 
     def check_deterministic(self, device_type: str) -> None:
-        """Check that `rlite.nn.batch_invariant` can compute the model.
+        """Check that the model is one of those that are computed independently of the batch.
 
         Args:
             device_type: type of the devices of the workers.
@@ -153,12 +200,12 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             )
 
     def make_deterministic(self) -> None:
-        """Compute by `rlite.nn.batch_invariant` from now on."""
+        """Make log-probabilities independent of the batch from now on."""
         make_invariant(self)
         self.is_deterministic = True
 
     def check_architecture(self) -> None:
-        """Raise ConfigError if packs would be computed differently from transformers; see `rlite.nn.architecture`."""
+        """Raise ConfigError if packs would be computed differently from transformers."""
         if (cls := self._transformers_class()) is not None:
             check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
 
@@ -206,6 +253,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         dist.all_reduce(num_unfinished, group=shard_group(self))
         return num_unfinished.item() > 0
 
+    @cached_property
+    def _rope_limit(self) -> int | None:
+        return rope_limit(self.config.get_text_config())
+
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """Run the model's own forward over a pack, with attention inside each sequence.
 
@@ -215,7 +266,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
-        limit = rope_limit(self.config.get_text_config())
+        limit = self._rope_limit
         if limit is not None and data["max_seqlen"] > limit:
             raise ConfigError(
                 f"a sequence of {data['max_seqlen']} tokens: beyond {limit} the rotary embedding of "
@@ -238,8 +289,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Compute log-probabilities as the base class does, without logits of the whole pack if the model allows it.
 
         The model's own forward runs with an output embedding that returns log-probabilities and entropies [1, T, 2]
-        instead of logits; see `rlite.nn.head_logprobs.logprobs_of`. A model that changes its logits afterwards (scales
-        or caps them) would change those. It is recognised by its output and gets logits from then on, like a model
+        instead of logits; see `head_logprobs.logprobs_of`. A model that changes its logits afterwards (scales or caps
+        them) would change those. It is recognised by its output and gets logits from then on, like a model
         without a linear output embedding.
 
         Args:
@@ -255,7 +306,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             return super().compute_logprobs(data, temperature, positions)
         share = ContextShare(data["cu_seqlens"], self.context_group)
         labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
-        kept = KeptIds.of_pack(data)
+        kept = KeptIds.of_pack(data) if "kept_ids" in data else None
         if kept is not None and share.group is not None:
             kept = kept.select(share.own_positions())
         wanted = None if positions is None else share.take(positions)
@@ -265,37 +316,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             self._changes_logits = True
             return super().compute_logprobs(data, temperature, positions)
         return TokenLogprobs(*output.unbind(-1))
-
-
-def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]) -> Any:
-    """Return a subclass of `carrier` and the transformers class of the checkpoint at `path`.
-
-    Raises:
-        ConfigError: transformers has no causal language model of this type.
-    """
-    return carried_class(path, carrier, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
-
-
-def carried_class(
-    path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule], classes: Mapping[type, type], what: str
-) -> Any:
-    """Return a subclass of `carrier` and of the class among `classes` that fits the checkpoint at `path`.
-
-    Args:
-        path: folder or hub name of the checkpoint.
-        carrier: the train module's class.
-        classes: transformers' classes by the type of their config.
-        what: kind of these classes, for messages.
-
-    Raises:
-        ConfigError: transformers has no such class for this type of model.
-    """
-    config = load_config(path)
-    check_plain(config, path)
-    if type(config) not in classes:
-        raise ConfigError(f"{path}: transformers has no {what} of type {config.model_type!r}")
-    model = classes[type(config)]
-    return type(f"{carrier.__name__}{model.__name__}", (carrier, model), {})
 
 
 def exported_class(module: nn.Module) -> str:

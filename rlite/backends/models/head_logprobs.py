@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import (
+    TokenLogprobs,
     block_gradient,
     block_statistics,
     check_temperature,
@@ -30,11 +32,9 @@ from rlite.algorithms.logprobs import (
     no_statistics,
     scaled,
 )
-from rlite.algorithms.on_logprobs import TokenLogprobs
-from rlite.algorithms.replay import KeptIds
+from rlite.backends.models import batch_invariant
+from rlite.backends.models.linear import linear
 from rlite.errors import ConfigError
-from rlite.nn import batch_invariant
-from rlite.nn.linear import linear
 from rlite.runtime.parallel.context_parallel import ContextShare
 
 # logits that are worked on at once, and logits that wait for the backward pass instead of being computed again
@@ -79,8 +79,8 @@ def linear_logprobs(
         num_kept: logits that may wait for the backward pass instead of being recomputed.
         replay: token ids among which the labels were drawn, by flat position. Their log-probabilities are then over
             these ids; entropies and `full_logprobs` are over the vocabulary. None is the vocabulary.
-        is_deterministic: compute results whose bits do not depend on the other tokens; see `rlite.nn.batch_invariant`.
-            `block_size` has no effect.
+        is_deterministic: compute results whose bits do not depend on the other tokens (`batch_invariant`). `block_size`
+            has no effect.
 
     Returns:
         Log-probabilities and entropies [...].
@@ -136,27 +136,27 @@ def logprobs_of(
     labels: Int[Tensor, " tokens"],
     temperature: float,
     positions: Bool[Tensor, " tokens"] | None = None,
-    replay: KeptIds | None = None,
+    kept_ids: KeptIds | None = None,
     is_deterministic: bool = False,
 ) -> Iterator[list[HeadAnswer]]:
     """Make `head` return log-probabilities and entropies [1, T, 2] instead of logits inside the block.
 
-    With `replay` it returns [1, T, 3], with log-probabilities in the whole vocabulary last.
+    With `kept_ids` it returns [1, T, 3], with log-probabilities in the whole vocabulary last.
 
     Args:
         head: the output embedding.
         labels: [T], next tokens.
         temperature: divides the logits.
         positions: bool [T]; values where it is False are 0. None computes all.
-        replay: token ids among which the labels were drawn; see `linear_logprobs`.
+        kept_ids: token ids among which the labels were drawn; see `linear_logprobs`.
         is_deterministic: see `linear_logprobs`.
 
     Yields:
         A list to which every call of `head` adds its answer.
     """
     answers: list[HeadAnswer] = []
-    if positions is not None and replay is not None:
-        replay = replay.select(positions.nonzero()[:, 0])
+    if positions is not None and kept_ids is not None:
+        kept_ids = kept_ids.select(positions.nonzero()[:, 0])
 
     def forward(hidden: Tensor) -> Tensor:
         rows, wanted = hidden.flatten(0, -2), labels
@@ -164,9 +164,9 @@ def logprobs_of(
             rows, wanted = rows[positions], labels[positions]
         weight, bias, part = _local_part(head)
         found = linear_logprobs(
-            rows, weight, wanted, temperature, bias=bias, replay=replay, is_deterministic=is_deterministic, **part
+            rows, weight, wanted, temperature, bias=bias, replay=kept_ids, is_deterministic=is_deterministic, **part
         )
-        values = torch.stack([*found, *([] if replay is None else [found.full_logprobs])], dim=-1)
+        values = torch.stack([*found, *([] if kept_ids is None else [found.full_logprobs])], dim=-1)
         if positions is not None:
             values = values.new_zeros(len(labels), values.shape[-1]).masked_scatter(positions[:, None], values)
         # FSDP warns of a plain view
@@ -220,16 +220,16 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         blocks: _Blocks,
-        replay: KeptIds | None,
+        kept_ids: KeptIds | None,
     ) -> tuple[Tensor, ...]:
         statistics = no_statistics(labels, torch.promote_types(hidden.dtype, torch.float32))
-        replayed = None if replay is None else _Replayed(replay, blocks, len(weight), statistics)
+        restricted = None if kept_ids is None else _KeptLogits(kept_ids, blocks, len(weight), statistics)
         kept, num_kept = [], blocks.num_kept
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             logits = _logits(hidden, weight, bias, first, blocks)
             statistics = merge(statistics, block_statistics(logits, labels - first, blocks.temperature))
-            if replayed is not None:
-                replayed.read(number, first, logits)
+            if restricted is not None:
+                restricted.read(number, first, logits)
             num_kept -= logits.numel()
             if num_kept >= 0:
                 kept.append(logits)
@@ -237,11 +237,11 @@ class _LinearLogprobs(torch.autograd.Function):
             statistics = merge_over(blocks.group, statistics)
         logprobs, entropies, log_sums = logprobs_and_entropy(statistics)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums, entropies, *kept)
-        ctx.blocks, ctx.replayed = blocks, replayed
+        ctx.blocks, ctx.restricted = blocks, restricted
         ctx.set_materialize_grads(False)
-        if replayed is None:
+        if restricted is None:
             return logprobs, entropies
-        return replayed.logprobs(statistics[3], logprobs), entropies, logprobs
+        return restricted.logprobs(statistics[3], logprobs), entropies, logprobs
 
     @staticmethod
     @once_differentiable
@@ -253,15 +253,15 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums, entropies, *kept = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
-        replayed: _Replayed | None = ctx.replayed
+        restricted: _KeptLogits | None = ctx.restricted
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_sums.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sums)
-        if replayed is not None:
-            grad_logprobs = replayed.take_gradient(grad_logprobs, labels, grad_full_logprobs)
+        if restricted is not None:
+            grad_logprobs = restricted.take_gradient(grad_logprobs, labels, grad_full_logprobs)
         if grad_entropies is not None and grad_entropies.device.type == "cpu" and not grad_entropies.any():
             grad_entropies = None  # not requested; on a GPU a check would take longer than it saves
         for number, first in enumerate(range(0, len(weight), blocks.size)):
@@ -270,8 +270,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad = block_gradient(
                 logits, labels - first, blocks.temperature, log_sums, entropies, grad_logprobs, grad_entropies
             )
-            if replayed is not None:
-                replayed.add_gradient(number, first, grad)
+            if restricted is not None:
+                restricted.add_gradient(number, first, grad)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden += linear(grad, weight[rows].t())
@@ -286,25 +286,25 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-class _Replayed:
+class _KeptLogits:
     """The logits of the kept ids, gathered block by block, and their gradient, spread block by block."""
 
-    def __init__(self, replay: KeptIds, blocks: _Blocks, num_columns: int, statistics: Tensor) -> None:
+    def __init__(self, kept_ids: KeptIds, blocks: _Blocks, num_columns: int, statistics: Tensor) -> None:
         """Plan the walk.
 
         Args:
-            replay: the kept ids.
+            kept_ids: the kept ids.
             blocks: the walk.
             num_columns: number of this rank's rows of the weight.
             statistics: has the dtype in which sums are made.
         """
-        self._replay, self._blocks = replay, blocks
-        self._columns = replay.ids - blocks.start
-        self._is_restricted = replay.is_restricted()
+        self._kept_ids, self._blocks = kept_ids, blocks
+        self._columns = kept_ids.ids - blocks.start
+        self._is_restricted = kept_ids.is_restricted()
         edges = [*range(0, num_columns, blocks.size), num_columns]
-        self._spans = replay.spans(blocks.start + torch.tensor(edges))
+        self._spans = kept_ids.spans(blocks.start + torch.tensor(edges))
         # of all pairs: other ranks have the others
-        self._x = statistics.new_full((len(replay.ids),), -torch.inf)
+        self._x = statistics.new_full((len(kept_ids.ids),), -torch.inf)
 
     def read(self, number: int, first: int, logits: Tensor) -> None:
         """Gather the logits of the kept ids in a block.
@@ -315,7 +315,7 @@ class _Replayed:
             logits: `[rows, columns]`.
         """
         pairs = slice(*self._spans[number])
-        found = logits[self._replay.rows[pairs], self._columns[pairs] - first]
+        found = logits[self._kept_ids.rows[pairs], self._columns[pairs] - first]
         self._x[pairs] = scaled(found, self._blocks.temperature)
 
     def logprobs(self, x_label: Tensor, full_logprobs: Tensor) -> Tensor:
@@ -327,8 +327,8 @@ class _Replayed:
         """
         if self._blocks.group is not None:
             dist.all_reduce(self._x, dist.ReduceOp.MAX, group=self._blocks.group)
-        log_sums = self._replay.log_sums(self._x)
-        self._probabilities = (self._x - log_sums[self._replay.rows]).exp().to(self._x)
+        log_sums = self._kept_ids.log_sums(self._x)
+        self._probabilities = (self._x - log_sums[self._kept_ids.rows]).exp().to(self._x)
         return torch.where(self._is_restricted, (x_label - log_sums).to(full_logprobs), full_logprobs)
 
     def take_gradient(self, grad_logprobs: Tensor, labels: Tensor, grad_full_logprobs: Tensor | None) -> Tensor:
@@ -342,7 +342,7 @@ class _Replayed:
         Returns:
             The rest: the gradient with respect to log-probabilities in the whole vocabulary.
         """
-        rows = self._replay.rows
+        rows = self._kept_ids.rows
         is_label = self._columns == labels[rows]
         self._grad = grad_logprobs[rows] * (is_label.to(self._x) - self._probabilities) / self._blocks.temperature
         rest = torch.where(self._is_restricted, 0.0, grad_logprobs)
@@ -357,7 +357,7 @@ class _Replayed:
             grad: `[rows, columns]`.
         """
         pairs = slice(*self._spans[number])
-        grad.index_put_((self._replay.rows[pairs], self._columns[pairs] - first), self._grad[pairs], accumulate=True)
+        grad.index_put_((self._kept_ids.rows[pairs], self._columns[pairs] - first), self._grad[pairs], accumulate=True)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, blocks: _Blocks) -> Tensor:

@@ -1,6 +1,6 @@
 """Liger kernels (Hsu et al. 2024, arXiv 2410.10989): RMSNorm, rotary embedding and SwiGLU as Triton kernels.
 
-Liger's own fused cross entropy is left out: log-probabilities are computed in chunks anyway (`rlite.nn.head_logprobs`).
+Liger's own fused cross entropy is left out: log-probabilities are computed in chunks anyway (`head_logprobs`).
 """
 
 from __future__ import annotations

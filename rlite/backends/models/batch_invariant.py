@@ -29,9 +29,9 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rlite.algorithms.logprobs import block_statistics, logprobs_and_entropy, merge, no_statistics
+from rlite.backends.models.attention import causal_attention
+from rlite.backends.models.linear import differentiable, multiply
 from rlite.errors import ConfigError
-from rlite.nn.attention import causal_attention
-from rlite.nn.linear import differentiable, multiply
 
 FAMILY = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """classes whose layers differ only in biases and in Qwen3's norms of queries and keys"""

@@ -1,4 +1,4 @@
-"""Estimate the KL to a reference policy from sampled tokens, shape rewards by it, and adapt its coefficient.
+"""Compare two policies by the log-probabilities of sampled tokens: estimates of the KL, and importance weights.
 
 D = logprobs - ref_logprobs (John Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html):
 k1 = D (unbiased), k2 = D^2 / 2 (biased, low variance), k3 = exp(-D) - 1 + D (unbiased, low variance, >= 0).
@@ -11,14 +11,17 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
-from rlite.algorithms.reduce import finite_gradient
-from rlite.algorithms.shapes import Mask, Tokens
+from rlite.algorithms.reduce import finite_gradient, masked_mean, sequence_means, sequence_sums, to_tokens
+from rlite.algorithms.shapes import CuSeqlens, Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.types import KLEstimator
 
-BinaryDivergence = Literal["tv", "kl"]
+Scope = Literal["token", "sequence"]
+MAX_LOG_RATIO = 20.0
+"""bound of a log ratio; the square of its exponential is finite in float32"""
 
 
 def kl_penalty(
@@ -59,61 +62,55 @@ def kl_penalty(
     return gradient + (value - gradient).detach()
 
 
-def binary_divergence(logprobs: Tokens, other_logprobs: Tokens, divergence: BinaryDivergence) -> Tokens:
-    """Return the divergence of (p, 1 - p) from (q, 1 - q), a lower bound of the divergence over all tokens.
-
-    Args:
-        logprobs: log p of the sampled token, `[T]` or `[B, L]`.
-        other_logprobs: log q of the sampled token.
-        divergence: "tv" is the total variation |p - q|; "kl" is p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
-    """
-    logprobs, other_logprobs = finite_gradient(logprobs, other_logprobs), finite_gradient(other_logprobs, logprobs)
-    p = logprobs.exp()
-    if divergence == "tv":
-        return (p - other_logprobs.exp()).abs()
-    rest, other_rest = -logprobs.expm1(), -other_logprobs.expm1()
-    # nothing is left where a policy is certain: the logarithm is kept finite
-    log_rest_ratio = torch.log(rest.clamp(min=_SMALLEST_REST) / other_rest.clamp(min=_SMALLEST_REST))
-    return p * (logprobs - other_logprobs) + rest * log_rest_ratio
-
-
 @torch.no_grad()
-def kl_shaped_rewards(
-    rewards: Tokens, logprobs: Tokens, ref_logprobs: Tokens, mask: Mask, coef: float, *, estimator: KLEstimator = "k1"
+def importance_weights(
+    logprobs: Tokens,
+    sampler_logprobs: Tokens,
+    mask: Mask,
+    *,
+    upper: float = 2.0,
+    lower: float | None = None,
+    scope: Scope = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
+    batch_normalize: bool = False,
+    max_log_ratio: float = MAX_LOG_RATIO,
+    cu_seqlens: CuSeqlens | None = None,
 ) -> Tokens:
-    """Return r_t - coef KL_t over the mask, 0 elsewhere. RLHF, arXiv:2203.02155 (eq. 2, there with k1).
+    """Return w = exp(logprobs - sampler_logprobs), bounded.
 
     Args:
-        rewards: reward of each token, `[T]` or `[B, L]`.
-        logprobs: log-probabilities under the policy.
-        ref_logprobs: log-probabilities under the reference.
+        logprobs: log-probabilities under the trainer's policy, `[T]` or `[B, L]`.
+        sampler_logprobs: log-probabilities under the policy that the inference engine sampled from.
         mask: tokens that count.
-        coef: weight of the KL.
-        estimator: estimator of the KL at a token.
+        upper: upper bound of w.
+        lower: lower bound of w; None sets no bound.
+        scope: "token", or "sequence" for the product over the sequence.
+        mode: "truncate" clamps w to the bounds (Ionides 2008; TIS for the engine mismatch, Yao et al. 2025); "mask"
+            makes w 0 outside of them (IcePop, Ling team 2025).
+        batch_normalize: divide by the mean weight of the tokens (or of the sequences).
+        max_log_ratio: bound of |log w| before the exponential.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
-    return torch.where(mask.bool(), rewards - coef * kl_penalty(logprobs, ref_logprobs, estimator), 0.0)
+    log_ratio = logprobs - sampler_logprobs
+    if scope == "sequence":
+        log_ratio = to_tokens(sequence_sums(log_ratio, mask, cu_seqlens), mask, cu_seqlens)
+    weights = log_ratio.clamp(-max_log_ratio, max_log_ratio).exp()
+    if mode == "truncate":
+        weights = weights.clamp(min=lower, max=upper)
+    else:
+        weights = torch.where((weights <= upper) & (weights >= (lower or 0.0)), weights, 0.0)
+    weights = torch.where(mask.bool(), weights, 0.0)
+    if not batch_normalize:
+        return weights
+    if scope == "token":
+        return weights / masked_mean(weights, mask).clamp(min=1e-8)
+    means = sequence_means(weights, mask, cu_seqlens)
+    return weights / masked_mean(means, is_occupied(mask, cu_seqlens)).clamp(min=1e-8)
 
 
-def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_steps: float) -> float:
-    """Return the next coefficient, coef (1 + clip(kl / target - 1, -0.2, 0.2) num_steps / horizon).
-
-    This is proportional control in log space (arXiv:1909.08593, section 2.2). It approaches the target within about 5
-    horizons.
-
-    Args:
-        coef: the current coefficient.
-        kl: mean KL measured with this coefficient.
-        target: desired mean KL, in the same unit.
-        horizon: inverse gain, in steps.
-        num_steps: steps since the last update, in any unit (for example, sequences).
-
-    Raises:
-        ConfigError: target or horizon is not positive.
-    """
-    if target <= 0 or horizon <= 0:
-        raise ConfigError(f"target={target}, horizon={horizon}: both must be positive")
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * num_steps / horizon)
+def is_occupied(mask: Mask, cu_seqlens: CuSeqlens | None) -> Bool[Tensor, " sequences"]:
+    """Return whether a sequence has a token in the mask."""
+    return sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, cu_seqlens) > 0
 
 
 def _k2(log_ratio: Tensor) -> Tensor:
@@ -127,5 +124,4 @@ def _k3(log_ratio: Tensor, max_log_ratio: float | None, max_value: float | None)
     return value if max_value is None else value.clamp(-max_value, max_value)
 
 
-_SMALLEST_REST = 1e-8
 _ESTIMATE: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": Tensor.abs, "k2": _k2}
