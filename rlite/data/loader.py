@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.data.order import shuffled
+from rlite.data.mixture import shuffled
 from rlite.data.streaming.shuffle import ShuffledStream
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, joined

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.order import Mixture
+from rlite.data.mixture import Mixture
 from rlite.data.streaming.table import StreamedTable
 from rlite.errors import ConfigError, DataError
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import pyarrow as pa
 from tensordict import TensorDict
 
-from rlite.batch import check_one_per_row
+from rlite.data.packs import check_one_per_row
 from rlite.errors import DataError, EvaluationInterrupted, writing
 from rlite.evaluation.compare import Comparison
 from rlite.evaluation.journal import SOLVED_AT, Sample

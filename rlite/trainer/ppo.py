@@ -26,9 +26,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import config
-from rlite.batch import with_keys
 from rlite.data.chat.template import CLOCK
-from rlite.data.packs import sequence_lengths
+from rlite.data.packs import sequence_lengths, with_keys
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError

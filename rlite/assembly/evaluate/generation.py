@@ -28,8 +28,7 @@ from rlite.assembly.evaluate.folder import CACHE, Candidate
 from rlite.assembly.evaluate.options import EvalConfig
 from rlite.assembly.evaluate.report import continuing, showing_progress
 from rlite.data.chat.template import check_template_options
-from rlite.data.prompts import check_prompts
-from rlite.data.rows import place_of, read_source
+from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.evaluation.journal import Sample

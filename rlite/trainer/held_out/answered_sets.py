@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import rlite
-from rlite.data.prompts import check_prompts
-from rlite.data.rows import read_source
+from rlite.data.rows import check_prompts, read_source
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError

@@ -24,7 +24,8 @@ from rlite.algorithms import (
 )
 from rlite.algorithms.advantages.base import ActionTokens
 from rlite.algorithms.calls import Configured
-from rlite.batch import NAMED_REWARD, with_keys
+from rlite.batch import NAMED_REWARD
+from rlite.data.packs import with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index

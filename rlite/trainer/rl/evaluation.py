@@ -17,7 +17,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.algorithms import is_selective
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each

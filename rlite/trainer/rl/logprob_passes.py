@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite.algorithms import adaptive_kl_coef, importance_weights, off_policy_metrics, weight_metrics
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import BothLogprobs, OwnLogprobs, ValueLoss, own_values

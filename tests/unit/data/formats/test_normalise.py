@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.formats.table import FORMATS, RowKind, normalise
-from rlite.data.prompts import check_prompts
-from rlite.data.rows import read_source, streamed_source
+from rlite.data.rows import check_prompts, read_source, streamed_source
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.data.source import Source
 from rlite.data.tables import without_nulls
