@@ -11,8 +11,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.data.mixture import shuffled
-from rlite.data.streaming.shuffle import ShuffledStream
-from rlite.data.streaming.table import StreamedTable
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.tokens import TokenRows, joined
 from rlite.errors import ConfigError
 from rlite.wording import counted

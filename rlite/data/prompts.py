@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from rlite.data.mixture import Mixture, shuffled
+from rlite.data.readers.streaming import ShuffledStream
 from rlite.data.rows import Rows, rows_digest, stream_of
-from rlite.data.streaming.shuffle import ShuffledStream
 from rlite.errors import ConfigError, StreamedDataError
 
 MAX_ITEM = 200

@@ -13,19 +13,11 @@ from typing import Any
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import has_chat_template, unread_keys
-from rlite.data.formats.table import RowKind, normalise
 from rlite.data.mixture import Mixture
+from rlite.data.readers.formats import RowKind, normalise
+from rlite.data.readers.streaming import StreamedTable
+from rlite.data.readers.tables import NULL, Row, check_text, is_null, read_rows, type_in_words, without_added_nulls
 from rlite.data.source import Source
-from rlite.data.streaming.table import StreamedTable
-from rlite.data.tables import (
-    NULL,
-    Row,
-    check_text,
-    is_null,
-    read_rows,
-    type_in_words,
-    without_added_nulls,
-)
 from rlite.errors import DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")

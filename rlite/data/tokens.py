@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.mixture import Mixture
-from rlite.data.streaming.table import StreamedTable
+from rlite.data.readers.streaming import StreamedTable
 from rlite.errors import ConfigError, DataError
 
 Tokens = tuple[np.ndarray, np.ndarray]

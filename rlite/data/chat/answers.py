@@ -16,7 +16,7 @@ from rlite.data.chat.forms import Message
 from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
 from rlite.data.chat.parts import WEIGHTS
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
-from rlite.data.tables import check_columns
+from rlite.data.readers.tables import check_columns
 from rlite.data.tokens import Tokens, answer_encoder, bounded_tokens
 from rlite.errors import DataError
 from rlite.types import StopReason

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
+from rlite.data.readers.tables import Row
 from rlite.data.rows import rows_digest
 from rlite.data.source import Source
-from rlite.data.streaming.shuffle import ShuffledStream
-from rlite.data.streaming.table import StreamedTable
-from rlite.data.tables import Row
 from rlite.errors import CheckpointError, DataError, StreamedDataError
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlite.data.tables import check_columns, read_rows
+from rlite.data.readers.tables import check_columns, read_rows
 from rlite.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlite.data.readers.streaming import ProgramRows, open_files
 from rlite.data.source import Source
-from rlite.data.streaming.table import ProgramRows, open_files
 from rlite.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [{"n": number} for number in range(50)]

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlite.data.readers.streaming import open_files
 from rlite.data.source import Source
-from rlite.data.streaming.table import open_files
 from rlite.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [{"text": f"row {number} \u2028 ü", "n": number} for number in range(50)]

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.formats.table import FORMATS, RowKind, normalise
+from rlite.data.readers.formats import FORMATS, RowKind, normalise
+from rlite.data.readers.tables import without_nulls
 from rlite.data.rows import check_prompts, read_source, streamed_source
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.data.source import Source
-from rlite.data.tables import without_nulls
 from rlite.errors import ConfigError, DataError
 
 TOKENIZER = byte_tokenizer()

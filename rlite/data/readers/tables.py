@@ -1,9 +1,8 @@
 """Read tables of rows from files, folders and the Hugging Face hub, before anything is started.
 
-Read columnar tables: Parquet and Arrow files, and tables of the `datasets` library.
-
-A damaged file can kill the process that reads it. Therefore a sandbox process reads the file, checks each batch of
-rows, and sends it in Arrow's stream format. This process never opens the file.
+A damaged columnar file (Parquet, Arrow, a table of the `datasets` library) can kill the process that reads it.
+Therefore a sandbox process reads the file, checks each batch of rows, and sends it in Arrow's stream format. This
+process never opens the file.
 """
 
 from __future__ import annotations
