@@ -98,5 +98,4 @@ from rlite.algorithms.reduce import (
     to_tokens,
 )
 from rlite.algorithms.schedules import adaptive_kl_coef, lr_factor
-from rlite.algorithms.sft import cross_entropy
-from rlite.algorithms.value import value_loss
+from rlite.algorithms.token_losses import cross_entropy, value_loss

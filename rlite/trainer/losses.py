@@ -92,7 +92,8 @@ class PolicyLoss(_TokenMean, _OnCounted):
     kl_estimator: KLEstimator = "k2"
     returns_tokens: bool = False
     """also report `trained_logprobs` and `entropies` of the tokens"""
-    _configured: Configured = field(init=False, repr=False, compare=False)
+    configured: Configured = field(init=False, repr=False, compare=False)
+    """the policy loss with its options, checked"""
 
     def __post_init__(self) -> None:
         if self.avg_level == "constant" and not self.max_new_tokens:
@@ -110,7 +111,7 @@ class PolicyLoss(_TokenMean, _OnCounted):
                 "range has another scale; set actor.policy_loss.options"
             )
         object.__setattr__(self, "policy_loss", function)
-        object.__setattr__(self, "_configured", Configured.of(algorithms.POLICY_LOSSES, function, self.options))
+        object.__setattr__(self, "configured", Configured.of(algorithms.POLICY_LOSSES, function, self.options))
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean | PerToken]]:
         """Return the scalar loss of a pack, and its metrics.
@@ -137,7 +138,7 @@ class PolicyLoss(_TokenMean, _OnCounted):
             cu_seqlens=cu_seqlens,
             selected=at["selected"].bool() if "selected" in at else None,
         )
-        loss, metrics = algorithms.policy_loss(self._configured, inputs)
+        loss, metrics = algorithms.policy_loss(self.configured, inputs)
         report = {f"policy_loss/{name}" if name in OWN_METRICS else name: value for name, value in metrics.items()}
         report |= {"entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
         if self.off_policy_threshold is not None:

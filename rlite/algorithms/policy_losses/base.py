@@ -180,9 +180,10 @@ def select_tokens(
     return check_result(choose.what, choose(inputs), [inputs.advantages], is_deep=False).bool()
 
 
-def is_selective(loss: str | PolicyLossFunction) -> bool:
+def is_selective(loss: str | PolicyLossFunction | Configured) -> bool:
     """Return whether a loss treats the tokens that `select_tokens` chooses differently."""
-    return POLICY_LOSSES.name_of(loss) in SELECTIONS
+    name = loss.name if isinstance(loss, Configured) else POLICY_LOSSES.name_of(loss)
+    return name in SELECTIONS
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

@@ -320,7 +320,7 @@ def with_selected(
         loss: chooses tokens, or treats all alike.
         longest: tokens per microbatch of the forward pass; None is the engine's default.
     """
-    if not is_selective(loss.policy_loss):
+    if not is_selective(loss.configured):
         return batch
     logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
     counted = batch["loss_mask"].bool().clone()

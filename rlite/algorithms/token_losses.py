@@ -1,4 +1,4 @@
-"""Compute the critic's loss."""
+"""Compute the losses of critics and of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def value_loss(
         clipped = (near - returns).square()
     is_clipped = (clipped > unclipped).to(unclipped.dtype)
     return TokenLoss(0.5 * torch.maximum(unclipped, clipped), {"clip_fraction": is_clipped})
+
+
+def cross_entropy(logprobs: Tokens) -> TokenLoss:
+    """Return the cross entropy of every token.
+
+    L = -log p(token), from the log-probabilities of `gather_logprobs`.
+    """
+    return TokenLoss(-logprobs, {})
