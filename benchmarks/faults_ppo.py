@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
-from rlite.data.tables import read_rows
+from rlite.data.readers.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow

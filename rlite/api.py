@@ -28,7 +28,7 @@ from rlite import config
 from rlite.assembly.commands.generate import prompt_item
 from rlite.assembly.evaluate.command import evaluate as run_evaluation
 from rlite.assembly.evaluate.options import EvalConfig
-from rlite.data.tables import Row
+from rlite.data.readers.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.folder import EvaluationResult

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlite.algorithms.on_logprobs import OnLogprobs
+from rlite.algorithms.logprobs import OnLogprobs
+from rlite.backends.models.huggingface import exported_class
 from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import lazy_pack, pair_rows
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
@@ -27,8 +28,7 @@ from rlite.engine.registry import register_executor
 from rlite.engine.train_backend import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import ConfigError
-from rlite.nn.base import real_tensors
-from rlite.nn.huggingface import exported_class
+from rlite.nn.pretrained import real_tensors
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.host_memory import DeviceUsage, device_usage
 from rlite.runtime.parallel.processes import subgroup

@@ -10,9 +10,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.data.order import shuffled
-from rlite.data.streaming.shuffle import ShuffledStream
-from rlite.data.streaming.table import StreamedTable
+from rlite.data.mixture import shuffled
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.tokens import TokenRows, joined
 from rlite.errors import ConfigError
 from rlite.wording import counted

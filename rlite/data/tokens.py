@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.prompt_tokens import raw_prompts, raw_tokens
-from rlite.data.order import Mixture
-from rlite.data.streaming.table import StreamedTable
+from rlite.data.mixture import Mixture
+from rlite.data.readers.streaming import StreamedTable
 from rlite.errors import ConfigError, DataError
 
 Tokens = tuple[np.ndarray, np.ndarray]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.algorithms.calls import found
 from rlite.algorithms.reduce import Mean, PerToken
-from rlite.algorithms.results import found
 from rlite.batch import RAGGED
 from rlite.data.microbatch_plan import PackingMethod, plan_microbatches
 from rlite.data.packs import check_batch, pair_rows, sequence_lengths

@@ -17,7 +17,7 @@ from typing import Any, Self
 from tensordict import TensorDict
 
 import rlite
-from rlite.batch import check_one_per_row
+from rlite.data.packs import check_one_per_row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import Sample, summary

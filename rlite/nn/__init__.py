@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
+    from rlite.backends.models.head_logprobs import linear_logprobs
+    from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
+    from rlite.backends.models.lora import LoraTrainModule
+    from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule
     from rlite.nn.base import BaseTrainModule
-    from rlite.nn.head_logprobs import linear_logprobs
-    from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
-    from rlite.nn.lora import LoraTrainModule
     from rlite.nn.options import LoraOptions
 
 # lazy, so that options import no torch

@@ -22,7 +22,7 @@ class RolloutWorkflow(ABC):
     """Generates one trajectory from one data item. The collector adds concurrency, retries, time-outs and staleness."""
 
     needs_prompt: bool = True
-    """true if a trainer checks beforehand that every row has a prompt, in one of `rlite.data.prompts.PROMPT_KEYS`"""
+    """true if a trainer checks beforehand that every row has a prompt, in one of `rlite.data.rows.PROMPT_KEYS`"""
     gconfig: GenerationHyperparameters | None = None
     """sampling parameters. A trainer computes the loss for them, and evaluates a greedy copy of the workflow; None
     makes it use its own options"""

@@ -18,7 +18,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.data.sft import preference_rows
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import DpoLoss

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.algorithms import kto_reference_point
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.data.sft import labelled_rows, longest_mismatch, mismatched
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError

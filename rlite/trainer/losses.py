@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlite import algorithms
 from rlite.algorithms import LossInputs, Mean, OnLogprobs, PairLoss, PerToken, TokenLogprobs
+from rlite.algorithms.calls import Configured
 from rlite.errors import ConfigError
 from rlite.trainer.model.options import check_kl_loss
 from rlite.trainer.supervised_options import PreferenceLossOptions
@@ -91,6 +92,8 @@ class PolicyLoss(_TokenMean, _OnCounted):
     kl_estimator: KLEstimator = "k2"
     returns_tokens: bool = False
     """also report `trained_logprobs` and `entropies` of the tokens"""
+    configured: Configured = field(init=False, repr=False, compare=False)
+    """the policy loss with its options, checked"""
 
     def __post_init__(self) -> None:
         if self.avg_level == "constant" and not self.max_new_tokens:
@@ -108,6 +111,7 @@ class PolicyLoss(_TokenMean, _OnCounted):
                 "range has another scale; set actor.policy_loss.options"
             )
         object.__setattr__(self, "policy_loss", function)
+        object.__setattr__(self, "configured", Configured.of(algorithms.POLICY_LOSSES, function, self.options))
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean | PerToken]]:
         """Return the scalar loss of a pack, and its metrics.
@@ -134,7 +138,7 @@ class PolicyLoss(_TokenMean, _OnCounted):
             cu_seqlens=cu_seqlens,
             selected=at["selected"].bool() if "selected" in at else None,
         )
-        loss, metrics = algorithms.policy_loss(self.policy_loss, inputs, self.options)
+        loss, metrics = algorithms.policy_loss(self.configured, inputs)
         report = {f"policy_loss/{name}" if name in OWN_METRICS else name: value for name, value in metrics.items()}
         report |= {"entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
         if self.off_policy_threshold is not None:
@@ -248,13 +252,13 @@ class DpoLoss(_PairMean, _OnCounted):
 
     preference_loss: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
     beta: float = 0.1
-    function: algorithms.PreferenceLossFunction = field(init=False)
-    """the function that `preference_loss.name` names"""
+    configured: Configured = field(init=False, repr=False, compare=False)
+    """the function that `preference_loss.name` names, with its options"""
 
     def __post_init__(self) -> None:
         # a worker may not know the name: it is looked up here, and the function travels
         chosen = self.preference_loss
-        object.__setattr__(self, "function", algorithms.PREFERENCE_LOSSES.check(chosen.name, chosen.options))
+        object.__setattr__(self, "configured", Configured.of(algorithms.PREFERENCE_LOSSES, chosen.name, chosen.options))
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar loss of a pack, and its metrics.
@@ -284,10 +288,9 @@ class DpoLoss(_PairMean, _OnCounted):
         chosen_lengths, rejected_lengths = (lengths[side] if divides else None for side in sides)
         pairs = algorithms.preference_loss(
             *(x[side] for x in (ours, theirs) for side in sides),
-            loss=self.function,
+            loss=self.configured,
             beta=self.beta,
             divergence=options.divergence,
-            options=options.options,
             chosen_lengths=chosen_lengths,
             rejected_lengths=rejected_lengths,
         )

@@ -26,9 +26,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import config
-from rlite.batch import with_keys
 from rlite.data.chat.template import CLOCK
-from rlite.data.packs import sequence_lengths
+from rlite.data.packs import sequence_lengths, with_keys
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import StreamedDataError
@@ -41,7 +40,7 @@ from rlite.runtime.cluster.session import has_session
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, key_of, prefixed
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.advantages import compute_advantages, outcome_estimator
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.logprob_passes import Critic, KlCoefficient, LogprobPasses, with_selected
@@ -117,6 +116,7 @@ class PpoTrainer:
             train_rows, options.train_data.prompts_per_rollout, options.trainer.seed, self.data.mixture
         )
         self.loss = _loss(options)
+        self.estimator = outcome_estimator(options.adv)
         self.kl = KlCoefficient(options.kl)
         total_steps = options.trainer.total_steps
         self.run = TrainingRun(options, reported, total_steps, callbacks=callbacks)
@@ -210,7 +210,7 @@ class PpoTrainer:
         options = self.options
         is_single = options.responses_per_prompt == 1
         weights = {name: reward.weight for name, reward in options.reward.items()}
-        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef, weights)
+        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef, weights, self.estimator)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> TensorDict:
@@ -223,7 +223,8 @@ class PpoTrainer:
         if self.run.step < self.options.actor.freeze_steps:
             return batch
         actor, longest = self.engines.actor, self.options.inference_length()
-        loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
+        is_adapted = self.options.kl.type == "loss" and self.kl.coef != self.loss.kl_coef
+        loss = replace(self.loss, kl_coef=self.kl.coef) if is_adapted else self.loss
         self.engines.move_to_device(actor)
         actor.train()
         columns: dict[str, Tensor] = {"is_skipped": torch.zeros(len(batch), dtype=torch.bool)}

@@ -19,8 +19,7 @@ from typing import Any
 from rlite.data.sft import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
-from rlite.nn.pretrained import load_tokenizer
-from rlite.nn.score import padding_token
+from rlite.nn.pretrained import load_tokenizer, padding_token
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.model.modules import critic_module
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer

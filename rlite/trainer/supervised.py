@@ -16,12 +16,12 @@ import rlite
 from rlite import config
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
-from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader, StreamLoader
 from rlite.data.packs import sequence_lengths
+from rlite.data.readers.formats import RowKind
+from rlite.data.readers.streaming import StreamedTable
 from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
-from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
 from rlite.nn.pretrained import end_ids, load_tokenizer

@@ -21,11 +21,11 @@ from transformers import (
 
 import rlite
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.models.lora import merge_adapter
 from rlite.config import load
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
 from rlite.errors import ConfigError
-from rlite.nn.lora import merge_adapter
-from rlite.nn.transformers_warnings import quiet_transformers
+from rlite.nn.pretrained import quiet_transformers
 from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.kto import KtoTrainer
 from rlite.trainer.rm import RmTrainer

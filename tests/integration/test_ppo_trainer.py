@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 import rlite
 from rlite import cli
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.batch import with_keys
 from rlite.config import load
+from rlite.data.packs import with_keys
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.observability import stats_tracker, trace
 from rlite.rollout import RewardFunction, SingleTurnWorkflow

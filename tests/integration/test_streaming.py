@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import rlite
 from rlite.config import load
-from rlite.data.streaming.table import WINDOW
+from rlite.data.readers.streaming import WINDOW
 from rlite.errors import CheckpointError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer import ppo

@@ -31,18 +31,12 @@ from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.evaluate.options import EvalConfig
 from rlite.data.chat.template import check_template_options
-from rlite.data.prompts import check_prompts
-from rlite.data.rows import place_of, read_source
+from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
 from rlite.evaluation.record import Row, row_of, task_rows
-from rlite.evaluation.sets import (
-    EvaluationSet,
-    make_set,
-    run_episodes,
-    serving_engine,
-)
+from rlite.evaluation.sets import EvaluationSet, make_set, run_episodes, serving_engine
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended

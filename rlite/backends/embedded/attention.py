@@ -21,9 +21,9 @@ from transformers import AttentionInterface
 
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
+from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
+from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.serving.native import decode_attention
-from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
-from rlite.nn.batch_invariant import BLOCK, SUM, attend
 
 ATTENTION = "rlite_slots"
 
@@ -112,9 +112,9 @@ class PrefillPlan(AttentionPlan):
         cache: the cache of the slots.
         chunks: the chunks, in the order of the row.
         device: device of the model.
-        attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
+        attend_all: one call for the attention of all chunks, as `varlen`. None is one call for each
             chunk.
-        is_invariant: compute tokens with the bits of decode steps, by `rlite.nn.batch_invariant.attend`.
+        is_invariant: compute tokens with the bits of decode steps, by `rlite.backends.models.batch_invariant.attend`.
         is_fixed: compute the one chunk, which may be padded, by the kernel and the memory layout of any other chunk.
     """
 
@@ -286,7 +286,7 @@ class DecodePlan(AttentionPlan):
             first_slot: slot of the first row.
             is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
                 up to whole blocks.
-            is_invariant: sum values as `rlite.nn.batch_invariant.attend` does.
+            is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
         """
         self.cache = cache
         self._first_slot = first_slot

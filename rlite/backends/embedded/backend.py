@@ -10,9 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.backends.serving.pump import PumpedReplica
-from rlite.errors import ConfigError, StorageError
-from rlite.nn.architecture import (
+from rlite.backends.models.architecture import (
     REMEDY,
     TOLERANCE,
     alone,
@@ -22,10 +20,11 @@ from rlite.nn.architecture import (
     once_per_config,
     saved,
     sequences,
-    summary,
 )
-from rlite.nn.base import real_tensors
-from rlite.nn.pretrained import check_fit, check_plain, load_config, meta_model
+from rlite.backends.models.checkpoint_fit import check_fit
+from rlite.backends.serving.pump import PumpedReplica
+from rlite.errors import ConfigError, StorageError
+from rlite.nn.pretrained import check_plain, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.session import has_gpus
 from rlite.runtime.parallel.processes import subgroup

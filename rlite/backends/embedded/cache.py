@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Move
+from rlite.backends.models.architecture import rope_limit
+from rlite.backends.models.batch_invariant import BLOCK
 from rlite.errors import ConfigError
-from rlite.nn.architecture import rope_limit
-from rlite.nn.batch_invariant import BLOCK
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.tensor_plan import attention_shape
 

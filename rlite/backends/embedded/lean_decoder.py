@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlite.backends.embedded.attention import AttentionPlan
+from rlite.backends.models.batch_invariant import FAMILY, is_plain
+from rlite.backends.models.linear import MIN_ROWS
 from rlite.backends.serving.native import call, compiled
-from rlite.nn.base import real_tensors
-from rlite.nn.batch_invariant import FAMILY, is_plain
-from rlite.nn.linear import MIN_ROWS
+from rlite.nn.pretrained import real_tensors
 
 
 class Pointwise:
@@ -107,7 +107,7 @@ class LeanDecoder:
         model: a model of a class in `FAMILY`.
         device: device of the table of rotary angles.
         max_len: longest sequence, in tokens.
-        is_invariant: `rlite.nn.batch_invariant` computes the model.
+        is_invariant: `rlite.backends.models.batch_invariant` computes the model.
     """
 
     def __init__(self, model: Any, device: torch.device, max_len: int, is_invariant: bool) -> None:
@@ -136,7 +136,7 @@ class LeanDecoder:
             model: the model.
             device: device of the model.
             max_len: longest sequence, in tokens.
-            is_invariant: `rlite.nn.batch_invariant` computes the model.
+            is_invariant: `rlite.backends.models.batch_invariant` computes the model.
         """
         is_own = type(model) in FAMILY and is_plain(model)
         applies = is_own and device.type == "cpu" and model.dtype == torch.float32

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.lean_decoder import LeanDecoder
+from rlite.backends.models.batch_invariant import make_invariant, obstacle
+from rlite.backends.models.checkpoint_fit import check_fit
+from rlite.backends.models.linear import speed_up_linear_layers
 from rlite.errors import CheckpointError
-from rlite.nn.base import real_tensors
-from rlite.nn.batch_invariant import make_invariant, obstacle
-from rlite.nn.linear import speed_up_linear_layers
-from rlite.nn.pretrained import check_fit, end_ids, load_config, meta_model, stored_dtype
+from rlite.nn.pretrained import end_ids, load_config, meta_model, real_tensors, stored_dtype
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.tensor_inference import TensorParallelPlan
 
@@ -50,7 +50,7 @@ class ShardedModel:
         dtype: name of a torch dtype; None is the checkpoint's dtype.
         device: device of this rank.
         tp_group: the ranks that share the heads; None is one rank.
-        is_deterministic: compute by `rlite.nn.batch_invariant` if it knows the model.
+        is_deterministic: compute by `rlite.backends.models.batch_invariant` if it knows the model.
 
     Raises:
         ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.

@@ -1,7 +1,7 @@
 """Forward passes of one worker: prefill, and bursts of decode steps.
 
 With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2 and Qwen3 in float32 on
-CPU are computed by `rlite.nn.batch_invariant`, in any shape and with the bits of training. Other models are computed in
+CPU are computed by `models.batch_invariant`, in any shape and with the bits of training. Other models are computed in
 fixed shapes: a kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. A decode step
 computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A prompt is prefilled BLOCK tokens of
 one sequence at a time, from multiples of BLOCK. Attention reads as many blocks as a sequence needs, and sampling
@@ -26,12 +26,12 @@ from rlite.backends.embedded.cuda_graphs import DecodeGraphs
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.models.attention import varlen
+from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving.native import compiled
 from rlite.backends.serving.requests import RequestRules, Sampling
 from rlite.backends.serving.sampling import Sampled, SamplingBatch, kept_ids_of, sample, sample_each, uniforms
 from rlite.errors import ConfigError, DivergedError
-from rlite.nn.attention import varlen
-from rlite.nn.batch_invariant import BLOCK, label_logprobs
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
 

@@ -19,9 +19,9 @@ from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.passes import ForwardPasses, check_rows
 from rlite.backends.embedded.prompt_logprobs import prompt_logprobs
 from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
+from rlite.backends.models.architecture import rope_limit
 from rlite.backends.serving.requests import RequestRules, length_objection
 from rlite.errors import DataError, ResidencyError
-from rlite.nn.architecture import rope_limit
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.replicas.workers import Part

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
+from rlite.algorithms.calls import WITHOUT_GRADIENT
+from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
 from rlite.algorithms.reduce import PerToken
-from rlite.algorithms.results import WITHOUT_GRADIENT
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.data.packs import Pack, lazy_pack, pair_rows
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, weigh

@@ -21,15 +21,16 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.backends.models.checkpoint_fit import check_fit
+from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule, exported_class
+from rlite.backends.models.liger import use_liger_kernels
+from rlite.backends.models.linear import speed_up_linear_layers
+from rlite.backends.models.lora import LoraTrainModule
+from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
-from rlite.nn.base import BaseTrainModule, CheckpointSource, real_tensors
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
-from rlite.nn.liger import use_liger_kernels
-from rlite.nn.linear import speed_up_linear_layers
-from rlite.nn.lora import LoraTrainModule
-from rlite.nn.pretrained import add_end_ids, check_fit, local_checkpoint
-from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.pretrained import add_end_ids, local_checkpoint, real_tensors
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import allocate, full_tensor, local_shard, local_tensor, resharded, shard

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.nn.batch_invariant import BLOCK
+from rlite.backends.models.batch_invariant import BLOCK
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("decode.c")

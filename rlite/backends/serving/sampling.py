@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.serving import native
 from rlite.backends.serving.requests import Sampling
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters

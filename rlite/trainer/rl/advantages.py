@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.algorithms import (
+    ADVANTAGES,
     gae,
     kl_penalty,
     last_action_rewards,
@@ -20,8 +22,10 @@ from rlite.algorithms import (
     outcome_advantages,
     reinforce_pp_advantages,
 )
-from rlite.algorithms.advantages.token import ActionTokens
-from rlite.batch import NAMED_REWARD, with_keys
+from rlite.algorithms.advantages.base import ActionTokens
+from rlite.algorithms.calls import Configured
+from rlite.batch import NAMED_REWARD
+from rlite.data.packs import with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
@@ -35,6 +39,7 @@ def compute_advantages(
     is_single: bool,
     kl_coef: float | None = None,
     weights: Mapping[str, float] | None = None,
+    estimator: Configured | None = None,
 ) -> TensorDict:
     """Return a batch with `advantages` [N, L], 0 off the model's own tokens, and for gae `returns` [N, L].
 
@@ -49,16 +54,17 @@ def compute_advantages(
         is_single: there is one response to each prompt, so that the whole batch is one group.
         kl_coef: weight of the KL; default: `kl.coef`.
         weights: weights of rewards by name for gdpo, which needs `reward/NAME` in the batch; default: 1.
+        estimator: the result of `outcome_estimator(adv)`, which need not be made for every batch.
     """
     penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
     if kl.type == "reward":
         rewards = rewards - penalty
-    if adv.estimator == "gae":
+    if estimator := estimator or outcome_estimator(adv):
+        columns = _outcomes(batch, rewards, adv.gamma, estimator, is_single, weights or {})
+    elif adv.estimator == "gae":
         columns = _gae(batch, rewards, adv)
-    elif adv.estimator in WHITENED:
-        columns = _whitened(batch, rewards, adv, is_single)
     else:
-        columns = _outcomes(batch, rewards, adv, is_single, weights or {})
+        columns = _whitened(batch, rewards, adv, is_single)
     if kl.type == "advantage":
         columns["advantages"] = columns["advantages"] - penalty
     return with_keys(batch, **columns)
@@ -116,25 +122,29 @@ def _normalized(advantages: Tensor, mask: Tensor, adv: AdvantageOptions) -> Tens
 
 
 def _outcomes(
-    batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool, weights: Mapping[str, float]
+    batch: TensorDict,
+    rewards: Tensor,
+    gamma: float,
+    estimator: Configured,
+    is_single: bool,
+    weights: Mapping[str, float],
 ) -> dict[str, Tensor]:
     """Return the same advantage for all action tokens of a trajectory."""
     real, cu_seqlens = _end_to_end(batch)
     index = trajectory_index(batch)
     actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
     table = actions.table(rewards[real])
-    discounted = (table * adv.gamma ** torch.arange(table.shape[1])).sum(1)
+    discounted = (table * gamma ** torch.arange(table.shape[1])).sum(1)
     lengths = torch.bincount(actions.rows, minlength=len(discounted))
     # a trajectory without an action learns nothing, but its reward is one of its group
     totals = torch.zeros_like(discounted).index_add(0, index, rewards.double().sum(1))
-    scores, options = torch.where(lengths > 0, discounted, totals), adv.options
-    if adv.estimator == "gdpo":
+    scores = torch.where(lengths > 0, discounted, totals)
+    if estimator.name == "gdpo":
         kinds = _named_rewards(batch)
         scores = torch.stack([*kinds.values()])
-        options = {"weights": [weights.get(name, 1.0) for name in kinds], **options}
-    advantages = outcome_advantages(
-        _estimator(adv), scores, _groups(batch, is_single), lengths=lengths, options=options
-    )
+        given = {"weights": [weights.get(name, 1.0) for name in kinds], **estimator.options}
+        estimator = replace(estimator, options=given)
+    advantages = outcome_advantages(estimator, scores, _groups(batch, is_single), lengths=lengths)
     return {"advantages": advantages.float()[index][:, None] * batch["loss_mask"]}
 
 
@@ -151,11 +161,15 @@ def _named_rewards(batch: TensorDict) -> dict[str, Tensor]:
     return {key.removeprefix(NAMED_REWARD): batch[key][first].double() for key in keys}
 
 
-def _estimator(adv: AdvantageOptions) -> str | Callable[..., Tensor]:
+def outcome_estimator(adv: AdvantageOptions) -> Configured | None:
+    """Return the estimator of outcomes that the options name; None for gae and the whitened estimators."""
+    if adv.estimator in ("gae", *WHITENED):
+        return None
     if adv.estimator != "reinforce":
-        return adv.estimator
+        return Configured.of(ADVANTAGES, adv.estimator, adv.options)
     level: Any = "batch" if adv.global_norm else "group"
-    return partial(normalize_rewards, mean=level, std=level if adv.norm_var else None)
+    mean = partial(normalize_rewards, mean=level, std=level if adv.norm_var else None)
+    return Configured.of(ADVANTAGES, mean, adv.options)
 
 
 def token_rewards(batch: TensorDict) -> Tensor:

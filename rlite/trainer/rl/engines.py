@@ -1,6 +1,6 @@
 """The engines of a reinforcement-learning trainer, and the devices that they share or divide.
 
-Sampling replay: if training rollouts truncate (top_p, top_k), the policy is trained over the ids that were kept.
+Truncated sampling: if training rollouts truncate (top_p, top_k), the policy is trained over the kept ids.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite.algorithms import adaptive_kl_coef, importance_weights, is_selective, off_policy_metrics, weight_metrics
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import BothLogprobs, OwnLogprobs, PolicyLoss, ValueLoss, own_values
@@ -171,7 +171,7 @@ def with_selected(
         loss: chooses tokens, or treats all alike.
         longest: tokens per microbatch of the forward pass; None is the engine's default.
     """
-    if not is_selective(loss.policy_loss):
+    if not is_selective(loss.configured):
         return batch
     logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
     counted = batch["loss_mask"].bool().clone()

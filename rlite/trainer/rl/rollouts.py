@@ -16,7 +16,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.batch import NAMED_REWARD, check_has, check_one_per_row
+from rlite.batch import NAMED_REWARD
+from rlite.data.packs import check_has, check_one_per_row
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.errors import StreamedDataError

@@ -18,8 +18,7 @@ from rich.progress import track
 
 from rlite.data.chat.ends import EscapingTokenizer
 from rlite.data.chat.template import check_template_options
-from rlite.data.prompts import check_prompts
-from rlite.data.rows import stream_of
+from rlite.data.rows import check_prompts, stream_of
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from rlite import config
 from rlite.arguments import flat
 from rlite.config import Options
+from rlite.data.readers.tables import check_exists
 from rlite.data.source import Source
-from rlite.data.tables import check_exists
 from rlite.errors import (
     REBUILD,
     CheckpointError,

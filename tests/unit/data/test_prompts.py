@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlite.data.prompts import PromptStream, check_prompts
-from rlite.data.rows import Rows, mixed_rows, streamed_source
+from rlite.data.prompts import PromptStream
+from rlite.data.rows import Rows, check_prompts, mixed_rows, streamed_source
 from rlite.data.source import Source
 from rlite.errors import CheckpointError, ConfigError, DataError, StreamedDataError
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlite.algorithms.replay import KeptIds
+from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.serving import native
 from rlite.backends.serving.requests import Sampling
 from rlite.backends.serving.sampling import SamplingBatch, kept_ids_of, sample, sample_each, uniforms

@@ -17,7 +17,7 @@ pytest.importorskip("datasets")
 from recipes.math.prepare import last_boxed
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
-from rlite.data.prompts import check_prompts
+from rlite.data.rows import check_prompts
 from rlite.data.sft import preference_rows
 from rlite.rollout.rewards import gsm8k_reward, math_verify_reward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards

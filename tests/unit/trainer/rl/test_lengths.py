@@ -10,9 +10,9 @@ import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.prompts import PromptStream
+from rlite.data.readers.streaming import WINDOW
 from rlite.data.rows import streamed_source
 from rlite.data.source import Source
-from rlite.data.streaming.table import WINDOW
 from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.rl.options import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions

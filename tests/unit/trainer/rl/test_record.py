@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
