@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
+        "rlite.backends.models.head_logprobs": "linear_logprobs",
+        "rlite.backends.models.huggingface": "HuggingFaceFsdp2TrainModule",
+        "rlite.backends.models.lora": "LoraTrainModule",
+        "rlite.backends.models.score": "HuggingFaceFsdp2ScoreModule",
         "rlite.nn.base": "BaseTrainModule",
-        "rlite.nn.head_logprobs": "linear_logprobs",
-        "rlite.nn.huggingface": "HuggingFaceFsdp2TrainModule",
-        "rlite.nn.lora": "LoraTrainModule",
         "rlite.nn.options": "LoraOptions",
     },
 )
