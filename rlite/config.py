@@ -10,6 +10,11 @@
 `--import FILE.py` adds to the list `imports`, in a config that has this key. `--help` prints all keys by group, and
 `--help data` one group.
 
+The way of a value, in this module but for the texts, which `rlite.arguments` reads:
+
+    files, key=value, a program's values --merge--> tree --_resolved--> values --validated--> config
+                                              every problem on the way --as_error--> one error
+
 OmegaConf merges files and arguments and resolves interpolations (`${actor.lr}`), which see the command line and the
 defaults. pydantic validates, strictly: 1.5 is no int and "yes" is no truth value. Text is read as the type of its
 field: `name=001` is the string "001" for a `str` and 1 for an `int`. `null` is None if the field allows None. Lists and

@@ -39,7 +39,12 @@ def require(what: str, extra: str, *packages: str) -> None:
 
 @contextmanager
 def optional(what: str, extra: str, remedy: str = "") -> Iterator[None]:
-    """Convert the error of an import inside the block to the message of `lacking`, with another remedy at its end.
+    """Convert the error of an import inside the block to the message of `lacking`.
+
+    Args:
+        what: beginning of the message, such as "adapters need".
+        extra: extra of rlite that installs the package.
+        remedy: another remedy, at the end of the message.
 
     Yields:
         None.

@@ -298,18 +298,39 @@ def task(name: str, /, **args: Any) -> AbstractContextManager[None]:
 
 
 def complete(name: str, started: float, ended: float, /, *place: Any, **args: Any) -> None:
-    """Record a span with start and end in `perf_counter` seconds; see `Tracer.complete`."""
+    """Record a span that has ended; see `Tracer.complete`.
+
+    Args:
+        name: name of the span.
+        started: start in `perf_counter` seconds.
+        ended: end.
+        *place: the row, and spans inside the span.
+        **args: shown with the span.
+    """
     if (tracer := _tracer) is not None:
         tracer.complete(name, started, ended, *place, **args)
 
 
 def stage(kind: str, number: int, name: str, /, **args: Any) -> None:
-    """Move an item into a stage, out of its previous one; see `Tracer.stage`."""
+    """Move an item into a stage, out of its previous one; see `Tracer.stage`.
+
+    Args:
+        kind: kind of the item.
+        number: number of the item.
+        name: the stage.
+        **args: shown with the stage.
+    """
     if (tracer := _tracer) is not None:
         tracer.stage(kind, number, name, **args)
 
 
 def finish(kind: str, number: int, reason: str) -> None:
-    """End an item and its current stage; the reason is shown at the end."""
+    """End an item and its current stage.
+
+    Args:
+        kind: kind of the item.
+        number: number of the item.
+        reason: shown at the end.
+    """
     if (tracer := _tracer) is not None:
         tracer.finish(kind, number, reason)
