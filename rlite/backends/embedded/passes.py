@@ -167,12 +167,12 @@ class ForwardPasses:
         if self.options.deterministic and not weights.is_invariant:
             return tiled_steps(weights, cache, lengths, positions)
         if cache.is_blocked and not weights.is_invariant and compiled() is not None:
-            return steps_of(weights, NativeDecodePlan(cache, positions), positions)
+            return _steps(weights, NativeDecodePlan(cache, positions), positions)
         plan = DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant)
-        return steps_of(weights, plan, positions)
+        return _steps(weights, plan, positions)
 
 
-def steps_of(model: ShardedModel, plan: DecodePlan | NativeDecodePlan, positions: Tensor) -> Steps:
+def _steps(model: ShardedModel, plan: DecodePlan | NativeDecodePlan, positions: Tensor) -> Steps:
     """Return the steps of the rows of one plan, whose positions are `[steps, rows]`."""
 
     def logits(step: int, tokens: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def tiled_steps(model: ShardedModel, cache: SlotCache, lengths: Sequence[int], p
     for start in range(0, len(lengths), DECODE_ROWS):
         rows = slice(start, start + DECODE_ROWS)
         plan = DecodePlan(cache, lengths[rows], positions[:, rows], first_slot=start, is_padded=False)
-        tiles.append(steps_of(model, plan, positions[:, rows]))
+        tiles.append(_steps(model, plan, positions[:, rows]))
 
     def logits(step: int, tokens: Tensor) -> Tensor:
         parts = F.pad(tokens, (0, padding)).split(DECODE_ROWS)

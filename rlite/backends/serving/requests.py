@@ -58,7 +58,13 @@ def objection(request: SequenceRequest, max_model_len: int, vocab_size: int, def
 
 
 def length_objection(num_tokens: int, max_model_len: int, default: str = "") -> str | None:
-    """Return the reason why a prompt of so many tokens is too long, None if it is not."""
+    """Return the reason why a prompt is too long, None if it is not.
+
+    Args:
+        num_tokens: length of the prompt.
+        max_model_len: longest sequence in tokens.
+        default: explains `max_model_len` if it is not the user's.
+    """
     if num_tokens < max_model_len:
         return None
     limit = f"max_model_len={max_model_len}{default}"
@@ -97,7 +103,14 @@ class RequestRules:
         return None
 
     def length_at_stop(self, request: SequenceRequest, tokens: Sequence[int], start: int, begin: int = 0) -> int | None:
-        """Return the length in tokens at which a completion first contains a stop string; see `length_at_stop`."""
+        """Return the length in tokens at which a completion first contains a stop string, None if it contains none.
+
+        Args:
+            request: the request.
+            tokens: its tokens.
+            start: index of the first token that is new since the last search.
+            begin: index of the first token of the completion.
+        """
         return length_at_stop(self._tokenizer, tokens, request.gconfig.stop, start, begin)
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +123,7 @@ def _filter_of(batch: Sequence[Sampling], vocab_size: int, device: torch.device)
     reported = None
     if any(is_told):
         reported = ReportedRows(
-            rows=torch.tensor(is_told, device=device).nonzero()[:, 0],
+            rows=torch.tensor(list(compress(count(), is_told)), device=device),
             temperature=column([row.gconfig.temperature for row in compress(rows, is_told)]),
             max_kept=column([MAX_KEPT_IDS if told else vocab_size for told in is_told]),
         )
