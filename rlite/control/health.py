@@ -164,7 +164,13 @@ class Judge:
         """seconds of silence, by node that has reported"""
 
     def watch(self, life: WorkloadId, node: str, pid: int) -> None:
-        """Observe a process from now on."""
+        """Observe a process from now on.
+
+        Args:
+            life: the workload.
+            node: its node.
+            pid: its process.
+        """
         self._nodes.setdefault(node, {})[life] = Watched(life, pid)
 
     def forget(self, is_gone: Callable[[WorkloadId], bool]) -> None:

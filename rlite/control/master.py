@@ -106,7 +106,14 @@ class Master:
         return self._processes.devices()
 
     def report_late(self, role: str, ranks: list[int], method: str, timeout: float) -> None:
-        """Record that workloads did not answer a call in its declared time."""
+        """Record that workloads did not answer a call in its declared time.
+
+        Args:
+            role: their role.
+            ranks: the late ranks.
+            method: the method that was called.
+            timeout: the declared time, in seconds.
+        """
         self._events.put(lambda: self._note_late(role, ranks, f"{method} (limit {timeout:g} s)"))
 
     # The loop

@@ -105,7 +105,13 @@ class JobProcesses:
             self._furnish(role, group, range(len(group)))
 
     def restart_role(self, role: RLRoleType, lives: Lives, on_start: OnStart) -> None:
-        """End all workloads of a role, and make them with a new rendezvous."""
+        """End all workloads of a role, and make them with a new rendezvous.
+
+        Args:
+            role: the role.
+            lives: all workloads of the job.
+            on_start: as for `create`.
+        """
         self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
         self.create({role: lives[role]}, on_start)
         self.renew_trainer(role)

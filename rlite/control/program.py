@@ -46,7 +46,7 @@ class Program:
     """Program of a job."""
 
     plan: JobPlan
-    """its `spec.trainer` is run as `python -m MODULE --config FILE`, `spec.config` is the content of the file"""
+    """plan of the job: `spec.trainer` is run as `python -m MODULE --config FILE`, and `spec.config` is the FILE"""
     ray_address: str
     has_begun: bool
     """an earlier start of the program has reported"""

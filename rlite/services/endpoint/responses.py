@@ -144,7 +144,13 @@ class Reply:
 
 
 def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> Message:
-    """Return the assistant's message. Later requests are compared with it."""
+    """Return the assistant's message. Later requests are compared with it.
+
+    Args:
+        content: the text outside of calls.
+        calls: the calls of tools.
+        numbers: gives each call its id.
+    """
     message = {"role": "assistant", "content": content}
     return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 

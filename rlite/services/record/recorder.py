@@ -462,7 +462,13 @@ class FileRecorder(RecordWriter):
             self.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
 
     def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
-        """Record an evaluation."""
+        """Record an evaluation.
+
+        Args:
+            name: name of the data set.
+            step: finished steps of the run.
+            episodes: what `RolloutCollector.evaluate` returned.
+        """
         is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
         shown = {place for place, is_one in enumerate(is_shown) if is_one}
         self.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn))
@@ -494,5 +500,12 @@ def sampled(step: int, groups: Sequence[Ended]) -> set[int]:
 
 
 def make_recorder(folder: Path, tokenizer: Any, amount: Amount, limit: int) -> Recorder:
-    """Return the recorder of a run."""
+    """Return the recorder of a run.
+
+    Args:
+        folder: the run's folder.
+        tokenizer: the model's tokenizer.
+        amount: what is recorded.
+        limit: bytes on disk.
+    """
     return NoRecorder() if amount == "none" else FileRecorder(folder, tokenizer, amount == "all", limit)

@@ -58,7 +58,13 @@ _JSON = TypeAdapter(JobRecord)
 
 
 def save_record(store: StateStore, job: str, record: JobRecord) -> None:
-    """Store a job's record."""
+    """Store a job's record.
+
+    Args:
+        store: the store.
+        job: name of the job.
+        record: its record.
+    """
     store.save(job, _JSON.dump_json(record).decode())
 
 
