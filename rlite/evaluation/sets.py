@@ -224,7 +224,13 @@ def evaluate(
 def evaluate_each(
     collector: RolloutCollector, sets: Sequence[EvaluationSet], is_interrupted: Callable[[], bool]
 ) -> list[Evaluation]:
-    """Return the evaluations of several sets that end before an interruption."""
+    """Return the evaluations of several sets that end before an interruption.
+
+    Args:
+        collector: collector of the engine that serves the policy.
+        sets: the sets.
+        is_interrupted: becomes true when the evaluations are to end early.
+    """
     found: list[Evaluation] = []
     with suppress(EvaluationInterrupted):
         for each in sets:
