@@ -94,6 +94,12 @@ class EvaluationSet:
 def make_set(name: str, rows: Rows, workflow: RolloutWorkflow, own: GeneratedOptions) -> EvaluationSet:
     """Return a set of `test_data`.
 
+    Args:
+        name: name of the set.
+        rows: all rows of its table.
+        workflow: answers and scores them.
+        own: options of the set.
+
     Raises:
         ConfigError: the samples of a prompt are all the same.
         DataError: there are no rows.
