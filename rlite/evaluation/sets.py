@@ -95,6 +95,12 @@ class EvaluationSet:
 def make_set(name: str, rows: Rows, workflow: RolloutWorkflow, own: GeneratedOptions) -> EvaluationSet:
     """Return a set of `test_data`.
 
+    Args:
+        name: name of the set.
+        rows: all rows of its table.
+        workflow: answers and scores them.
+        own: options of the set.
+
     Raises:
         ConfigError: the samples of a prompt are all the same.
         DataError: there are no rows.
@@ -225,7 +231,13 @@ def evaluate(
 def evaluate_each(
     collector: RolloutCollector, sets: Sequence[EvaluationSet], is_interrupted: Callable[[], bool]
 ) -> list[Evaluation]:
-    """Return the evaluations of several sets that end before an interruption."""
+    """Return the evaluations of several sets that end before an interruption.
+
+    Args:
+        collector: collector of the engine that serves the policy.
+        sets: the sets.
+        is_interrupted: becomes true when the evaluations are to end early.
+    """
     found: list[Evaluation] = []
     with suppress(EvaluationInterrupted):
         for each in sets:

@@ -23,10 +23,10 @@ PACKS = {"data"}
 OTHERS = {
     "rlite/data/sft.py": {"completion", "messages", "prompt", "tools"},
     "rlite/backends/fsdp2/batch_runner.py": {"params"},
-    "rlite/evaluation/record.py": {
-        *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
-        *("score", "tokens"),
+    "rlite/evaluation/metrics.py": {
+        *("answer", "failed_attempts", "item", "reason", "redrawn", "response_tokens", "reward", "sample", "score"),
     },
+    "rlite/evaluation/record.py": {"group", "response_tokens", "sample", "tokens"},
     "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
