@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         EnvironmentTimeout,
     )
     from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
+    from rlite.rollout.joined import pad_trajectories
     from rlite.rollout.rewards.adapters import from_trl, from_verl
     from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.rewards.score import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
-    from rlite.rollout.trajectories import check_trajectory, pad_trajectories
+    from rlite.rollout.trajectories import check_trajectory
     from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 

@@ -23,7 +23,8 @@ from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.saved import plain
-from rlite.rollout.trajectories import first_rows, join_batches, layout, trajectory_index
+from rlite.rollout.joined import join_batches
+from rlite.rollout.trajectories import first_rows, layout, trajectory_index
 from rlite.trainer.held_out.options import held_out_sources
 from rlite.trainer.rl.engines import Engines, check_kept
 from rlite.trainer.rl.options import PpoConfig
