@@ -14,20 +14,15 @@ if TYPE_CHECKING:
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
     from rlite.rollout.environments.gym import GymEnvironment
-    from rlite.rollout.environments.step import (
-        Environment,
+    from rlite.rollout.environments.step import Environment
+    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
+    from rlite.rollout.failures import (
         EnvironmentCrash,
         EnvironmentFailure,
         EnvironmentInvalid,
         EnvironmentMemory,
         EnvironmentRaised,
         EnvironmentTimeout,
-    )
-    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
-    from rlite.rollout.joined import pad_trajectories
-    from rlite.rollout.rewards.adapters import from_trl, from_verl
-    from rlite.rollout.rewards.function import RewardFunction
-    from rlite.rollout.rewards.score import (
         RewardCrash,
         RewardError,
         RewardInvalid,
@@ -35,6 +30,9 @@ if TYPE_CHECKING:
         RewardRaised,
         RewardTimeout,
     )
+    from rlite.rollout.joined import pad_trajectories
+    from rlite.rollout.rewards.adapters import from_trl, from_verl
+    from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, RAGGED, with_keys
-from rlite.data.packs import check_ragged, is_ragged_value
+from rlite.data.packs import check_ragged
 from rlite.errors import DataError
+from rlite.rollout.kept_ids import check_kept_ids
 from rlite.rollout.rewards.score import Reward
 from rlite.types import LLMResponse, StopReason
 
@@ -141,7 +142,7 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
         raise DataError(f"{what}{fault}")
     check_ragged(trajectory, what)
     if "kept_ids" in trajectory:
-        _check_kept_ids(trajectory, what)
+        check_kept_ids(trajectory, what)
 
 
 def _faults(trajectory: TensorDict) -> Iterator[str]:
@@ -179,27 +180,6 @@ def _faults(trajectory: TensorDict) -> Iterator[str]:
         index = trajectory["sequence_index"]
         if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
             yield f": sequence_index is {index.tolist()}; expected the rows counted from 0"
-
-
-def _check_kept_ids(trajectory: TensorDict, what: str) -> None:
-    """Check that each token is among its kept ids, and that these are not negative.
-
-    Raises:
-        DataError: they do not fit.
-    """
-    counts, width = trajectory["kept_counts"].long(), trajectory["kept_ids"].shape[1]
-    values = trajectory["kept_ids"][is_ragged_value(counts, width)]
-    owners = torch.arange(counts.numel()).repeat_interleave(counts.flatten())
-    tokens = trajectory["input_ids"].flatten()
-    num_own = torch.zeros_like(tokens).index_add(0, owners, (values == tokens[owners]).long())
-    if (wrong := ((counts.flatten() > 0) & (num_own != 1)).nonzero()[:, 0]).numel():
-        row, position = divmod(int(wrong[0]), counts.shape[1])
-        raise DataError(
-            f"{what}: token {int(tokens[wrong[0]])} at position {position} of row {row} is not among its kept_ids, or "
-            "occurs twice; expected the ids among which it was drawn"
-        )
-    if (values < 0).any():
-        raise DataError(f"{what}: kept_ids holds {int(values.min())}; expected token ids")
 
 
 def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:

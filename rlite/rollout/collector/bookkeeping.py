@@ -10,7 +10,6 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.rollout.collector.ahead import AheadOfTraining
-from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
 from rlite.rollout.collector.lost_groups import Selection
 from rlite.rollout.collector.options import CollectorOptions
@@ -138,18 +137,6 @@ class Bookkeeping:
             return self._now.ledger.lost + self._ahead.ledger.lost
 
     @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
-        with self._changed:
-            return dict(self._runner.first_losses)
-
-    def take_selection(self) -> Selection:
-        """Return what failures have done to the answers of the batches since the last call."""
-        with self._changed:
-            found, self._selection = self._selection, Selection()
-        return found
-
-    @property
     def failed_attempts(self) -> Counter[str]:
         """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
         return self._runner.failed_attempts.copy()  # the loop counts meanwhile
@@ -196,22 +183,6 @@ class Bookkeeping:
         self._runner.admit()
 
     # -- for the record ------------------------------------------------------------------------------------------
-
-    def take_ended(self) -> list[Ended]:
-        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
-        with self._changed:
-            found, self._runner.ended = self._runner.ended, []
-        return found
-
-    def take_all(self, reason: str) -> list[Ended]:
-        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
-
-        Args:
-            reason: why they will not be trained on.
-        """
-        with self._changed:  # once for both: a group that ends in between would be in neither
-            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
-            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
 
     def give_up_consumed(self, reason: str) -> None:
         """Call the groups aborted that were consumed since `take_ended`: they will not be trained on.

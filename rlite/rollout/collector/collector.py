@@ -34,7 +34,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout.collector.ahead import raise_late
 from rlite.rollout.collector.bookkeeping import Bookkeeping, Collected
 from rlite.rollout.collector.ended import Ended
-from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses
+from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
 from rlite.rollout.collector.runner import Group, Item, Queue, ShouldAccept
 from rlite.rollout.episode import group_seed
 from rlite.rollout.trajectories import pad_checked
@@ -234,6 +234,36 @@ class RolloutCollector(Bookkeeping):
     def version_changed(self) -> None:
         """Read the engine's policy version now, and start and drop groups accordingly."""
         self._runner.admit()
+
+    # -- what a step asks for -------------------------------------------------------------------------------------
+
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
+        with self._changed:
+            return dict(self._runner.first_losses)
+
+    def take_selection(self) -> Selection:
+        """Return what failures have done to the answers of the batches since the last call."""
+        with self._changed:
+            found, self._selection = self._selection, Selection()
+        return found
+
+    def take_ended(self) -> list[Ended]:
+        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
+        with self._changed:
+            found, self._runner.ended = self._runner.ended, []
+        return found
+
+    def take_all(self, reason: str) -> list[Ended]:
+        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
+
+        Args:
+            reason: why they will not be trained on.
+        """
+        with self._changed:  # once for both: a group that ends in between would be in neither
+            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
+            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
 
     # -- steps of the calls above --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import CheckpointError, DataError
-from rlite.rollout.attempt_history import AttemptHistory
+from rlite.rollout.attempts import AttemptHistory
 from rlite.rollout.collector.ended import Ended, short_columns
 from rlite.rollout.collector.runner import Group, Queue, ShouldAccept
 from rlite.rollout.episode import Episode

@@ -11,10 +11,11 @@ from typing import Any
 from rlite.errors import shortened
 from rlite.observability import trace
 from rlite.rollout.episode import current_episode, in_reward
+from rlite.rollout.failures import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.batches import JoinedCalls, read_batch, score_batch
 from rlite.rollout.rewards.judges import JudgeLoop, Retrying, Slots, check_options
-from rlite.rollout.rewards.score import REWARD_ERRORS, Reward, RewardError, RewardInvalid, read_score, score
+from rlite.rollout.rewards.score import Reward, read_score, score
 from rlite.runtime.sandbox.function import SandboxFunction, limited
 
 

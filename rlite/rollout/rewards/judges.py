@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from rlite.errors import ConfigError
-from rlite.rollout.rewards.score import REWARD_ERRORS, RewardTimeout
+from rlite.rollout.failures import REWARD_ERRORS, RewardTimeout
 from rlite.runtime.event_loop import LoopThread, converted
 
 BLOCKED_AFTER = 5.0

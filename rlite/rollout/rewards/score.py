@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlite.runtime.sandbox import calls as sandbox
 from rlite.runtime.sandbox.child import MAX_TEXT, printable
 
 Score = float | str | list[Any] | dict[str, Any]
@@ -113,30 +112,3 @@ def text_of_value(value: Any) -> str:
         return repr(value)[:MAX_TEXT]
     except Exception:  # a class of the function's own
         return f"a {type(value).__name__}"
-
-
-class RewardError(sandbox.SandboxError):
-    """Failure to compute a reward. `outcome` names the kind of failure in one word."""
-
-
-class RewardTimeout(RewardError, sandbox.SandboxTimeout):
-    """Time-out of the function. Its process was killed."""
-
-
-class RewardCrash(RewardError, sandbox.SandboxCrash):
-    """End of the process during the call. The message has the exit code or the signal."""
-
-
-class RewardMemory(RewardError, sandbox.SandboxMemory):
-    """Use of more memory than the process's limit, or than the machine has."""
-
-
-class RewardRaised(RewardError, sandbox.SandboxRaised):
-    """Exception raised by the function. The message begins with the exception and ends with its traceback."""
-
-
-class RewardInvalid(RewardError, sandbox.SandboxInvalid):
-    """Result of the function that is not a finite number."""
-
-
-REWARD_ERRORS = sandbox.error_kinds(RewardTimeout, RewardCrash, RewardMemory, RewardRaised, RewardInvalid)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rlite.rollout.failures import RewardInvalid
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.function import RewardFunction, noted
-from rlite.rollout.rewards.score import Reward, RewardInvalid
+from rlite.rollout.rewards.score import Reward
 from rlite.runtime.event_loop import side_by_side
 
 

@@ -25,7 +25,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
+from rlite.rollout.failures import RewardRaised, RewardTimeout
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.runtime.event_loop import ABANDONED, Abandoned, LoopThread, Overdue, UserExit, by_deadline
