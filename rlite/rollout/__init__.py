@@ -14,19 +14,15 @@ if TYPE_CHECKING:
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
     from rlite.rollout.environments.gym import GymEnvironment
-    from rlite.rollout.environments.step import (
-        Environment,
+    from rlite.rollout.environments.step import Environment
+    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
+    from rlite.rollout.failures import (
         EnvironmentCrash,
         EnvironmentFailure,
         EnvironmentInvalid,
         EnvironmentMemory,
         EnvironmentRaised,
         EnvironmentTimeout,
-    )
-    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
-    from rlite.rollout.rewards.adapters import from_trl, from_verl
-    from rlite.rollout.rewards.function import RewardFunction
-    from rlite.rollout.rewards.score import (
         RewardCrash,
         RewardError,
         RewardInvalid,
@@ -34,10 +30,13 @@ if TYPE_CHECKING:
         RewardRaised,
         RewardTimeout,
     )
+    from rlite.rollout.joined import pad_trajectories
+    from rlite.rollout.rewards.adapters import from_trl, from_verl
+    from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
-    from rlite.rollout.trajectories import check_trajectory, pad_trajectories
+    from rlite.rollout.trajectories import check_trajectory
     from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -52,18 +51,20 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.collector.options": "CollectorOptions",
         "rlite.rollout.environments.gym": "GymEnvironment",
-        "rlite.rollout.environments.step": (
-            "Environment EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory "
-            "EnvironmentRaised EnvironmentTimeout"
-        ),
+        "rlite.rollout.environments.step": "Environment",
         "rlite.rollout.environments.workflow": "EnvironmentWorkflow GymWorkflow",
+        "rlite.rollout.failures": (
+            "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
+            "EnvironmentTimeout RewardCrash RewardError RewardInvalid RewardMemory RewardRaised "
+            "RewardTimeout"
+        ),
+        "rlite.rollout.joined": "pad_trajectories",
         "rlite.rollout.rewards.adapters": "from_trl from_verl",
         "rlite.rollout.rewards.function": "RewardFunction",
-        "rlite.rollout.rewards.score": "RewardCrash RewardError RewardInvalid RewardMemory RewardRaised RewardTimeout",
         "rlite.rollout.scripted": "ScriptedEngine",
         "rlite.rollout.tools.toolbox": "Tool",
         "rlite.rollout.tools.workflow": "ToolUseWorkflow",
-        "rlite.rollout.trajectories": "check_trajectory pad_trajectories",
+        "rlite.rollout.trajectories": "check_trajectory",
         "rlite.rollout.workflow": "RolloutWorkflow SingleTurnWorkflow trajectory",
         "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
     },

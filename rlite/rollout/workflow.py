@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
 from rlite.errors import DataError, EngineAborted
-from rlite.rollout.rewards.function import RewardFunction, WeightedRewards
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import WeightedRewards, as_reward_function
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
@@ -151,13 +152,6 @@ class SingleTurnWorkflow(PromptWorkflow):
         completion = self.tokenizer.decode(said, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))
-
-
-def as_reward_function(
-    reward_fn: RewardFunction | WeightedRewards | Callable[..., Any],
-) -> RewardFunction | WeightedRewards:
-    """Return a RewardFunction or WeightedRewards unchanged, or a RewardFunction made from a function."""
-    return reward_fn if isinstance(reward_fn, RewardFunction | WeightedRewards) else RewardFunction(reward_fn)
 
 
 def reward_arguments(

@@ -199,7 +199,6 @@ class LoopThread:
         self._asked_at: float | None = None
         """time of the first question that the loop has not answered yet"""
         self._is_ending = False
-        self._wake_conditions: list[Callable[[], bool]] = []
         self._loop = asyncio.new_event_loop()
         self._on_end = on_end
         self._death: BaseException | None = None
@@ -246,47 +245,6 @@ class LoopThread:
         self.look()
         if not changed.wait(self._look_interval if seconds is None else min(seconds, self._look_interval)):
             self.look()
-
-    def wait_until(
-        self,
-        changed: threading.Condition,
-        is_over: Callable[[], bool],
-        deadline: float | None,
-        is_due: Callable[[], bool] = lambda: False,
-        patience: float | None = None,
-    ) -> bool:
-        """Wait until a condition holds, which the loop evaluates in `wake`.
-
-        Args:
-            changed: guards what the condition reads, held by the caller.
-            is_over: the condition.
-            deadline: by `time.monotonic()`; None sets no limit.
-            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
-            patience: seconds between two evaluations of `is_due`, at most.
-
-        Returns:
-            False if the deadline has passed before.
-
-        Raises:
-            CallTimeout: see `look`.
-        """
-        self._wake_conditions.append(is_over)
-        try:
-            while not (is_over() or is_due()):
-                seconds = patience
-                if deadline is not None:
-                    left = deadline - time.monotonic()
-                    if (seconds := left if patience is None else min(patience, left)) <= 0:
-                        return False
-                self.wait(changed, seconds)
-        finally:
-            self._wake_conditions.remove(is_over)
-        return True
-
-    def wake(self, changed: threading.Condition) -> None:
-        """Wake the threads in `wait_until` if the condition of one holds. The caller holds `changed`."""
-        if any(is_over() for is_over in self._wake_conditions):
-            changed.notify_all()
 
     def result(self, future: Future[Any]) -> Any:
         """Return the result of a future of `submit`, and look after the loop meanwhile.
@@ -358,6 +316,106 @@ class LoopThread:
             threading.Thread(target=_hold, args=(tasks,), name="abandoned tasks", daemon=True).start()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
+
+
+class SharedLoop(LoopThread):
+    """An event loop whose state callers in other threads share: a lock, conditions to wait for, an error that stops.
+
+    Args:
+        name: name of the thread.
+        what: name of the owner in messages.
+        error: class of the errors that callers get when the loop has ended.
+        patience: seconds between two looks of a caller at what becomes true by the clock alone.
+        block_limit: see `LoopThread`.
+    """
+
+    def __init__(
+        self, name: str, what: str, error: type[Exception], patience: float, block_limit: float | None = None
+    ) -> None:
+        self.changed = threading.Condition()
+        """guards the state; notified when the condition of a caller has become true"""
+        self.is_closed = False
+        self.stopped_by: BaseException | None = None
+        """error that the next caller gets"""
+        self._what, self._error, self._patience = what, error, patience
+        self._wake_conditions: list[Callable[[], bool]] = []
+        super().__init__(name, self._end, block_limit=block_limit)
+
+    def wait_until(
+        self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until a condition holds.
+
+        Args:
+            is_settled: evaluated by the loop in `wake`.
+            deadline: by `time.monotonic()`; None sets no limit.
+            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
+
+        Returns:
+            False if the deadline has passed before.
+
+        Raises:
+            CallTimeout: see `look`.
+        """
+
+        def is_over() -> bool:
+            return self.stopped_by is not None or self.is_closed or is_settled()
+
+        with self.changed:
+            self._wake_conditions.append(is_over)
+            try:
+                while not (is_over() or is_due()):
+                    patience = self._patience
+                    if deadline is not None and (patience := min(patience, deadline - time.monotonic())) <= 0:
+                        return False
+                    self.wait(self.changed, patience)
+            finally:
+                self._wake_conditions.remove(is_over)
+        self.raise_if_stopped()
+        return True
+
+    def wake(self) -> None:
+        """Wake the callers if the condition of one holds. Needs the lock."""
+        if any(is_over() for is_over in self._wake_conditions):
+            self.changed.notify_all()
+
+    def stop_callers(self, error: BaseException) -> None:
+        """Wake the callers; one of them gets this error. Needs the lock."""
+        self.stopped_by = error
+        self.changed.notify_all()
+
+    def raise_if_stopped(self) -> None:
+        """Raise the error that stopped the callers, once, or an error if the loop has ended.
+
+        Raises:
+            RuntimeError: The loop was closed, or it died.
+        """
+        with self.changed:
+            if self._death is not None:
+                raise self._error(f"{self._what}'s event loop died: {self._death!r}") from self._death
+            if self.is_closed:
+                raise self._error(f"{self._what} is closed")
+            stopped, self.stopped_by = self.stopped_by, None
+        if stopped is not None:
+            raise stopped
+
+    def close(self) -> None:
+        """Cancel the tasks and end the thread. Idempotent."""
+        with self.changed:
+            is_stopping, self.is_closed = self.is_closed, True
+        if not is_stopping:
+            self.stop()
+        self.join()
+
+    def _end(self, death: BaseException | None) -> None:
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+def deadline_after(seconds: float | None) -> float | None:
+    """Return the time by `time.monotonic()` after so many seconds from now; None for no limit."""
+    return None if seconds is None else time.monotonic() + seconds
 
 
 def _hold(tasks: set[asyncio.Task[Any]]) -> None:

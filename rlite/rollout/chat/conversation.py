@@ -18,9 +18,9 @@ from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
 from rlite.errors import ConfigError, RolloutError
 from rlite.rollout.chat.transcript import Transcript, check_turn_discount
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.workflow import (
     PromptWorkflow,
-    as_reward_function,
     context_length,
     end_ids,
     prompt_ids,

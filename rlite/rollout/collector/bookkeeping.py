@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from rlite.errors import CallTimeout, RolloutError
-from rlite.rollout.collector.ended import Ended
+from tensordict import TensorDict
+
+from rlite.rollout.collector.ahead import AheadOfTraining
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
 from rlite.rollout.collector.lost_groups import Selection
 from rlite.rollout.collector.options import CollectorOptions
@@ -19,8 +20,25 @@ from rlite.runtime.sandbox.pool import close_shared_pool
 from rlite.types import AsyncInference
 
 _open_collectors: set[Bookkeeping] = set()
-NUM_NAMED = 5
-"""groups or reasons that a message lists"""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The finished groups of one call as a batch, and the lost ones by reason."""
+
+    batch: TensorDict | None
+    """rows of the finished groups; None if there are none"""
+    num_groups: int
+    """groups that were asked for"""
+    lost: Counter[str]
+    """groups that were lost, by reason"""
+    error: BaseException | None = None
+    """the exception behind one of the losses"""
+
+    @property
+    def reason(self) -> str:
+        """The most frequent reason for a loss."""
+        return self.lost.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
@@ -78,10 +96,9 @@ class Bookkeeping:
             )
         )
         self._runner = GroupRunner(engine, self.options, (self._now, self._tests, self._ahead))
+        self._pipeline = AheadOfTraining(self._ahead, self._runner, engine, self.options)
         self._changed, self._num_submitted = self._runner.changed, 0
         self._waited_for: tuple[str, Sequence[Group]] | None = None
-        self._loader: Iterable[Any] | None = None
-        self._source: Iterator[Any] = iter(())
         self._selection = Selection()
         self._num_reported: Counter[str] = Counter()
         """failed attempts up to the last batch, by kind"""
@@ -89,10 +106,23 @@ class Bookkeeping:
 
     def close(self) -> None:
         """Cancel running groups and end the thread; the last collector ends the reward processes, too. Idempotent."""
-        self._runner.close()
+        self._runner.loop.close()
         _open_collectors.discard(self)
         if not _open_collectors:
             close_shared_pool()
+
+    def pause(self) -> None:
+        """Start no more groups, and pause generation at a token boundary."""
+        with self._changed:
+            self._runner.is_paused = True
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Continue after `pause()`."""
+        self.engine.resume()
+        with self._changed:
+            self._runner.is_paused = False
+        self._runner.admit()
 
     @property
     def counters(self) -> RolloutCounters:
@@ -105,18 +135,6 @@ class Bookkeeping:
         """Number of lost groups by reason; from the 101st reason on they count as "other reasons"."""
         with self._changed:
             return self._now.ledger.lost + self._ahead.ledger.lost
-
-    @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
-        with self._changed:
-            return dict(self._runner.first_losses)
-
-    def take_selection(self) -> Selection:
-        """Return what failures have done to the answers of the batches since the last call."""
-        with self._changed:
-            found, self._selection = self._selection, Selection()
-        return found
 
     @property
     def failed_attempts(self) -> Counter[str]:
@@ -166,22 +184,6 @@ class Bookkeeping:
 
     # -- for the record ------------------------------------------------------------------------------------------
 
-    def take_ended(self) -> list[Ended]:
-        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
-        with self._changed:
-            found, self._runner.ended = self._runner.ended, []
-        return found
-
-    def take_all(self, reason: str) -> list[Ended]:
-        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
-
-        Args:
-            reason: why they will not be trained on.
-        """
-        with self._changed:  # once for both: a group that ends in between would be in neither
-            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
-            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
-
     def give_up_consumed(self, reason: str) -> None:
         """Call the groups aborted that were consumed since `take_ended`: they will not be trained on.
 
@@ -215,33 +217,3 @@ class Bookkeeping:
         self._num_submitted = state.get("num_ids", 0)
         if self.options.keep_ended:
             self._runner.ended = [saved_ended(kept) for kept in state.get("ended", ())]
-
-    # -- errors ---------------------------------------------------------------------------------------------------
-
-    def _too_few_error(self, count: int) -> RolloutError:
-        """Return an error that says why fewer than `count` groups remain."""
-        queue = self._ahead
-        counters, lost = queue.ledger.counters, queue.ledger.lost
-        found = f"{count} groups were asked for, {counters.ready} are ready"
-        if len(queue.groups) < count:
-            rest = ", and others" if len(lost) > NUM_NAMED else ""
-            dropped = f"; dropped so far: {dict(lost.most_common(NUM_NAMED))}{rest}" if lost else ""
-            return RolloutError(f"{found} and {counters.running + counters.waiting} under way{dropped}; submit more")
-        return RolloutError(
-            f"{found} and no more may start: at policy version {self.engine.get_version()} with "
-            f"max_head_offpolicyness={self.options.max_head_offpolicyness} and batches of {queue.ledger.batch_size}, "
-            f"{counters.accepted} groups are as many as may have been generated. Sync weights after each batch "
-            "(the version counts the updates), or raise max_head_offpolicyness"
-        )
-
-
-def raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:
-    """Raise an error that names the groups that had not ended in time.
-
-    Raises:
-        CallTimeout: Always.
-    """
-    names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
-    raise CallTimeout(
-        f"{len(late)} groups had not ended after {timeout:g} s: {names}", tuple(f"group {group.id}" for group in late)
-    )

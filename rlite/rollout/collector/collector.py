@@ -11,19 +11,18 @@ The ledger (`ledger.py`) decides, the runner acts, and callers wait. Three loops
     GroupRunner._admit      waiting groups, in order  room in the ledger            a submission, the end of a group,
                                                                                     a new version, the end of a pause
     _finish (collect)       exactly its own groups    the end of the last one       the runner, a time-out
-    _next_batch (wait,      the oldest ready groups   a batch that the ledger lets  the runner, a time-out, a group that
-      prepare_batch)                                  it consume                    holds up the batch for too long
+    AheadOfTraining.next    the oldest ready groups   a batch that the ledger lets  the runner, a time-out, a group that
+      (wait, prepare_batch)                            it consume                    holds up the batch for too long
 
 `prepare_batch` also submits items while it waits, so that as many groups wait as a batch has.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,33 +31,15 @@ from tensordict import TensorDict
 from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted, RolloutError
 from rlite.observability import stats_tracker
-from rlite.rollout.collector.bookkeeping import Bookkeeping, raise_late
+from rlite.rollout.collector.ahead import raise_late
+from rlite.rollout.collector.bookkeeping import Bookkeeping, Collected
 from rlite.rollout.collector.ended import Ended
-from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, held_up, unlike_others
+from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
 from rlite.rollout.collector.runner import Group, Item, Queue, ShouldAccept
 from rlite.rollout.episode import group_seed
-from rlite.rollout.trajectories import layout, pad_checked
+from rlite.rollout.trajectories import pad_checked
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.runtime.event_loop import ABANDONED, CLOSE_TIMEOUT
-
-
-@dataclass(frozen=True)
-class Collected:
-    """The finished groups of one call as a batch, and the lost ones by reason."""
-
-    batch: TensorDict | None
-    """rows of the finished groups; None if there are none"""
-    num_groups: int
-    """groups that were asked for"""
-    lost: Counter[str]
-    """groups that were lost, by reason"""
-    error: BaseException | None = None
-    """the exception behind one of the losses"""
-
-    @property
-    def reason(self) -> str:
-        """The most frequent reason for a loss."""
-        return self.lost.most_common(1)[0][0]
+from rlite.runtime.event_loop import ABANDONED, CLOSE_TIMEOUT, deadline_after
 
 
 class RolloutCollector(Bookkeeping):
@@ -211,7 +192,8 @@ class RolloutCollector(Bookkeeping):
         if count < 1:
             raise ConfigError(f"wait({count}): expected at least 1 group")
         self._ahead.ledger.begin(count, self.engine.get_version())
-        return self._next_batch(count, timeout, lambda: len(self._ahead.groups) < count)
+        with self._reporting("rollout"):
+            return self._batch(self._pipeline.next(count, timeout, lambda: len(self._ahead.groups) < count))
 
     def prepare_batch(
         self,
@@ -242,30 +224,46 @@ class RolloutCollector(Bookkeeping):
 
         def refill() -> None:
             while is_short():
-                self._submit(self._ahead, self._next_items(), workflow, group_size, should_accept)
+                self._submit(self._ahead, self._pipeline.next_items(loader), workflow, group_size, should_accept)
 
-        if self._loader is not loader:
-            self._loader, self._source = loader, _endless(loader)
         refill()
         assert ledger.batch_size is not None
-        return self._next_batch(ledger.batch_size, timeout, is_short, refill)
-
-    def pause(self) -> None:
-        """Start no more groups, and pause generation at a token boundary."""
-        with self._changed:
-            self._runner.is_paused = True
-        self.engine.pause()
-
-    def resume(self) -> None:
-        """Continue after `pause()`."""
-        self.engine.resume()
-        with self._changed:
-            self._runner.is_paused = False
-        self.version_changed()
+        with self._reporting("rollout"):
+            return self._batch(self._pipeline.next(ledger.batch_size, timeout, is_short, refill))
 
     def version_changed(self) -> None:
         """Read the engine's policy version now, and start and drop groups accordingly."""
         self._runner.admit()
+
+    # -- what a step asks for -------------------------------------------------------------------------------------
+
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
+        with self._changed:
+            return dict(self._runner.first_losses)
+
+    def take_selection(self) -> Selection:
+        """Return what failures have done to the answers of the batches since the last call."""
+        with self._changed:
+            found, self._selection = self._selection, Selection()
+        return found
+
+    def take_ended(self) -> list[Ended]:
+        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
+        with self._changed:
+            found, self._runner.ended = self._runner.ended, []
+        return found
+
+    def take_all(self, reason: str) -> list[Ended]:
+        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
+
+        Args:
+            reason: why they will not be trained on.
+        """
+        with self._changed:  # once for both: a group that ends in between would be in neither
+            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
+            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
 
     # -- steps of the calls above --------------------------------------------------------------------------------
 
@@ -297,15 +295,6 @@ class RolloutCollector(Bookkeeping):
         if self.options.seed is not None:
             return group_seed(self.options.seed, self.engine.get_version(), position)
         return group_seed(getattr(self.engine, "seed", None), -1, id)
-
-    def _next_items(self) -> Sequence[Item]:
-        items = next(self._source)
-        if not isinstance(items, Mapping):
-            self._ahead.ledger.begin(len(items), self.engine.get_version())
-            return items
-        if self._ahead.ledger.batch_size is None:
-            raise ConfigError("the loader yields single items: set consumer_batch_size, or let it yield lists of items")
-        return [items]
 
     def _finish(
         self,
@@ -340,7 +329,7 @@ class RolloutCollector(Bookkeeping):
             return not unfinished
 
         try:
-            if not self._runner.wait_until(lambda: is_settled() or is_interrupted(), _deadline(timeout)):
+            if not self._runner.wait_until(lambda: is_settled() or is_interrupted(), deadline_after(timeout)):
                 raise_late([group for group in groups if not group.has_ended], timeout)
             if not is_settled():
                 raise EvaluationInterrupted("the evaluation was interrupted")
@@ -350,99 +339,16 @@ class RolloutCollector(Bookkeeping):
                     if group.id in queue.groups:
                         self._runner.drop(queue, group, CANCELLED)
             if isinstance(error, EvaluationInterrupted):  # the caller goes on: nothing may be left in the engine
-                self._runner.wait_until(lambda: all(each.task is None for each in groups), _deadline(CLOSE_TIMEOUT))
+                self._runner.wait_until(
+                    lambda: all(each.task is None for each in groups), deadline_after(CLOSE_TIMEOUT)
+                )
             raise
         with self._changed:
             if queue.is_training:
-                self._drop_misfits(queue, [group for group in groups if group.trajectories is not None])
+                self._runner.drop_misfits(queue, [group for group in groups if group.trajectories is not None])
             finished = [group for group in groups if group.trajectories is not None]
-            self._consume(queue, finished)
+            self._runner.consume(queue, finished)
         return finished
-
-    def _next_batch(
-        self,
-        count: int,
-        timeout: float | None,
-        is_short: Callable[[], bool],
-        refill: Callable[[], None] | None = None,
-    ) -> TensorDict:
-        """Return the oldest groups as a padded batch, as soon as the ledger allows it.
-
-        Args:
-            count: groups of the batch.
-            timeout: in seconds; None sets no limit.
-            is_short: whether too few groups are submitted for the wait to make sense.
-            refill: submits more; without it, too few groups are an error.
-
-        Raises:
-            CallTimeout: Some groups are late; the error names them.
-            RolloutError: Fewer groups remain than requested, or the run was stopped.
-        """
-        deadline = _deadline(timeout)
-
-        def is_hopeless() -> bool:
-            return refill is None if is_short() else not (self._can_progress() or self._is_ready(count))
-
-        with self._reporting("rollout"):
-            while (groups := self._take(count)) is None:
-                if not self._runner.wait_until(
-                    lambda: self._is_ready(count) or is_short() or not self._can_progress(),
-                    deadline,
-                    is_due=lambda: bool(self._held_up_by(count)),
-                ):
-                    raise_late(self._ahead.unfinished(), timeout)
-                if refill is not None:
-                    refill()  # without the lock: it may iterate over the caller's loader
-                with self._changed:
-                    if is_hopeless():
-                        raise self._too_few_error(count)
-            return self._batch(groups)
-
-    def _take(self, count: int) -> list[Group] | None:
-        """Return the oldest groups, consumed, or None if they may not be consumed yet."""
-        with self._changed:
-            self._runner.drop_too_old()
-            for group in self._held_up_by(count):
-                self._runner.drop(self._ahead, group, held_up(self.options.stale_timeout))
-            if not self._is_ready(count):
-                return None
-            groups = [self._ahead.groups[id] for id in self._ahead.ledger.oldest(count)]
-            if self._drop_misfits(self._ahead, groups):
-                return None
-            self._consume(self._ahead, groups)
-        return groups
-
-    def _is_ready(self, count: int) -> bool:
-        return self._ahead.ledger.is_ready(count, self.engine.get_version())
-
-    def _held_up_by(self, count: int) -> list[Group]:
-        """Return the groups for which a batch has waited until their time-out."""
-        limit = time.monotonic() - self.options.stale_timeout
-        holding = [self._ahead.groups[id] for id in self._ahead.ledger.holding(count, self.engine.get_version())]
-        return [group for group in holding if group.started is not None and group.started < limit]
-
-    def _can_progress(self) -> bool:
-        counters = self._ahead.ledger.counters
-        can_start = counters.waiting > 0 and self._ahead.ledger.room(self.engine.get_version()) > 0
-        return counters.running > 0 or self._runner.is_paused or can_start
-
-    def _drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
-        """Drop the groups whose keys or types differ from those of most groups.
-
-        Returns:
-            True if there are any.
-        """
-        layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
-        common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
-        misfits = [(group, own ^ common) for group, own in zip(groups, layouts, strict=True) if own != common]
-        for group, odd in misfits:
-            self._runner.drop(queue, group, unlike_others({key for key, *_ in odd}))
-        return bool(misfits)
-
-    def _consume(self, queue: Queue, groups: Sequence[Group]) -> None:
-        queue.consume(groups, self.engine.get_version())
-        for group in groups:
-            self._runner.keep(queue, group, status=None)
 
     def _batch(self, groups: Sequence[Group]) -> TensorDict:
         """Return consumed groups, of which there is at least one, as a padded batch, and record its statistics."""
@@ -495,8 +401,7 @@ class RolloutCollector(Bookkeeping):
 
 def evaluated(group: Group, number: int, group_size: int) -> Ended:
     """Return an episode of an evaluation; `number` is its place among all episodes."""
-    loss = group.loss
-    ended = group.ended("evaluated") if loss is None else group.ended(loss.status, loss.reason)
+    ended = group.ended("evaluated") if group.loss is None else group.ended(group.loss.status, group.loss.reason)
     return replace(ended, group=number // group_size)
 
 
@@ -516,25 +421,3 @@ def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise DataError(f"data item {index} is {type(item).__name__}: expected a mapping")
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over a loader again and again.
-
-    Yields:
-        What the loader yields.
-
-    Raises:
-        DataError: The loader yields nothing.
-    """
-    while True:
-        is_empty = True
-        for items in loader:
-            is_empty = False
-            yield items
-        if is_empty:
-            raise DataError("the loader has nothing (more) to yield; give one that can be iterated again")
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout

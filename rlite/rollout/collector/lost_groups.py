@@ -24,7 +24,7 @@ from rlite.observability.stats_tracker import by_kind
 from rlite.rollout.collector.ledger import FailureStreaks
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import Episode
-from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardTimeout
+from rlite.rollout.failures import RewardCrash, RewardMemory, RewardTimeout
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
 from rlite.types import Status

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import threading
 import time
 import uuid
 from collections import Counter
@@ -23,16 +22,16 @@ from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
 from rlite.observability import trace
+from rlite.rollout.attempts import Draws
 from rlite.rollout.collector import lost_groups
 from rlite.rollout.collector.ended import Ended, short_columns
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.lost_groups import ENGINE_FAILURES, Loss, Losses, StopRule
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import Episode, SampleInference, mix, running
-from rlite.rollout.redraws import Draws
-from rlite.rollout.trajectories import check_alike, check_trajectory, pad_checked
+from rlite.rollout.trajectories import check_alike, check_trajectory, layout, pad_checked
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.runtime.event_loop import Abandoned, LoopThread, Overdue, by_deadline, side_by_side
+from rlite.runtime.event_loop import Abandoned, Overdue, SharedLoop, by_deadline, side_by_side
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
 from rlite.types import AsyncInference, Status
@@ -226,53 +225,17 @@ class Episodes:
             raise EpisodeFailed(error) from error
 
 
+@dataclass(eq=False)
 class Queue:
     """Groups under one rule of admission: those that wait, run or are ready, in the order of their submission.
 
     The ledger decides by number; the queue keeps the groups behind the numbers.
-
-    Args:
-        ledger: admits the groups.
-        is_training: whether the groups are trained on. If not, lost groups are not reported and stop no run.
     """
 
-    def __init__(self, ledger: RolloutLedger, is_training: bool = True) -> None:
-        self.ledger = ledger
-        self.is_training = is_training
-        self.groups: dict[int, Group] = {}
-
-    def submit(self, group: Group) -> None:
-        """Add a group that waits."""
-        self.groups[group.id] = group
-        self.ledger.submit(group.id)
-        trace.stage("group", group.id, "waiting")
-
-    def start(self, version: int) -> Group:
-        """Return the group that has waited longest, which runs from now on."""
-        group = self.groups[self.ledger.start(version)]
-        trace.stage("group", group.id, "running")
-        group.started, group.version = time.monotonic(), version
-        return group
-
-    def accept(self, group: Group, trajectories: list[TensorDict]) -> None:
-        """Mark a running group as ready."""
-        trace.stage("group", group.id, "ready")
-        group.trajectories = trajectories
-        self.ledger.accept(group.id, group.age)
-
-    def drop(self, group: Group, loss: Loss) -> None:
-        """Mark a group that waits, runs or is ready as lost."""
-        trace.finish("group", group.id, loss.reason)
-        self.ledger.drop(group.id, loss.reason)
-        del self.groups[group.id]
-        group.loss, group.trajectories = loss, None
-
-    def consume(self, groups: Sequence[Group], version: int) -> None:
-        """Remove ready groups that go into a batch at this policy version."""
-        self.ledger.consume([group.id for group in groups], version)
-        for group in groups:
-            trace.finish("group", group.id, "consumed")
-            del self.groups[group.id]
+    ledger: RolloutLedger
+    is_training: bool = True
+    """whether the groups are trained on. If not, lost groups are not reported and stop no run"""
+    groups: dict[int, Group] = field(default_factory=dict)
 
     def unfinished(self) -> list[Group]:
         """Return the groups that wait or run."""
@@ -297,10 +260,12 @@ class GroupRunner:
 
     def __init__(self, engine: AsyncInference, options: CollectorOptions, queues: Sequence[Queue]) -> None:
         self._engine, self._options, self._queues = engine, options, queues
-        self.changed = threading.Condition()
-        """guards the queues and all fields below; notified when a caller's condition has become true"""
+        self.loop = SharedLoop(
+            "rollout-collector", "the collector", RolloutError, options.stale_timeout, options.request_timeout
+        )
+        self.changed = self.loop.changed
+        """guards the queues and all fields below"""
         self.is_paused = False
-        self.is_closed = False
         self.failed_attempts: Counter[str] = Counter()
         """attempts that raised at an episode to train on, by kind"""
         self.losses = Losses()
@@ -308,84 +273,38 @@ class GroupRunner:
         """reason of the first lost group of each cause, with its row; also of an evaluation"""
         self.ended: list[Ended] = []
         """groups for the record, if the options keep them"""
-        self._stopped: BaseException | None = None
-        self._death: BaseException | None = None
         self._num_started = itertools.count()
         self._stop_rule = StopRule(options)
-        self._loop = LoopThread("rollout-collector", self._on_loop_end, block_limit=options.request_timeout)
 
     # -- called in any thread ------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Make the loop drop groups that are too old, start groups that may start, and wake callers."""
-        self._loop.call(self._admit)
+        self.loop.call(self._admit)
 
     def submit(self, queue: Queue, groups: Sequence[Group]) -> None:
         """Let groups wait in a queue, and start those that may start."""
-        self.raise_if_stopped()
+        self.loop.raise_if_stopped()
         with self.changed:
             for group in groups:
-                queue.submit(group)
+                queue.groups[group.id] = group
+                queue.ledger.submit(group.id)
+                trace.stage("group", group.id, "waiting")
         self.admit()
-
-    def wait_until(
-        self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Wait until a condition holds.
-
-        Args:
-            is_settled: evaluated by the loop at every change.
-            deadline: by `time.monotonic()`; None sets no limit.
-            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread every few
-                seconds.
-
-        Returns:
-            False if the deadline has passed before.
-
-        Raises:
-            RolloutError: The run was stopped, the collector was closed, or its event loop died.
-        """
-        self.admit()
-
-        def is_over() -> bool:
-            return self._stopped is not None or self.is_closed or is_settled()
-
-        with trace.span("wait for rollouts"), self.changed:
-            is_in_time = self._loop.wait_until(self.changed, is_over, deadline, is_due, self._options.stale_timeout)
-        if is_in_time:
-            self.raise_if_stopped()
-        return is_in_time
-
-    def raise_if_stopped(self) -> None:
-        """Raise the error that stopped the run, once.
-
-        Raises:
-            RolloutError: The run was stopped, the collector is closed, or its event loop died.
-        """
-        with self.changed:
-            if self._death is not None:
-                raise RolloutError(f"the collector's event loop died: {self._death!r}") from self._death
-            if self.is_closed:
-                raise RolloutError("the collector is closed")
-            stopped, self._stopped = self._stopped, None
-        if stopped is not None:
-            raise stopped
 
     def drop(self, queue: Queue, group: Group, loss: Loss) -> None:
         """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock."""
         if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
             self.first_losses[cause] = lost_groups.in_full(loss, group.data)
-        self.keep(queue, group, loss.status, loss.reason)
+        self._keep(queue, group, loss.status, loss.reason)
         if queue.is_training:
             self.losses.add(loss, group.episodes)
-        queue.drop(group, loss)
+        queue.ledger.drop(group.id, loss.reason)
+        trace.finish("group", group.id, loss.reason)
+        del queue.groups[group.id]
+        group.loss, group.trajectories = loss, None
         if group.task is not None:
-            self._loop.call(group.task.cancel)
-
-    def keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
-        """Keep a group that was lost, or consumed (status None), for the record, if the options say so."""
-        if self._options.keep_ended and queue.is_training:
-            self.ended.append(group.ended(status, reason))
+            self.loop.call(group.task.cancel)
 
     def drop_too_old(self) -> None:
         """Drop the groups that may no longer be consumed. Needs the lock."""
@@ -394,43 +313,71 @@ class GroupRunner:
             for id in queue.ledger.too_old(version):
                 self.drop(queue, queue.groups[id], lost_groups.TOO_OLD)
 
-    def close(self) -> None:
-        """Cancel the running groups and end the thread."""
-        with self.changed:
-            is_stopping, self.is_closed = self.is_closed, True
-        if not is_stopping:
-            self._loop.stop()
-        self._loop.join()
+    def drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
+        """Drop the groups whose keys or types differ from those of most groups. Needs the lock.
+
+        Returns:
+            True if there are any.
+        """
+        layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
+        common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
+        misfits = [(group, own ^ common) for group, own in zip(groups, layouts, strict=True) if own != common]
+        for group, odd in misfits:
+            self.drop(queue, group, lost_groups.unlike_others({key for key, *_ in odd}))
+        return bool(misfits)
+
+    def consume(self, queue: Queue, groups: Sequence[Group]) -> None:
+        """Consume ready groups. Needs the lock."""
+        queue.ledger.consume([group.id for group in groups], self._engine.get_version())
+        for group in groups:
+            trace.finish("group", group.id, "consumed")
+            del queue.groups[group.id]
+            self._keep(queue, group, status=None)
+
+    def wait_until(
+        self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until a condition holds, which is evaluated at every change; see `SharedLoop.wait_until`.
+
+        Returns:
+            False if the deadline has passed before.
+        """
+        self.admit()
+        with trace.span("wait for rollouts"):
+            return self.loop.wait_until(is_settled, deadline, is_due)
+
+    def _keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
+        """Keep a group that was lost, or consumed (status None), for the record, if the options say so."""
+        if self._options.keep_ended and queue.is_training:
+            self.ended.append(group.ended(status, reason))
 
     # -- called in the loop's thread -----------------------------------------------------------------------------
-
-    def _on_loop_end(self, death: BaseException | None) -> None:
-        with self.changed:
-            self._death = death
-            self.is_closed = True
-            self.changed.notify_all()
 
     def _admit(self) -> None:
         with self.changed:
             self.drop_too_old()
-            if not self.is_paused and not self.is_closed:
+            if not self.is_paused and not self.loop.is_closed:
                 version = self._engine.get_version()
                 for queue in self._queues:
                     for _ in range(min(queue.ledger.room(version), queue.ledger.counters.waiting)):
-                        self._start(queue, queue.start(version))
-            self._loop.wake(self.changed)
+                        self._start(queue, version)
+            self.loop.wake()
 
-    def _start(self, queue: Queue, group: Group) -> None:
+    def _start(self, queue: Queue, version: int) -> None:
+        """Start the group that has waited longest."""
+        group = queue.groups[queue.ledger.start(version)]
+        trace.stage("group", group.id, "running")
+        group.started, group.version = time.monotonic(), version
         if queue.is_training:
             group.start_order = next(self._num_started)
-        group.task = self._loop.start_task(self._run(queue, group))
+        group.task = self.loop.start_task(self._run(queue, group))
         group.task.add_done_callback(partial(self._on_task_end, queue, group))
 
     def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
             self._settle(queue, group, lost_groups.CANCELLED)
         elif (error := task.exception()) is not None:
-            self._loop.die(error)  # `_run` lets no Exception through
+            self.loop.die(error)  # `_run` lets no Exception through
 
     async def _run(self, queue: Queue, group: Group) -> None:
         stopping: BaseException | None = None
@@ -466,16 +413,17 @@ class GroupRunner:
                 if stopping is not None:
                     self._stop(stopping)
             else:
-                queue.accept(group, end)
+                trace.stage("group", group.id, "ready")
+                group.trajectories = end
+                queue.ledger.accept(group.id, group.age)
                 if queue.is_training:
                     self._stop_rule.num_refused = 0
         self._admit()
 
     def _stop(self, error: BaseException) -> None:
         """Drop every group that runs or waits. The next caller gets the error."""
-        self._stopped = error
         self._stop_rule.clear()
         for queue in self._queues:
             for group in queue.unfinished():
                 self.drop(queue, group, lost_groups.STOPPED)
-        self.changed.notify_all()
+        self.loop.stop_callers(error)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from rlite.errors import CheckpointError, DataError
-from rlite.rollout.attempt_history import AttemptHistory
+from rlite.rollout.attempts import AttemptHistory
 from rlite.rollout.collector.ended import Ended, short_columns
 from rlite.rollout.collector.runner import Group, Queue, ShouldAccept
 from rlite.rollout.episode import Episode
-from rlite.rollout.trajectories import from_columns
 from rlite.rollout.workflow import RolloutWorkflow
 
 PLAIN = ("started", "ended", "ended_at", "failure", "redrawn", "answer")
@@ -35,7 +35,7 @@ def saved_episode(state: Mapping[str, Any], trajectory: Mapping[str, Any] | None
     episode = Episode(time.monotonic())
     vars(episode).update({name: state[name] for name in PLAIN if name in state}, num_tokens=num_tokens)
     episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
-    episode.trajectory = None if trajectory is None else from_columns(trajectory)
+    episode.trajectory = None if trajectory is None else _from_columns(trajectory)
     episode.failed_attempts = state.get("failed_attempts", [])
     episode.attempt = AttemptHistory.from_state(state.get("attempt", ()))
     return episode
@@ -92,7 +92,7 @@ def saved_group(state: Mapping[str, Any], workflow: RolloutWorkflow, accept: Sho
     group = Group(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("item", ""))
     group.version = state.get("version")
     if (rows := state["trajectories"]) is not None:
-        group.trajectories = [from_columns(row) for row in rows]
+        group.trajectories = [_from_columns(row) for row in rows]
         if kept := state.get("episodes"):
             group.episodes = [saved_episode(episode, row) for episode, row in zip(kept, rows, strict=True)]
         for episode, row in zip(group.episodes, group.trajectories, strict=True):
@@ -181,3 +181,8 @@ def _plain_key(key: Any, where: str) -> Any:
     if isinstance(key, list | torch.Tensor):
         raise DataError(f"{where} has the key {key!r}, which a checkpoint cannot keep: expected a text or a number")
     return key
+
+
+def _from_columns(columns: Mapping[str, Any]) -> TensorDict:
+    """Return a trajectory that was saved as a mapping of its columns."""
+    return TensorDict(dict(columns), batch_size=[len(columns["input_ids"])])

@@ -8,7 +8,7 @@ import rlite
 from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
 from rlite.nn.pretrained import end_ids
-from rlite.rollout.rewards.function import has_trl_signature
+from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.engines import Engines

@@ -24,8 +24,8 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.chat.conversation import Conversation
-from rlite.rollout.rewards.function import Part, WeightedRewards
 from rlite.rollout.rewards.signatures import adapt
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.types import OnChunk
 from tests.agents import tokenizer_with

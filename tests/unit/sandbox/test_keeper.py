@@ -22,7 +22,7 @@ PROGRAM = """
 import asyncio, sys
 import cloudpickle
 from rlite.rollout import RewardFunction
-from rlite.rollout.rewards.score import RewardError
+from rlite.rollout.failures import RewardError
 from tests import hostile_rewards
 
 cloudpickle.register_pickle_by_value(hostile_rewards)

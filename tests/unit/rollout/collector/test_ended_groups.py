@@ -32,7 +32,7 @@ from rlite.rollout.collector.lost_groups import (
     kind_of,
 )
 from rlite.rollout.episode import current_episode
-from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
+from rlite.rollout.failures import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
 
 
 class Ask(RolloutWorkflow):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from rlite.rollout.attempts import Draws
 from rlite.rollout.episode import Episode, SampleInference
 from rlite.rollout.openai import AgentSession
-from rlite.rollout.redraws import Draws
 from rlite.services.endpoint.requests import SLICE_TOKENS, ApiError
 from rlite.services.endpoint.responses import Reply
 from rlite.types import PromptLogprobs

@@ -11,7 +11,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.engine.train import RliteTrainEngine
 from rlite.rollout import RewardFunction, SingleTurnWorkflow, from_trl
-from rlite.rollout.rewards.function import Part, WeightedRewards
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.report import reward_plan
