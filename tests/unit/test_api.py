@@ -17,7 +17,6 @@ from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
 from rlite.trainer.held_out import HeldOutPromptOptions
-from rlite.trainer.rl.workflows import own_rewards
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.workflows import own_rewards
 from rlite.trainer.run.command import NOTHING

@@ -18,9 +18,7 @@ from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, numbered, typed
 from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.tools.toolbox import Toolbox
-from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.workflow import reward_arguments
-from rlite.data.chat.template import Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 

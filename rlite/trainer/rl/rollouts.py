@@ -24,10 +24,8 @@ from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.saved import plain
-from rlite.rollout.trajectories import first_rows
 from rlite.rollout.joined import join_batches
-from rlite.rollout.trajectories import layout
-from rlite.rollout.trajectories import trajectory_index
+from rlite.rollout.trajectories import first_rows, layout, trajectory_index
 from rlite.trainer.held_out import held_out_sources
 from rlite.trainer.rl.engines import Engines, check_kept
 from rlite.trainer.rl.options import PpoConfig

@@ -26,8 +26,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.collector.ended import Ended
-from rlite.rollout.failures import RewardRaised
-from rlite.rollout.failures import RewardTimeout
+from rlite.rollout.failures import RewardRaised, RewardTimeout
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.runtime.event_loop import ABANDONED, Abandoned, LoopThread, Overdue, UserExit, by_deadline

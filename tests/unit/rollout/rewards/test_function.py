@@ -23,14 +23,8 @@ import tenacity
 from benchmarks.reward_faults import FAULTS, REWARD, misbehave
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout import RewardFunction, from_trl, from_verl
-from rlite.rollout.failures import RewardCrash
-from rlite.rollout.failures import RewardError
-from rlite.rollout.failures import RewardInvalid
-from rlite.rollout.failures import RewardMemory
-from rlite.rollout.failures import RewardRaised
-from rlite.rollout.failures import RewardTimeout
+from rlite.rollout.failures import RewardCrash, RewardError, RewardInvalid, RewardMemory, RewardRaised, RewardTimeout
 from rlite.runtime.sandbox import pool as pools
-from rlite.runtime.sandbox import process
 from rlite.runtime.sandbox.calls import MAX_TIMEOUTS, Call, Code, SandboxCrash, SandboxTimeout
 from rlite.runtime.sandbox.child import describe
 from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool

@@ -17,13 +17,9 @@ import pytest
 from rlite.rollout import GymEnvironment, RewardFunction
 from rlite.rollout.environments.child import MAX_OBSERVATION, read_turn
 from rlite.rollout.environments.step import Environment
-from rlite.rollout.failures import EnvironmentFailure
-from rlite.rollout.failures import RewardError
-from rlite.rollout.failures import RewardInvalid
-from rlite.rollout.failures import RewardRaised
+from rlite.rollout.failures import EnvironmentFailure, RewardError, RewardInvalid, RewardRaised
 from rlite.rollout.rewards.batches import read_batch
 from rlite.runtime.sandbox import pool as pools
-from rlite.runtime.sandbox import process
 from rlite.runtime.sandbox.calls import Call, Code
 from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool
 from tests import hostile_rewards as hostile
