@@ -25,7 +25,6 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.collector import RolloutCollector, evaluated
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
-from rlite.rollout.collector.lost_groups import Loss
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Queue
 from rlite.rollout.episode import mix
@@ -299,22 +298,6 @@ def _check_one_version(episodes: Sequence[Ended], name: str) -> None:
         )
 
 
-class _Episodes(Queue):
-    """Episodes under way, each a group of its own, and those that have ended in the order of their ends."""
-
-    def __init__(self, max_concurrent: int) -> None:
-        super().__init__(RolloutLedger(max_concurrent=max_concurrent), is_training=False)
-        self.ended: list[Group] = []
-
-    def accept(self, group: Group, trajectories: list[TensorDict]) -> None:
-        super().accept(group, trajectories)
-        self.ended.append(group)
-
-    def drop(self, group: Group, loss: Loss) -> None:
-        super().drop(group, loss)
-        self.ended.append(group)
-
-
 def run_episodes(
     engine: AsyncInference,
     chosen: EvaluationSet,
@@ -331,7 +314,7 @@ def run_episodes(
         chosen: the set.
         places: places of the episodes, which begin in this order.
         options: seed, limits, time-out and number of attempts.
-        on_end: called in this thread for each episode in the order of their ends; `group` is the item's index.
+        on_end: called in this thread for each episode soon after its end; `group` is the item's index.
 
     Raises:
         RolloutError: user code has ended the event loop of the episodes.
@@ -339,24 +322,24 @@ def run_episodes(
     """
     limit = options.max_concurrent_rollouts or len(places)
     groups = (_group(chosen, *place, options.seed or 0) for place in places)
-    episodes, num_under_way = _Episodes(limit), 0
-    runner = GroupRunner(engine, options, (episodes,))
+    queue, under_way = Queue(RolloutLedger(max_concurrent=limit), is_training=False), list[Group]()
+    runner = GroupRunner(engine, options, (queue,))
     try:
         while True:
-            begun = list(islice(groups, 2 * limit - num_under_way))  # more than may run: some wait for their turn
-            num_under_way += len(begun)
-            if not num_under_way:
+            begun = list(islice(groups, 2 * limit - len(under_way)))  # more than may run: some wait for their turn
+            under_way += begun
+            if not under_way:
                 return
-            runner.submit(episodes, begun)
-            runner.wait_until(lambda: bool(episodes.ended), deadline=None)
+            runner.submit(queue, begun)
+            runner.wait_until(lambda: any(group.has_ended for group in under_way), deadline=None)  # noqa: B023
             with runner.changed:
-                ended, episodes.ended = episodes.ended, []
-                episodes.consume([group for group in ended if group.loss is None], engine.get_version())
-            num_under_way -= len(ended)
+                ended = [group for group in under_way if group.has_ended]
+                runner.consume(queue, [group for group in ended if group.loss is None])
+            under_way = [group for group in under_way if group not in ended]
             for group in ended:
                 on_end(evaluated(group, group.id, chosen.samples))
     finally:
-        runner.close()
+        runner.loop.close()
 
 
 def _group(chosen: EvaluationSet, item: int, sample: int, seed: int) -> Group:
