@@ -17,13 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlite.batch import (
-    INTEGER,
-    KEYS,
-    NAMED_REWARD,
-    PER_TOKEN,
-    RAGGED,
-)
+from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, RAGGED
 from rlite.data.packs import check_ragged, is_ragged_value, with_keys
 from rlite.errors import DataError
 from rlite.rollout.rewards.score import Reward

@@ -22,13 +22,7 @@ from transformers import AttentionInterface
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.native import decode_attention
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.backends.models.attention import (
-    Bounds,
-    causal_attention,
-    causal_mask,
-    refuse_other_attention,
-    varlen,
-)
+from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 
 ATTENTION = "rlite_slots"
