@@ -27,15 +27,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.backends.models.architecture import (
-    TOLERANCE,
-    alone,
-    difference,
-    miniature,
-    packed,
-    saved,
-    sequences,
-)
+from rlite.backends.models.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences
 from rlite.errors import RliteError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.pretrained import causal_lm_class, summary

@@ -44,14 +44,12 @@ class PromptStream:
         mixture: the table's sources; None if there is one.
 
     Raises:
-        ConfigError: a batch would be empty, or larger than the table.
+        ConfigError: a batch would be larger than the table.
     """
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int, mixture: Mixture | None = None
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"prompts_per_rollout={batch_size}: expected at least 1")
         stream = stream_of(rows)
         if batch_size > len(rows) and (stream is None or stream.is_whole):
             raise ConfigError(

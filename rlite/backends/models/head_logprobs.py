@@ -246,10 +246,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any,
-        grad_logprobs: Tensor | None,
-        grad_entropies: Tensor | None,
-        grad_full_logprobs: Tensor | None = None,
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, grad_full_logprobs: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums, entropies, *kept = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks

@@ -23,13 +23,7 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
 from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
-from rlite.backends.models.attention import (
-    PACKED,
-    PackedLayout,
-    attention,
-    causal_attention,
-    recompute_alike,
-)
+from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
 from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError

@@ -432,12 +432,7 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
         Format(name="labelled raw completions", columns=("prompt", "completion", "label"), convert=labelled),
     ),
     "prompts": (
-        Format(
-            name="conversations",
-            columns=("messages",),
-            optional=("tools",),
-            convert=asked("messages"),
-        ),
+        Format(name="conversations", columns=("messages",), optional=("tools",), convert=asked("messages")),
         Format(
             name="chat prompts",
             columns=("prompt",),
