@@ -19,6 +19,8 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
+from rlite.assembly.command import run
+from rlite.assembly.launch import init_devices
 from rlite.data.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
@@ -28,8 +30,6 @@ from rlite.services.recovery.faults import FaultBoard
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.workflows import context_limit
-from rlite.trainer.run.command import run
-from rlite.trainer.run.launch import init_devices
 
 SAVING_S = 0.05
 """within which a fault during a checkpoint happens"""

@@ -10,8 +10,8 @@ workflows, losses, advantages and callbacks that a file registers be chosen by n
 
 from __future__ import annotations
 
+from rlite.assembly.command import run_module
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import run_module
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     run_module("ppo", PpoConfig)
@@ -26,6 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import config
+from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.batch import with_keys
 from rlite.data.chat.template import CLOCK
 from rlite.data.packs import sequence_lengths
@@ -52,8 +53,7 @@ from rlite.trainer.rl.report import batch_plan
 from rlite.trainer.rl.rollouts import make_rollouts, mean_reward, read_prompts
 from rlite.trainer.rl.workflows import check_lengths, held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.command import NOTHING, ProgramObjects
-from rlite.trainer.run.launch import serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, started_at, step_metrics
 
 T = TypeVar("T")

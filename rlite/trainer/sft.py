@@ -9,7 +9,8 @@ A row of data holds `prompt` and `response`, or `messages`, of which every turn 
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import ProgramObjects, run_module
+from rlite.assembly.command import run_module
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rlite
 from rlite import config
+from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
 from rlite.data.formats.table import RowKind
@@ -32,10 +33,9 @@ from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key
 from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, losses_plan, topic_of
 from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
-from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
+from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.command import NOTHING, ProgramObjects
-from rlite.trainer.run.launch import serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.report import ReportedMetrics, data_plan, model_plan
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, started_at, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig

@@ -18,7 +18,7 @@ from rlite.rollout.rewards.function import RewardFunction, WeightedRewards
 from rlite.trainer.held_out.options import HeldOutPromptOptions
 from rlite.trainer.held_out.prompt_sets import own_rewards
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import NOTHING
+from rlite.trainer.run.program_objects import NOTHING
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
 

@@ -49,15 +49,15 @@ from rlite.assembly.evaluate.generation import (
 )
 from rlite.assembly.evaluate.options import EvalConfig
 from rlite.assembly.evaluate.report import print_result, recorded
+from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.compare import compare
 from rlite.evaluation.journal import differences
 from rlite.evaluation.metrics import summary
 from rlite.evaluation.sets import EvaluatedModel, EvaluationResult, sample_of, write_record
-from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.interruption import INTERRUPTION
-from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 
 Answers = Generation | TaskAnswers
 SAME = ("questions", "scores", "tasks")

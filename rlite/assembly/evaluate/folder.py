@@ -48,7 +48,7 @@ from rlite.nn.pretrained import local_checkpoint
 from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.trainer.run.command import ProgramObjects
+from rlite.trainer.run.program_objects import ProgramObjects
 
 RESULTS = "results.json"
 SAMPLES = "samples"

@@ -44,8 +44,8 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.workflow import RolloutError
 from rlite.services.record.recorder import TokenTexts
-from rlite.trainer.prompt_lengths import longest_prompt, model_limit, vocab_size_of
-from rlite.trainer.run.command import ProgramObjects
+from rlite.trainer.model.prompt_lengths import longest_prompt, model_limit, vocab_size_of
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters
 from rlite.wording import counted
 

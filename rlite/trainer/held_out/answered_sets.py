@@ -21,9 +21,9 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.trainer.held_out.options import GeneratedOptions, held_out_sources, key_of
 from rlite.trainer.held_out.prompt_sets import check_samples, own_rewards
+from rlite.trainer.model.prompt_lengths import longest_prompt, vocab_size_of
 from rlite.trainer.options import SamplingOptions
-from rlite.trainer.prompt_lengths import longest_prompt, vocab_size_of
-from rlite.trainer.run.command import ProgramObjects
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 
 

@@ -27,7 +27,7 @@ from rlite.rollout.trajectories import first_rows, join_batches, layout, traject
 from rlite.trainer.held_out.options import held_out_sources
 from rlite.trainer.rl.engines import Engines, check_kept
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import NOTHING, ProgramObjects
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 
 
 def read_prompts(options: PpoConfig, given: ProgramObjects = NOTHING) -> tuple[Rows, dict[str, Rows]]:

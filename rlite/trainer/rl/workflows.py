@@ -28,9 +28,9 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out.options import key_of
 from rlite.trainer.held_out.prompt_sets import own_rewards
-from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
+from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.rl.options import PpoConfig, SamplingOptions
-from rlite.trainer.run.command import ProgramObjects
+from rlite.trainer.run.program_objects import ProgramObjects
 
 MANY_ROWS = 10_000
 """number of rows from which on a progress bar is shown"""

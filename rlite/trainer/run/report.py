@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rlite.assembly.command import at_end
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import shortened
 from rlite.runtime.parallel.host_memory import DeviceUsage
@@ -21,7 +22,6 @@ from rlite.services.record.files import FOLDER as RECORD
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from rlite.trainer.options import RunOptions, TableOptions
 from rlite.trainer.run.best import is_lowest_best
-from rlite.trainer.run.command import at_end
 
 FILES = {"model": "latest", "best model": "best", "rollouts": RECORD}
 MAX_EARLY = 2

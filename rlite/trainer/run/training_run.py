@@ -22,13 +22,13 @@ from rlite.observability import stats_tracker, trace
 from rlite.rollout.workflow import RolloutError
 from rlite.runtime.cluster.session import at_shutdown
 from rlite.runtime.storage.atomic import FACTS
-from rlite.services.checkpoints import Checkpoints, steps_of
 from rlite.services.console.sinks.base import Run, open_sinks
 from rlite.services.record.files import drop_later
 from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, EvaluationTime, Thresholds
+from rlite.trainer.run.checkpoints import Checkpoints, steps_of
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import CONFIG, NEWEST, TRACE, begins_anew, checkpoint_to_load, clear, lock
 from rlite.trainer.run.interruption import INTERRUPTION

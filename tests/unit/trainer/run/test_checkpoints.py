@@ -5,7 +5,7 @@ import pytest
 from rlite.config import load
 from rlite.errors import CheckpointError
 from rlite.runtime.storage.atomic import MANIFEST
-from rlite.services.checkpoints import Checkpoints
+from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
 from rlite.trainer.sft import SftConfig

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlite.assembly.command import at_end, run
 from rlite.errors import (
     REBUILD,
     CheckpointError,
@@ -23,12 +24,11 @@ from rlite.errors import (
     WorkerError,
 )
 from rlite.services.recovery import reporting
-from rlite.trainer.run.command import at_end, run
 from rlite.trainer.run.interruption import INTERRUPTION
 
 SLEEP = """
 import time
-from rlite.trainer.run.command import run
+from rlite.assembly.command import run
 
 def main(arguments):
     print("ready", flush=True)
@@ -136,7 +136,7 @@ def test_a_signal_before_the_run_ends_it_with_a_word(number: int, status: int) -
 
 WAIT = """
 import time
-from rlite.trainer.run.command import run
+from rlite.assembly.command import run
 from rlite.trainer.run.interruption import INTERRUPTION
 
 def main(arguments):
