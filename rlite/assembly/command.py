@@ -14,7 +14,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,15 +71,6 @@ def check_named_files(options: Options) -> None:
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
 FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
 """errors that the same command would repeat"""
-
-
-_at_end = ExitStack()
-"""acts of the command under way, before its message if it fails"""
-
-
-def at_end(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the command under way, before an error is printed."""
-    _at_end.callback(act)
 
 
 def start(
@@ -163,8 +153,7 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     """
     INTERRUPTION.follow()
     try:
-        with _at_end:
-            main(arguments)
+        main(arguments)
     except RliteError as error:
         if isinstance(error, FINAL) and not isinstance(error, FolderInUse):
             reporting.report_final_error(error)

@@ -5,7 +5,8 @@
     end   ──> on_end
 
 They are called in the process that runs the loop: the driver, which under torchrun is rank 0, and never in a worker.
-This module imports no torch.
+The console, the record, sinks, traces and alarms observe a run through the same interface: an `Observer` is a callback
+that sees more of the run. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Event = Literal["on_start", "on_step", "on_evaluate", "on_save", "on_end"]
 Metrics = Mapping[str, float]
+Rows = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
 class Callback:
@@ -69,6 +71,48 @@ class Callback:
         """Take the state of the checkpoint that the run resumes from. It is called before `on_start`."""
 
 
+class Observer(Callback):
+    """A callback of rlite's own, which sees more of the run than a user's. Observers are called before the callbacks.
+
+    An error in an observer ends the run at once: it is no mistake of the user's. A number that an observer enters into
+    the metrics of `on_train` or `on_step` is logged in the step's own line.
+    """
+
+    def on_train(self, run: TrainingRun, metrics: dict[str, float]) -> None:
+        """Take the metrics of a step's update, before its evaluations. `run.batch` is what was trained on."""
+
+    def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
+        """Take evaluations by answers with their episodes, which measure the weights after `step` steps."""
+
+    def on_log(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Take metrics of evaluations that are logged in a line of their own."""
+
+    def on_added(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Take metrics that callbacks have added."""
+
+    def before_save(self, run: TrainingRun) -> None:
+        """Keep what a run that resumes from the checkpoint of this step does not make again."""
+
+    def close(self, run: TrainingRun, error: BaseException | None) -> None:
+        """End, after `on_end` or after an error, which is given. Only observers that have started are closed."""
+
+
+class Console:
+    """Where a run says what a user should know: nowhere. Services show it."""
+
+    def report(self, title: str, rows: Rows, style: str = "") -> None:
+        """Show a titled table of names and values."""
+
+    def alarm(self, title: str, rows: Rows) -> None:
+        """Show that something is wrong with the run."""
+
+    def warn(self, title: str, rows: Rows) -> None:
+        """Show that something was lost, and the run goes on."""
+
+    def note(self, text: str) -> None:
+        """Show how far the work under way is."""
+
+
 CALLBACKS: Table[Callable[[], Callback]] = Table("callback", given=())
 """callbacks by name: classes, or functions that make one, which are called without arguments"""
 
@@ -99,12 +143,12 @@ class Callbacks:
     def __init__(self, given: Sequence[str | Callback]) -> None:
         self.failure: CallbackError | None = None
         """first error that a callback raised"""
-        self._by_name: dict[str, Callback] = {}
+        self.by_name: dict[str, Callback] = {}
         seen: Counter[str] = Counter()
         for each in given:
             name, callback = self._made(each)
             seen[name] += 1
-            self._by_name[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
+            self.by_name[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
 
     def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> dict[str, float]:
         """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called.
@@ -118,7 +162,7 @@ class Callbacks:
             The metrics that the callbacks have added or changed.
         """
         added: dict[str, float] = {}
-        for name, callback in self._by_name.items():
+        for name, callback in self.by_name.items():
             with self._blamed(name, f"{event} at step {run.step}"):
                 given = {**metrics, **added}
                 getattr(callback, event)(run, own := dict(given))
@@ -130,7 +174,7 @@ class Callbacks:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every callback by name. An unavailable state is {}, and its error becomes `failure`."""
         states: dict[str, Any] = {}
-        for name, callback in self._by_name.items():
+        for name, callback in self.by_name.items():
             states[name] = {}
             with self._blamed(name, "state_dict"):
                 states[name] = json.loads(json.dumps(callback.state_dict()))
@@ -145,12 +189,12 @@ class Callbacks:
         Raises:
             CallbackError: a callback does not take its state.
         """
-        for name in states.keys() & self._by_name.keys():
+        for name in states.keys() & self.by_name.keys():
             with self._blamed(name, "load_state_dict"):
-                self._by_name[name].load_state_dict(states[name])
+                self.by_name[name].load_state_dict(states[name])
         if self.failure is not None:
             raise self.failure
-        return states.keys() == self._by_name.keys()
+        return states.keys() == self.by_name.keys()
 
     def _made(self, given: str | Callback) -> tuple[str, Callback]:
         name, callback = (given, None) if isinstance(given, str) else (type(given).__name__, given)

@@ -23,7 +23,6 @@ from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.options import TrainerOptions
@@ -37,6 +36,7 @@ from rlite.trainer.rl.options import (
     RolloutOptions,
     SamplingOptions,
 )
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss

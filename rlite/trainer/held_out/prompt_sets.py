@@ -12,8 +12,7 @@ from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out.options import GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.run.program_objects import REWARD, ProgramObjects
-from rlite.trainer.run.report import ReportedMetrics
-from rlite.trainer.run.training_run import TrainingRun
+from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
 from rlite.wording import counted
 
 ACCURACIES = ("accuracy", "accuracy_finished")

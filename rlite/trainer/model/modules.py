@@ -24,9 +24,9 @@ from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
 from rlite.nn.pretrained import opening
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
-from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, OptimizerOptions, frozen_build_options
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 
 
 class _Optimized(LoraTrainModule):

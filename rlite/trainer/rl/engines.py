@@ -1,15 +1,10 @@
-"""The engines of a reinforcement-learning trainer, and the devices that they share or divide.
-
-Sampling replay: if training rollouts truncate (top_p, top_k), the policy is trained over the ids that were kept.
-"""
+"""The engines of a reinforcement-learning trainer, and their turns on the devices that they share or divide."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-from tensordict import TensorDict
 
 import rlite
 from rlite.engine.base import Engine
@@ -17,57 +12,10 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.train_lifecycle import MemorySnapshot
 from rlite.engine.weight_sync import SyncReport
-from rlite.errors import ConfigError, DataError
-from rlite.rollout import RolloutWorkflow
 from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
-from rlite.trainer.rl.options import PpoConfig, RolloutOptions
-
-REMEDY = "sample with top_p=1 and top_k=0"
-
-
-def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
-    """Refuse truncated training rollouts if the inference executor does not return the kept ids.
-
-    Args:
-        rollout: options of the rollouts.
-        extras: names of the columns that the executor offers.
-
-    Raises:
-        ConfigError: the executor does not return them.
-    """
-    if _cut(rollout) and "kept_ids" not in extras:
-        raise ConfigError(
-            f"rollout.train_sampling_params truncates ({_cut(rollout)}), and rollout.executor={rollout.executor} does "
-            "not return the token ids that it kept, so the sampled distribution could not be trained on; "
-            f"{REMEDY}, or with rollout.executor=torch"
-        )
-
-
-def check_kept(batch: TensorDict, rollout: RolloutOptions, workflow: RolloutWorkflow) -> None:
-    """Refuse rollouts that were truncated but lack the kept ids.
-
-    Args:
-        batch: a batch of the workflow.
-        rollout: options of the rollouts.
-        workflow: made the batch.
-
-    Raises:
-        DataError: the batch has no `kept_ids`.
-    """
-    if _cut(rollout) and "kept_ids" not in batch:
-        raise DataError(
-            f"training rollouts truncate ({_cut(rollout)}), and the trajectories of {type(workflow).__name__} have no "
-            "kept_ids: its log-probabilities would be those of another distribution. Build trajectories with "
-            "trajectory(response) or TokenHistory.add(response), which keep response.extras['kept_ids'], or "
-            f"{REMEDY}"
-        )
-
-
-def _cut(rollout: RolloutOptions) -> str:
-    """Return how training rollouts truncate; "" if they do not."""
-    sampling = rollout.train_sampling_params
-    return f"top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.gconfig().is_truncating else ""
+from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.placement import check_engine, divide_devices, without_evaluation
 
 
 class Engines:
@@ -110,7 +58,7 @@ class Engines:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
         session, options = rlite.current_session(), self._options
         rollout, actor = options.rollout, options.actor
-        num_shared, num_evaluating = without_evaluation(len(session.devices), options)
+        num_shared, num_evaluating = without_evaluation(len(session.devices), options.trainer, rollout.tp_size)
         num_training, num_generating = divide_devices(num_shared, rollout)
         models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(self.actor, actor, actor.offload_model)]
         for engine, others in ((self.critic, options.critic), (self.reference, options.ref_actor)):
@@ -260,43 +208,3 @@ class Engines:
         assert self.evaluation is not None
         self.evaluation.load(model)
         self.evaluation.set_version(version)
-
-
-def without_evaluation(world: int, options: PpoConfig) -> tuple[int, int]:
-    """Return the number of devices that train and generate, and of devices that only evaluate.
-
-    Raises:
-        ConfigError: The devices cannot be divided so.
-    """
-    if options.trainer.evaluate != "beside":
-        return world, 0
-    tp_size = options.rollout.tp_size
-    evaluating = options.trainer.evaluation_devices or tp_size
-    if evaluating % tp_size:
-        raise ConfigError(f"trainer.evaluation_devices={evaluating}: rollout.tp_size={tp_size} does not divide it")
-    if evaluating >= world:
-        raise ConfigError(
-            f"trainer.evaluate=beside: evaluations need devices of their own, {evaluating} of them, and there are "
-            f"{world} in all. Give more (num_devices=2 launcher=ray), or let training wait (trainer.evaluate=in_turns)"
-        )
-    return world - evaluating, evaluating
-
-
-def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
-    """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead.
-
-    Raises:
-        ConfigError: The devices cannot be divided so.
-    """
-    generating = world
-    if rollout.max_head_offpolicyness:
-        generating = rollout.num_devices or max(world // 2 // rollout.tp_size, 1) * rollout.tp_size
-        if not 0 < generating < world:
-            raise ConfigError(
-                f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}: rollouts that run beside training "
-                f"need devices of their own, {generating} of them, and there are {world} in all. Give more "
-                "(num_devices=2 launcher=ray), or let them take turns (rollout.max_head_offpolicyness=0)"
-            )
-    if generating % rollout.tp_size:
-        raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide {generating} devices for generation")
-    return world if generating == world else world - generating, generating

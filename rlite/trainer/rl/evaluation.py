@@ -1,8 +1,6 @@
 """Evaluations of a reinforcement-learning run: which sets are due, and where they are evaluated.
 
 The sets that a reinforcement-learning run evaluates on.
-
-Tokens that a policy loss treats differently, chosen over the whole batch of an update. Most losses choose none.
 """
 
 from __future__ import annotations
@@ -14,11 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensordict import TensorDict
-
-from rlite.algorithms import is_selective
-from rlite.batch import with_keys
-from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each
 from rlite.rollout import RolloutWorkflow
@@ -27,7 +20,6 @@ from rlite.runtime.storage.atomic import discard
 from rlite.suggestions import UNNAMED, check_name
 from rlite.trainer.held_out.options import KEY, HeldOutPromptOptions, key_of
 from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, check_samples
-from rlite.trainer.losses import OwnLogprobs, PolicyLoss
 from rlite.trainer.options import SetSamplingOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
@@ -304,25 +296,3 @@ def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions) -> Rollout
     if workflow.gconfig is None or (wanted := sampling.gconfig(workflow.gconfig)) == workflow.gconfig:
         return workflow
     return workflow.sampled_by(wanted)
-
-
-def with_selected(
-    batch: TensorDict, engine: RliteTrainEngine, loss: PolicyLoss, longest: int | None = None
-) -> TensorDict:
-    """Return the batch of one update with `selected` [N, L], if the loss treats tokens differently.
-
-    The statistics are those of the whole batch, so that microbatches and ranks do not matter. They cost one more
-    forward pass of the policy before each update.
-
-    Args:
-        batch: the batch of one update.
-        engine: holds the policy.
-        loss: chooses tokens, or treats all alike.
-        longest: tokens per microbatch of the forward pass; None is the engine's default.
-    """
-    if not is_selective(loss.policy_loss):
-        return batch
-    logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
-    counted = batch["loss_mask"].bool().clone()
-    counted[:, 0] = False  # nothing predicts the first token of a row
-    return with_keys(batch, selected=loss.select({**batch, "loss_mask": counted}, logprobs))

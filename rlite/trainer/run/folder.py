@@ -17,10 +17,11 @@ from rlite.errors import ConfigError, FolderInUse
 from rlite.observability.trace import earlier_traces
 from rlite.owner import LOCK, Owner, to_json
 from rlite.runtime.storage.atomic import discard
-from rlite.services.record.files import FOLDER as RECORD
 from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"
+RECORD = "record"
+"""folder of the record"""
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"

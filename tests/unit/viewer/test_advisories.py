@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.config import to_container
-from rlite.trainer.rl.alarms import DRIFT_LIMIT
+from rlite.services.console.alarms import DRIFT_LIMIT
 from rlite.trainer.rl.options import PpoConfig
 from rlite.viewer.advisories import MAX_DRIFT, Advice, advisories
 from rlite.viewer.metrics import MetricsLog

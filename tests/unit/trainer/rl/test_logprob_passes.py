@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from rlite.config import load
 from rlite.observability import stats_tracker
-from rlite.trainer.rl.logprob_passes import report_off_policy
+from rlite.trainer.rl.advantages import report_off_policy
 from rlite.trainer.rl.options import PpoConfig
 
 

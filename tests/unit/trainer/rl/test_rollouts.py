@@ -10,11 +10,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.rl import make_rollouts
 from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.trainer.rl.filtering import VariedGroups
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import Generated, Rollouts, RolloutsAhead, VariedGroups, make_rollouts
+from rlite.trainer.rl.rollouts import Generated, Rollouts, RolloutsAhead
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
