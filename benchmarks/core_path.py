@@ -3,9 +3,9 @@
     make core
     python -m benchmarks.core_path [OTHER_CHECKOUT]
 
-A GRPO run of three steps on one CPU device (`launcher=inprocess`, observers off) is traced from the beginning of its second batch to
-the beginning of its third. The path is every file of rlite outside of `backends` and `runtime` of which a function is
-entered. Its lines are those of whole files, without blank lines, comments and docstrings.
+A GRPO run of three steps on one CPU device (`launcher=inprocess`, observers off) is traced from the beginning of its
+second batch to the beginning of its third. The path is every file of rlite outside of `backends` and `runtime` of which
+a function is entered. Its lines are those of whole files, without blank lines, comments and docstrings.
 """
 
 from __future__ import annotations

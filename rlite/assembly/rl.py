@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlite import config
+from rlite.algorithms import is_selective
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import run_observers
 from rlite.assembly.plans import batch_plan
@@ -38,9 +39,11 @@ from rlite.trainer.rl.critic import Critic, KlCoefficient
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import Evaluations, make_evaluations, make_sets
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.placement import Placement
 from rlite.trainer.rl.policy_loss import PolicyLoss
 from rlite.trainer.rl.recovery import TrainRecovery
-from rlite.trainer.rl.rollouts import Rollouts, RolloutsAhead
+from rlite.trainer.rl.rollouts import Rollouts
+from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
@@ -67,6 +70,7 @@ class Parts:
     prompts: PromptStream
     run: TrainingRun
     reported: ReportedMetrics
+    placement: Placement
     engines: Engines
     rollouts: Rollouts
     logprobs: LogprobPasses
@@ -77,6 +81,10 @@ class Parts:
     invalid: InvalidEvaluations
     recovery: TrainRecovery | None
     """None: no state is kept, and a lost worker ends the run"""
+    is_selective: bool
+    """the loss treats some tokens differently, which it chooses in the whole batch of an update"""
+    has_adaptive_loss: bool
+    """the weight of the KL in the loss follows a target"""
     is_single: bool
     """there is one response to each prompt"""
     reward_weights: Mapping[str, float]
@@ -106,7 +114,8 @@ def make_parts(
     prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, data.mixture)
     loss = make_policy_loss(options)
     run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
-    engines = Engines(options, context.length)
+    placement = Placement(options, context.length)
+    engines = placement.engines
     return Parts(
         options=options,
         context=context,
@@ -114,6 +123,7 @@ def make_parts(
         prompts=prompts,
         run=run,
         reported=reported,
+        placement=placement,
         engines=engines,
         rollouts=make_rollouts(options, engines, workflow, prompts),
         logprobs=make_logprobs(options, engines),
@@ -123,6 +133,8 @@ def make_parts(
         evaluations=make_evaluations(options, run, engines, sets),
         invalid=InvalidEvaluations(options.test_data, run),
         recovery=TrainRecovery(engines, trainer.max_recoveries) if trainer.max_recoveries else None,
+        is_selective=is_selective(loss.policy_loss),
+        has_adaptive_loss=options.kl.type == "loss" and options.kl.adaptive_target is not None,
         is_single=options.responses_per_prompt == 1,
         reward_weights={name: reward.weight for name, reward in options.reward.items()},
         longest=options.inference_length(),

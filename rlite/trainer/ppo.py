@@ -33,8 +33,9 @@ from rlite.observability import stats_tracker
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.trainer.callbacks import Callback, Observer
 from rlite.trainer.held_out.options import prefixed
-from rlite.trainer.rl.advantages import compute_advantages, with_selected
+from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.rollouts import mean_reward
+from rlite.trainer.rl.statistics import with_selected
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import Judged, TrainerLoop, loss_stats, step_metrics
 
@@ -130,12 +131,13 @@ class PpoTrainer(TrainerLoop):
         if self.run.step < self.options.actor.freeze_steps:
             return batch
         actor, longest = self.engines.actor, self.parts.longest
-        loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
+        loss = replace(self.loss, kl_coef=self.kl.coef) if self.parts.has_adaptive_loss else self.loss
         self.engines.move_to_device(actor)
         actor.train()
         columns: dict[str, Tensor] = {"is_skipped": torch.zeros(len(batch), dtype=torch.bool)}
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
-            stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
+            part = with_selected(batch[rows], actor, loss, longest) if self.parts.is_selective else batch[rows]
+            stats = actor.train_batch(part, loss, loss.weight)
             actor.step_lr_scheduler()
             for name in stats.keys() & set(OF_TOKENS):  # an update without trained tokens has none
                 columns.setdefault(name, torch.full(batch["attention_mask"].shape, math.nan))[rows] = stats.pop(name)
@@ -183,7 +185,7 @@ class PpoTrainer(TrainerLoop):
 
     def start(self) -> None:
         """Build the engines, resume if asked, and report the plan."""
-        self.engines.build()
+        self.parts.placement.build()
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:

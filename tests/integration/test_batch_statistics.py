@@ -16,8 +16,8 @@ from rlite.errors import ConfigError
 from rlite.trainer.losses import ValueLoss
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.advantages import with_selected
 from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.statistics import with_selected
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world
 

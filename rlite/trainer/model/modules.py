@@ -41,7 +41,7 @@ class _Optimized(LoraTrainModule):
         if options is None:
             return
         self.optimizer = make_optimizer(self, self.parameter_groups)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(options))
 
     def on_state_loaded(self) -> None:
         """Set the peak learning rates and the weight decay of this run's options.
@@ -51,7 +51,7 @@ class _Optimized(LoraTrainModule):
         options, scheduler = self.optimizer_options, self.lr_scheduler
         if options is None or self.optimizer is None or scheduler is None:
             return
-        factor = schedule(scheduler.last_epoch, options)
+        factor = schedule(options)(scheduler.last_epoch)
         scheduler.base_lrs = [group.lr for group in self.parameter_groups]
         for held, group in zip(self.optimizer.param_groups, self.parameter_groups, strict=True):
             held.update(initial_lr=group.lr, lr=group.lr * factor, weight_decay=group.weight_decay)
@@ -69,11 +69,11 @@ class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
     _keeps_dropout = False
 
 
-def schedule(step: int, options: OptimizerOptions) -> float:
-    """Return the factor of the peak rate at a step: linear warm-up to 1, then the schedule down to `lr_end`."""
-    return lr_factor(
-        step,
-        options.scheduler,
+def schedule(options: OptimizerOptions) -> Callable[[int], float]:
+    """Return the factor of the peak rate by step: linear warm-up to 1, then the schedule down to `lr_end`."""
+    return partial(
+        lr_factor,
+        schedule=options.scheduler,
         total_steps=options.total_steps,
         warmup_steps=options.warmup_steps,
         min_factor=options.lr_end / options.lr if options.lr else 0.0,

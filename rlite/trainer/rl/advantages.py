@@ -12,27 +12,23 @@ from torch import Tensor
 
 from rlite.algorithms import (
     gae,
-    importance_weights,
-    is_selective,
     kl_penalty,
     last_action_rewards,
     masked_mean,
     masked_variance,
     normalize_rewards,
-    off_policy_metrics,
     outcome_advantages,
     reinforce_pp_advantages,
-    weight_metrics,
 )
 from rlite.algorithms.advantages.token import ActionTokens
 from rlite.batch import NAMED_REWARD, with_keys
-from rlite.engine.train import RliteTrainEngine
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import WHITENED, AdvantageOptions, KlOptions
-from rlite.trainer.rl.policy_loss import BothLogprobs, OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.policy_loss import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.statistics import report_off_policy
 
 
 class LogprobPasses:
@@ -98,44 +94,6 @@ class LogprobPasses:
         if self._reports_off_policy:
             report_off_policy(batch, self._tis_coef)
         return batch
-
-
-def report_off_policy(batch: TensorDict, tis_coef: float | None) -> None:
-    """Record `off_policy/*`: `off_policy_metrics`, and `weight_metrics` of the truncated importance weights.
-
-    Args:
-        batch: rollouts with `old_logprobs`, `logprobs` and `loss_mask`, each `[N, L]`.
-        tis_coef: cap of the importance weights; None records no `weight_*`.
-    """
-    policies = batch["old_logprobs"], batch["logprobs"], batch["loss_mask"]
-    metrics = off_policy_metrics(*policies)
-    if tis_coef is not None:
-        weights = weight_metrics(importance_weights(*policies, upper=tis_coef), batch["loss_mask"])
-        metrics |= {f"weight_{key}": value for key, value in weights.items()}
-    with stats_tracker.scope("off_policy"):
-        stats_tracker.scalar(**{key: value.item() for key, value in metrics.items()})
-
-
-def with_selected(
-    batch: TensorDict, engine: RliteTrainEngine, loss: PolicyLoss, longest: int | None = None
-) -> TensorDict:
-    """Return the batch of one update with `selected` [N, L], if the loss treats tokens differently.
-
-    The statistics are those of the whole batch, so that microbatches and ranks do not matter. They cost one more
-    forward pass of the policy before each update.
-
-    Args:
-        batch: the batch of one update.
-        engine: holds the policy.
-        loss: chooses tokens, or treats all alike.
-        longest: tokens per microbatch of the forward pass; None is the engine's default.
-    """
-    if not is_selective(loss.policy_loss):
-        return batch
-    logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
-    counted = batch["loss_mask"].bool().clone()
-    counted[:, 0] = False  # nothing predicts the first token of a row
-    return with_keys(batch, selected=loss.select({**batch, "loss_mask": counted}, logprobs))
 
 
 def compute_advantages(

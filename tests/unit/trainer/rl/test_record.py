@@ -268,7 +268,7 @@ def test_nothing_is_written_and_nothing_kept_without_a_record(made: Any, tmp_pat
     parts = made(0, record="none")
     with parts.record:
         train(parts, 2)
-        assert parts.rollouts._engines.rollout.collector.take_ended() == []
+        assert parts.rollouts._engine.collector.take_ended() == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,8 @@ from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.filtering import VariedGroups
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import Generated, Rollouts, RolloutsAhead
+from rlite.trainer.rl.rollouts import Generated, Rollouts
+from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
