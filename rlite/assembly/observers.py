@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
+from rlite import files
+from rlite.errors import writing
 from rlite.services.console.observers import SinkLog, StepTrace
 from rlite.services.console.report import RunReport
 from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Metrics, Observer
+from rlite.trainer.rl.options import EqualRewards
+from rlite.trainer.run.folder import LEARNING
 from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
 
 
@@ -19,6 +24,22 @@ class StepReport(Observer):
         reporting.report_step(run.step, run.total_steps)
 
     on_step = on_start
+
+
+class LearningFacts(Observer):
+    """Writes once what the run learns from.
+
+    Args:
+        equal_rewards: whether groups of equal rewards may teach something.
+    """
+
+    def __init__(self, equal_rewards: EqualRewards) -> None:
+        self._facts = {"equal_rewards": equal_rewards._asdict()}
+
+    def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Write the facts into the run's folder."""
+        with writing(run.folder / LEARNING):
+            files.replace(run.folder / LEARNING, json.dumps(self._facts).encode())
 
 
 def run_observers(

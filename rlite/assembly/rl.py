@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlite import config
 from rlite.algorithms import is_selective
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import run_observers
+from rlite.assembly.observers import LearningFacts, run_observers
 from rlite.assembly.plans import batch_plan
 from rlite.assembly.run_record import Recording, RunRecord
 from rlite.assembly.workflows import Context, check_lengths, held_out_workflows, workflow_maker
@@ -224,10 +224,10 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
         UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps),
         Recording(record, record.begin),
     ]
-    can_teach = bool(options.why_equal_rewards_teach())
-    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, can_teach)
+    equal = options.equal_rewards
+    after = [Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach), LearningFacts(equal)]
     progress = rollout.rollout_progress
-    return run_observers(parts.run, parts.reported, trainer.name, trainer.plan, progress, before, [alarms])
+    return run_observers(parts.run, parts.reported, trainer.name, trainer.plan, progress, before, after)
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.arguments import flat
-from rlite.viewer.advisories import RECENT, advisories
+from rlite.viewer.advisories import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.query import Query, UnknownPlace, jsonable
 from rlite.viewer.results import (
     columns,
@@ -318,7 +318,9 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
         "statuses_by_step": statuses_by_step(table),
-        "advisories": advisories(run.metrics, dict(_value_counts(recent["status"])), num_steps, run.config),
+        "advisories": advisories(
+            run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
+        ),
     }
 
 

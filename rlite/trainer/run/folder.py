@@ -22,6 +22,8 @@ from rlite.trainer.run.best import BEST, EVALUATED
 CONFIG = "config.yaml"
 RECORD = "record"
 """folder of the record"""
+LEARNING = "learning.json"
+"""facts about what a run learns from, for those who look at it"""
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"
@@ -175,7 +177,7 @@ def _lock_in(folder: Path, made: Path | None) -> RunLock | None:
 
 def clear(folder: Path) -> None:
     """Delete the files of the overwritten run; opening its metrics replaces them."""
-    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)

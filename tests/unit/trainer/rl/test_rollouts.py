@@ -127,7 +127,7 @@ def test_rewards_of_single_tokens_are_refused_before_groups_are_filtered(rollout
         made.rollouts.next_batch()
     group = TensorDict({"rewards": torch.ones(2, 3)}, batch_size=[2])
     with pytest.raises(DataError, match=r"rewards has shape \[2, 3\]"):
-        VariedGroups(budget=2, generated=Generated())(group)
+        VariedGroups(budget=2, refused=Generated().add)(group)
 
 
 def test_unfinished_prompts_are_yielded_first_and_once() -> None:
