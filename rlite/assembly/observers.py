@@ -10,9 +10,10 @@ from rlite.errors import writing
 from rlite.services.console.observers import SinkLog, StepTrace
 from rlite.services.console.report import RunReport
 from rlite.services.recovery import reporting
-from rlite.trainer.callbacks import Metrics, Observer
+from rlite.trainer.callbacks import Metrics
 from rlite.trainer.rl.options import EqualRewards
 from rlite.trainer.run.folder import LEARNING
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
 
 

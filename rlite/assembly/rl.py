@@ -28,7 +28,7 @@ from rlite.runtime.cluster.session import has_session, shutdown
 from rlite.services.console.alarms import Alarms
 from rlite.services.console.usage import Repeated, UsageReport
 from rlite.services.recovery.record import RestartBudget
-from rlite.trainer.callbacks import Callback, Observer
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import held_out_sources, key_of
 from rlite.trainer.held_out.prompt_sets import ACCURACIES as ACCURACIES
 from rlite.trainer.held_out.prompt_sets import reported_metrics
@@ -45,6 +45,7 @@ from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
 from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun

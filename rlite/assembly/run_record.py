@@ -16,9 +16,10 @@ from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
 from rlite.services.record.files import drop_later
 from rlite.services.record.schema import Status
-from rlite.trainer.callbacks import Metrics, Observer
+from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.evaluation_record import EvaluationRecord
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 EQUAL_REWARDS = "all rewards of the group are equal"

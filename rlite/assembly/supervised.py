@@ -21,9 +21,9 @@ from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
 from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.services.console.usage import Repeated, UsageReport
-from rlite.trainer.callbacks import Observer
 from rlite.trainer.held_out.options import held_out_sources
 from rlite.trainer.run.evaluation_record import EvaluationRecord
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
 from rlite.trainer.supervised_options import SupervisedConfig

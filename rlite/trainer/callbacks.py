@@ -5,8 +5,8 @@
     end   ──> on_end
 
 They are called in the process that runs the loop: the driver, which under torchrun is rank 0, and never in a worker.
-The console, the record, sinks, traces and alarms observe a run through the same interface: an `Observer` is a callback
-that sees more of the run. This module imports no torch.
+The console, the record, sinks, traces and alarms observe a run through the same interface: a
+`rlite.trainer.run.observer.Observer` is a callback that sees more of the run. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Event = Literal["on_start", "on_step", "on_evaluate", "on_save", "on_end"]
 Metrics = Mapping[str, float]
-Rows = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
 class Callback:
@@ -69,48 +68,6 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of the checkpoint that the run resumes from. It is called before `on_start`."""
-
-
-class Observer(Callback):
-    """A callback of rlite's own, which sees more of the run than a user's. Observers are called before the callbacks.
-
-    An error in an observer ends the run at once: it is no mistake of the user's. A number that an observer enters into
-    the metrics of `on_train` or `on_step` is logged in the step's own line.
-    """
-
-    def on_train(self, run: TrainingRun, metrics: dict[str, float]) -> None:
-        """Take the metrics of a step's update, before its evaluations. `run.batch` is what was trained on."""
-
-    def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
-        """Take evaluations by answers with their episodes, which measure the weights after `step` steps."""
-
-    def on_log(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Take metrics of evaluations that are logged in a line of their own."""
-
-    def on_added(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Take metrics that callbacks have added."""
-
-    def before_save(self, run: TrainingRun) -> None:
-        """Keep what a run that resumes from the checkpoint of this step does not make again."""
-
-    def close(self, run: TrainingRun, error: BaseException | None) -> None:
-        """End, after `on_end` or after an error, which is given. Only observers that have started are closed."""
-
-
-class Console:
-    """Where a run says what a user should know: nowhere. Services show it."""
-
-    def report(self, title: str, rows: Rows, style: str = "") -> None:
-        """Show a titled table of names and values."""
-
-    def alarm(self, title: str, rows: Rows) -> None:
-        """Show that something is wrong with the run."""
-
-    def warn(self, title: str, rows: Rows) -> None:
-        """Show that something was lost, and the run goes on."""
-
-    def note(self, text: str) -> None:
-        """Show how far the work under way is."""
 
 
 CALLBACKS: Table[Callable[[], Callback]] = Table("callback", given=())

@@ -31,11 +31,12 @@ from rlite.batch import with_keys
 from rlite.data.packs import sequence_lengths
 from rlite.observability import stats_tracker
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.trainer.callbacks import Callback, Observer
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import prefixed
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.rollouts import mean_reward
 from rlite.trainer.rl.statistics import with_selected
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import Judged, TrainerLoop, loss_stats, step_metrics
 

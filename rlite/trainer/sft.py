@@ -25,13 +25,14 @@ from rlite.assembly import supervised as assembly
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import Evaluation, EvaluationSet
-from rlite.trainer.callbacks import Callback, Observer
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.answered_sets import Generation, read_generated, stopping
 from rlite.trainer.held_out.options import GeneratedOptions, prefixed
 from rlite.trainer.held_out.prompt_sets import ACCURACIES, answers_plan, reported_metrics, topic_of
 from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.run.evaluation_record import EvaluationRecord
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 

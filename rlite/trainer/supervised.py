@@ -21,13 +21,14 @@ from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
 from rlite.observability import stats_tracker
 from rlite.suggestions import UNNAMED
-from rlite.trainer.callbacks import Callback, Observer
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out.options import HeldOutOptions, key_of, metrics_of, prefixed
 from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, losses_plan, topic_of
 from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import (
     Judged,

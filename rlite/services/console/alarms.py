@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.rollout.collector.lost_groups import Selection, kind_of
-from rlite.trainer.callbacks import Metrics, Observer
+from rlite.trainer.callbacks import Metrics
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"

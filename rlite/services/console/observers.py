@@ -10,9 +10,10 @@ from rlite import config
 from rlite.errors import StorageError
 from rlite.observability import trace
 from rlite.services.console.sinks.base import Run, open_sinks
-from rlite.trainer.callbacks import Metrics, Observer
+from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.folder import TRACE
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)

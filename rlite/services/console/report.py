@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rlite.services.console.terminal import ConsoleReporter, History, number
-from rlite.trainer.callbacks import Metrics, Observer
+from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import is_lowest_best
 from rlite.trainer.run.folder import RECORD
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
 
 FILES = {"model": "latest", "best model": "best", "rollouts": RECORD}

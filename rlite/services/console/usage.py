@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlite.data.packs import sequence_lengths
 from rlite.engine.train import RliteTrainEngine
 from rlite.runtime.parallel.host_memory import DeviceUsage
-from rlite.trainer.callbacks import Observer
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 Repeated = Callable[[Callable[[], Any]], Any]

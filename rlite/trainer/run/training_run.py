@@ -19,10 +19,11 @@ from rlite.errors import CallbackError, DivergedError, NonFiniteError, StreamedD
 from rlite.observability import stats_tracker, trace
 from rlite.rollout.workflow import RolloutError
 from rlite.runtime.storage.atomic import discard
-from rlite.trainer.callbacks import Callback, Callbacks, Console, Event, Observer
+from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import EVALUATED, BestModel, EvaluationTime, Thresholds
 from rlite.trainer.run.interruption import INTERRUPTION
+from rlite.trainer.run.observer import Console, Observer
 from rlite.trainer.run.saved_state import SavedState
 
 T = TypeVar("T")

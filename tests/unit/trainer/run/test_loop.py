@@ -13,8 +13,9 @@ from tensordict import TensorDict
 
 from rlite.config import load
 from rlite.errors import CallbackError, CheckpointError, DivergedError, StreamedDataError
-from rlite.trainer.callbacks import Callback, Observer
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.run.folder import lock
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import Judged, TrainerLoop, TrainingRun
 from rlite.trainer.supervised_options import SftConfig
 
