@@ -113,6 +113,8 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         check_evaluated(trainer, self.reported.evaluated)
         self.run = TrainingRun(options, self.loader.num_batches, True, callbacks)
         self._batches: Iterator[TensorDict] = iter(())
+        self._judged_at = -1
+        """step after which sets were evaluated last"""
         every = {name: options.test_data.get(name, HeldOutOptions()).every for name in self.set_names}
         self.schedule = EvaluationSchedule(self.run, {name: own or trainer.test_freq for name, own in every.items()})
         self.build_options = self._build_options()
@@ -257,14 +259,20 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         self.engine.save(folder)
 
     def _is_evaluation_due(self, is_saving: bool) -> bool:
-        """Return whether a set is due and the run is not interrupted."""
-        return bool(self.schedule.intervals) and not self.run.is_interrupted and bool(self.schedule.due())
+        """Return whether a set is due and the run is not interrupted.
+
+        Sets that are due because an evaluation has ended the run are evaluated before the save, in a line of their own.
+        """
+        if not self.schedule.intervals or (self._judged_at == self.run.step and not is_saving):
+            return False
+        return not self.run.is_interrupted and bool(self.schedule.due())
 
     def _evaluate_sets(self) -> Judged:
         """Return what `evaluate_due` has found."""
+        due, self._judged_at = self.schedule.due(), self.run.step
         metrics = self.evaluate_due()
         if not self.run.is_interrupted:
-            self.schedule.mark(self.set_names)
+            self.schedule.mark(due)
         return Judged(metrics, self.without_invalid(metrics), self.run.step)
 
     def without_invalid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
