@@ -28,7 +28,6 @@ from torch import Tensor
 
 from rlite.assembly import rl as assembly
 from rlite.batch import with_keys
-from rlite.data.packs import sequence_lengths
 from rlite.observability import stats_tracker
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.trainer.callbacks import Callback
@@ -179,7 +178,7 @@ class PpoTrainer(TrainerLoop):
         return self._end_step(batch, lambda: self._metrics_of(batch))
 
     def _metrics_of(self, batch: TensorDict) -> dict[str, float]:
-        metrics = step_metrics(sequence_lengths(batch)) | {"reward_trained": mean_reward(batch)}
+        metrics = step_metrics(batch) | {"reward_trained": mean_reward(batch)}
         return metrics | self.kl.adapt(metrics.get("kl"), len(batch)) if self.kl.is_adaptive else metrics
 
     # -- the run -------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import rlite
 from rlite.assembly import supervised as assembly
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader, StreamLoader
-from rlite.data.packs import sequence_lengths
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
 from rlite.observability import stats_tracker
@@ -218,7 +217,7 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         Returns:
             The step's metrics.
         """
-        return self._end_step(batch, lambda: {**stats, **step_metrics(sequence_lengths(batch))})
+        return self._end_step(batch, lambda: {**stats, **step_metrics(batch)})
 
     # -- the run -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from tensordict import TensorDict
 
+from rlite.data.packs import sequence_lengths
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CallbackError, DivergedError, NonFiniteError, StreamedDataError
 from rlite.observability import stats_tracker, trace
@@ -621,16 +622,16 @@ def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:
     return {"loss_weight" if key == "weight" else key: value for key, value in stats.items()}
 
 
-def step_metrics(lengths: Sequence[int]) -> dict[str, float]:
+def step_metrics(batch: TensorDict) -> dict[str, float]:
     """Return the metrics that `stats_tracker` gathered in this step, and tokens per second.
 
     Timings are called "seconds_PHASE", and "seconds" for the whole step.
 
     Args:
-        lengths: number of tokens of each sequence of the step.
+        batch: the sequences of the step.
     """
     renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
     metrics = {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
     if "seconds" in metrics:
-        metrics["tokens_per_second"] = sum(lengths) / metrics["seconds"]
+        metrics["tokens_per_second"] = sum(sequence_lengths(batch)) / metrics["seconds"]
     return metrics
