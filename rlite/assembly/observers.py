@@ -1,4 +1,4 @@
-"""Who observes a run: usage, the record, sinks of metrics, the console, a trace, and a watcher of the process."""
+"""Observers of a run: usage, the record, sinks of metrics, the console, a trace, and a watcher of the process."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ SHOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a trainer is made of."""
+    """Parts of a trainer."""
 
     options: PpoConfig
     """options of a run whose workflows sample so"""
@@ -83,11 +83,11 @@ class Parts:
     recovery: TrainRecovery | None
     """None: no state is kept, and a lost worker ends the run"""
     is_selective: bool
-    """the loss treats some tokens differently, which it chooses in the whole batch of an update"""
+    """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
     has_adaptive_loss: bool
     """the weight of the KL in the loss follows a target"""
     is_single: bool
-    """there is one response to each prompt"""
+    """true if there is one response to each prompt"""
     reward_weights: Mapping[str, float]
     longest: int | None
     """tokens of one microbatch of the actor in passes that train nothing; None is the engine's default"""

@@ -1,4 +1,4 @@
-"""What follows the steps of a run besides the console: sinks of metrics, and a trace."""
+"""Observers of the steps of a run besides the console: sinks of metrics, and a trace."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Observer(Callback):
 
 
 class Console:
-    """Where a run says what a user should know: nowhere. Services show it."""
+    """Console that shows nothing. Services extend it."""
 
     def report(self, title: str, rows: Rows, style: str = "") -> None:
         """Show a titled table of names and values."""

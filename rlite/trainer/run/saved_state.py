@@ -1,4 +1,4 @@
-"""What a run keeps in its folder to go on from: the lock of the folder, `latest/`, and checkpoints.
+"""State of a run in its folder, to go on from: the lock of the folder, `latest/`, and checkpoints.
 
 The time at which a run started: the date that its chat template writes, today and after every resume.
 """

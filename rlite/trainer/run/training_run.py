@@ -261,10 +261,10 @@ class TrainingRun:
         self.console = Console()
         self.step = 0
         self.batch: TensorDict | None = None
-        """what the last step was trained on"""
+        """batch of the last step, as it was trained on"""
         self._metrics: Mapping[str, float] = {}
         self.stop_reason = ""
-        """why the run ends early, in words"""
+        """reason, in words, for which the run ends early"""
         self.evaluation_time = EvaluationTime()
         self.best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
