@@ -28,6 +28,7 @@ from rlite import config
 from rlite.assembly.commands.generate import prompt_item
 from rlite.assembly.evaluate.command import evaluate as run_evaluation
 from rlite.assembly.evaluate.options import EvalConfig
+from rlite.assembly.trainers import TRAINERS
 from rlite.data.readers.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
@@ -40,8 +41,7 @@ from rlite.services.console.sinks.jsonl import read_metrics
 from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY, key_of
-from rlite.trainer.presets import TRAINERS
-from rlite.trainer.run.command import IN_MEMORY, REWARD, ProgramObjects
+from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
 from rlite.wording import number
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]

@@ -18,6 +18,8 @@ from rlite.errors import DataError
 Plan = list[list[list[int]]]
 """[rank][microbatch][row indices]"""
 
+BalanceBy = Literal["tokens", "flops"]
+"""quantity that ranks share evenly"""
 PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 
 

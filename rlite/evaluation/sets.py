@@ -32,8 +32,8 @@ from rlite.runtime.replicas.engine import Engine
 from rlite.suggestions import UNNAMED, check_name
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import SamplingOptions, ServingOptions, SetSamplingOptions
-from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.schedule import interval, sampling_plan
+from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.types import AsyncInference
 from rlite.wording import counted
 

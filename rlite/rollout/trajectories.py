@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, RAGGED
-from rlite.data.packs import check_ragged
-from rlite.data.packs import with_keys
-from rlite.data.packs import is_ragged_value
+from rlite.data.packs import check_ragged, with_keys
 from rlite.errors import DataError
 from rlite.rollout.kept_ids import check_kept_ids
 from rlite.rollout.rewards.score import Reward

@@ -7,7 +7,7 @@ A row of data holds `chosen` and `rejected` answers to a `prompt` or to `message
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import run_module
+from rlite.assembly.command import run_module
 from rlite.trainer.supervised_options import RmConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch

@@ -15,7 +15,7 @@ from rlite.arguments import flat
 from rlite.errors import DataError
 from rlite.evaluation.statistics import wrong_score
 from rlite.viewer import arrow
-from rlite.viewer.metrics import RECENT, advisories
+from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
 
@@ -376,7 +376,9 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
         "statuses_by_step": arrow.statuses_by_step(table),
-        "advisories": advisories(run.metrics, dict(_value_counts(recent["status"])), num_steps, run.config),
+        "advisories": advisories(
+            run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
+        ),
     }
 
 

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any, TypedDict
 
 from rlite import files
+from rlite.trainer.run.folder import LEARNING
 from rlite.wording import counted
 
 FILE = "metrics.jsonl"
@@ -139,7 +140,7 @@ RECENT = 10
 MAX_UNIFORM = 0.5
 MAX_TRUNCATED = 0.25
 MAX_DRIFT = 0.1
-"""nats per token; as `rlite.trainer.rl.alarms.DRIFT_LIMIT`"""
+"""nats per token; as `rlite.services.console.alarms.DRIFT_LIMIT`"""
 MAX_LOST = 0.05
 STALL = 6.0
 """times its median"""
@@ -151,8 +152,6 @@ MAX_STEPS = 100
 """last steps of a phase, over which its median is taken"""
 WARM_UP = 2
 """first steps of a phase, in which programs compile and caches fill"""
-OF_GROUP = ("reinforce", "dr_grpo", "grpo", "rloo", "normalized", "opo", "pass_at_k")
-"""estimators whose advantages depend on the rewards of one group, and are 0 if these are equal"""
 
 
 class Advice(TypedDict):
@@ -167,7 +166,7 @@ class Advice(TypedDict):
 
 
 def advisories(
-    metrics: MetricsLog, statuses: Mapping[str, int], num_steps: int, config: Mapping[str, Any]
+    metrics: MetricsLog, statuses: Mapping[str, int], num_steps: int, is_uniform_useless: bool
 ) -> list[Advice]:
     """Return the advisories of a run, alarms first.
 
@@ -175,10 +174,10 @@ def advisories(
         metrics: metrics of the run.
         statuses: number of rollouts by status, in the last recorded steps.
         num_steps: number of these steps.
-        config: options of the run; empty if they are unknown.
+        is_uniform_useless: the run learns nothing from a group of equal rewards.
     """
     found = [
-        *(_uniform(metrics) if do_equal_rewards_teach_nothing(config) else ()),
+        *(_uniform(metrics) if is_uniform_useless else ()),
         *_truncated(metrics),
         *_drift(metrics),
         *_stalls(metrics),
@@ -187,24 +186,12 @@ def advisories(
     return sorted(found, key=lambda advice: advice["level"] != "alarm")
 
 
-def do_equal_rewards_teach_nothing(config: Mapping[str, Any]) -> bool:
-    """Return whether a run learns nothing from a group of equal rewards, as `PpoConfig.why_equal_rewards_teach` says.
-
-    Args:
-        config: options of the run; those that it does not have are at their defaults.
-    """
-    adv, kl, data = (_options(config, name) for name in ("adv", "kl", "train_data"))
-    options = _options(adv, "options")
-    is_of_group = adv.get("estimator", "reinforce") in OF_GROUP and options.get("mean", "group") == "group"
-    is_of_batch = data.get("responses_per_prompt") == 1 or adv.get("global_norm") or "batch" in options.values()
-    is_of_tokens = adv.get("gamma", 1) != 1 or kl.get("type") in ("reward", "advantage")
-    return is_of_group and not is_of_batch and not is_of_tokens
-
-
-def _options(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a group of options; an empty one if a config has none."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+def do_equal_rewards_teach_nothing(folder: Path) -> bool:
+    """Return whether a run says that it learns nothing from a group of equal rewards."""
+    try:
+        return json.loads((folder / LEARNING).read_bytes())["equal_rewards"]["can_teach"] is False
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _uniform(metrics: MetricsLog) -> Iterator[Advice]:

@@ -23,12 +23,12 @@ from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoTrainer
-from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 from rlite.trainer.rm import RmTrainer
 from rlite.trainer.sft import SftTrainer
 from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig

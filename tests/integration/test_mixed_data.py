@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import rlite
+from rlite.assembly.supervised import read_tokens
 from rlite.config import load
 from rlite.observability import stats_tracker
 from rlite.trainer.dpo import DpoTrainer
-from rlite.trainer.supervised import read_tokens
 from rlite.trainer.supervised_options import DpoConfig
 from tests.tiny import build_model_dir
 

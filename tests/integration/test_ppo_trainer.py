@@ -290,7 +290,7 @@ def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_
     (warning,) = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
     assert "the evaluation at step 1 has no such metric (accuracy, accuracy_finished, num_errors, pass@1, " in warning
     assert (tmp_path / "best").is_dir()
-    assert learner.run._best.value == 2.0, "the highest, of what is no loss, and a number"
+    assert learner.run.best.value == 2.0, "the highest, of what is no loss, and a number"
 
 
 def test_the_logged_reward_is_that_of_all_answers_and_not_of_those_trained_on(model, tmp_path, session):

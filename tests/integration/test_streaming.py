@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 import rlite
+from rlite.assembly.supervised import read_tokens
 from rlite.config import load
 from rlite.data.readers.streaming import WINDOW
 from rlite.errors import CheckpointError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer import ppo
 from rlite.trainer.sft import SftTrainer
-from rlite.trainer.supervised import read_tokens
 from rlite.trainer.supervised_options import SftConfig
 from tests.recorded import recorded
 from tests.tiny import build_model_dir

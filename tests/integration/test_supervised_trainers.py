@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import rlite
 from rlite import cli, viewer
+from rlite.assembly.presets import CpoConfig, OrpoConfig, SimpoConfig
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.loader import BatchLoader
@@ -34,7 +35,6 @@ from rlite.trainer.cpo import CpoTrainer
 from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.kto import KtoTrainer
 from rlite.trainer.orpo import OrpoTrainer
-from rlite.trainer.preset_options import CpoConfig, OrpoConfig, SimpoConfig
 from rlite.trainer.rm import RmTrainer
 from rlite.trainer.sft import SftTrainer
 from rlite.trainer.simpo import SimpoTrainer

@@ -18,8 +18,7 @@ from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rl.workflows import own_rewards
-from rlite.trainer.run.command import NOTHING
+from rlite.trainer.run.program_objects import NOTHING
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
 

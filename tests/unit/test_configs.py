@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 import yaml
 
+from rlite.assembly.presets import GrpoConfig
 from rlite.config import load, schema
 from rlite.errors import ConfigError
-from rlite.trainer.preset_options import GrpoConfig
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.evaluate.options import EvalConfig
+from rlite.assembly.workflows import own_rewards
 from rlite.data.chat.template import check_template_options
 from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
@@ -50,10 +51,9 @@ from rlite.rollout.rewards.function import RewardFunction
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
+from rlite.trainer.model.prompt_lengths import longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.options import SamplingOptions
-from rlite.trainer.prompt_lengths import longest_prompt, model_limit, vocab_size_of
-from rlite.trainer.rl.workflows import own_rewards
-from rlite.trainer.run.command import ProgramObjects
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 from rlite.types import GenerationHyperparameters
 from rlite.wording import counted

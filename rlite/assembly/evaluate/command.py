@@ -36,6 +36,7 @@ from rlite.assembly.evaluate.answers import (
     settings_of,
 )
 from rlite.assembly.evaluate.options import EvalConfig, default_temperature
+from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, RliteError
 from rlite.evaluation.folder import (
@@ -64,9 +65,8 @@ from rlite.evaluation.metrics import (
 )
 from rlite.evaluation.record import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
-from rlite.trainer.run.command import NOTHING, ProgramObjects
 from rlite.trainer.run.interruption import INTERRUPTION
-from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.wording import counted
 
 Answers = PromptAnswers | TaskAnswers

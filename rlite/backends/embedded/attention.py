@@ -21,11 +21,7 @@ from transformers import AttentionInterface
 
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.backends.models.attention import Bounds
-from rlite.backends.models.attention import causal_attention
-from rlite.backends.models.attention import causal_mask
-from rlite.backends.models.attention import refuse_other_attention
-from rlite.backends.models.attention import varlen
+from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.serving.native import decode_attention
 

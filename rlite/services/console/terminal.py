@@ -31,6 +31,7 @@ from rich.text import Text
 
 from rlite.errors import did_you_mean
 from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.trainer.run import observer
 from rlite.wording import number
 
 Choice = Literal["auto", "all"] | Sequence[str]
@@ -156,7 +157,7 @@ _PLAIN_COLUMNS = 165
 """characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
 
 
-class ConsoleReporter:
+class ConsoleReporter(observer.Console):
     """A metric sink for readers. Its methods may be called in any thread.
 
     `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a

@@ -42,9 +42,10 @@ from pydantic import TypeAdapter, ValidationError
 from rlite import files
 from rlite.errors import DataError, StorageError, writing
 from rlite.services.record.schema import ROWS
+from rlite.trainer.run.folder import RECORD
 from rlite.wording import warn_once
 
-FOLDER = "record"
+FOLDER = RECORD
 TRAIN = "train"
 DAMAGED = ".damaged"
 """suffix of a file that a resumed run can neither read nor cut"""

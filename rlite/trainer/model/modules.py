@@ -21,9 +21,9 @@ from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn import HuggingFaceFsdp2ScoreModule, HuggingFaceFsdp2TrainModule, LoraOptions, LoraTrainModule
 from rlite.nn.pretrained import causal_lm_class, opening, score_class
-from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, OptimizerOptions, frozen_build_options
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 
 
 class _Optimized(LoraTrainModule):

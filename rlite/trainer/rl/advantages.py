@@ -1,4 +1,4 @@
-"""From the rewards of a batch of rollouts to the advantages of its tokens."""
+"""From a batch of rollouts to the advantages of its tokens, and the log-probabilities under other policies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,75 @@ from rlite.data.packs import with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
+from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import WHITENED, AdvantageOptions, KlOptions
+from rlite.trainer.rl.policy_loss import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.statistics import report_off_policy
+
+
+class LogprobPasses:
+    """The forward passes that compute log-probabilities of rollouts under other policies.
+
+    Args:
+        engines: take turns on the device.
+        temperature: temperature of the log-probabilities that are trained.
+        has_reference: leaving the reference policy costs something.
+        is_base_reference: the reference is the actor without its adapters.
+        has_old: something compares with the policy before the updates of a batch.
+        longest: tokens of one microbatch of the actor and of the reference; None is the engine's default.
+        reports_off_policy: report `off_policy/*`.
+        tis_coef: cap of the importance weights there.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        temperature: float,
+        *,
+        has_reference: bool = False,
+        is_base_reference: bool = False,
+        has_old: bool = False,
+        longest: tuple[int | None, int | None] = (None, None),
+        reports_off_policy: bool = False,
+        tis_coef: float | None = None,
+    ) -> None:
+        self._engines = engines
+        self._full = OwnLogprobs(temperature=temperature, is_full=True)
+        self._both = BothLogprobs(temperature=temperature)
+        self._has_reference, self._is_base, self._has_old = has_reference, is_base_reference, has_old
+        self._longest, self._longest_of_reference = longest
+        self._reports_off_policy, self._tis_coef = reports_off_policy, tis_coef
+
+    def with_reference(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `ref_logprobs` [N, L] in the whole vocabulary, if leaving the reference costs something.
+
+        The reference is a model of its own, or the actor without its adapters.
+        """
+        if not self._has_reference:
+            return batch
+        with stats_tracker.record_timing("reference"):
+            engine = self._engines.reference or self._engines.actor
+            self._engines.move_to_device(engine)
+            logprobs = engine.forward(batch, self._full, self._longest_of_reference, without_adapters=self._is_base)
+        return with_keys(batch, ref_logprobs=logprobs)
+
+    def with_old(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them.
+
+        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
+        """
+        if not self._has_old:
+            return batch
+        with stats_tracker.record_timing("old_logprobs"):
+            self._engines.move_to_device(self._engines.actor)
+            found = self._engines.actor.forward(batch, self._both, self._longest)
+        columns = {"old_logprobs": found[..., 0].contiguous()}
+        if "kept_counts" in batch:
+            columns["full_old_logprobs"] = found[..., 1].contiguous()
+        batch = with_keys(batch, **columns)
+        if self._reports_off_policy:
+            report_off_policy(batch, self._tis_coef)
+        return batch
 
 
 def compute_advantages(

@@ -17,7 +17,6 @@ from rlite.observability import trace
 from rlite.runtime.storage.atomic import publish
 from rlite.trainer.held_out import KEY, reaches
 from rlite.trainer.options import RunOptions
-from rlite.wording import number
 
 logger = logging.getLogger(__name__)
 BEST = "best"
@@ -90,12 +89,6 @@ class BestModel:
             write_evaluation_facts(evaluated, {"step": step, **self._goal, "value": value})
             publish(evaluated, self._folder / BEST)
             self.value, self.step = value, step
-
-    def describe(self) -> str:
-        """Return the metric with its best value and the step, or "" before the first evaluation."""
-        if self._metric is None or self.value is None:
-            return ""
-        return f"{self._metric} {number(self._metric, self.value)} at step {self.step}"
 
 
 class Thresholds:

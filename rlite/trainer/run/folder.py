@@ -13,10 +13,13 @@ from rlite.observability.trace import earlier_traces
 from rlite.runtime.owner import LOCK
 from rlite.runtime.storage.atomic import discard
 from rlite.runtime.storage.lock import FolderLock, lock_folder
-from rlite.services.record.files import FOLDER as RECORD
 from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"
+RECORD = "record"
+"""folder of the record"""
+LEARNING = "learning.json"
+"""facts about what a run learns from, for those who look at it"""
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"
@@ -104,7 +107,7 @@ def lock(folder: Path) -> FolderLock:
 
 def clear(folder: Path) -> None:
     """Delete the files of the overwritten run; opening its metrics replaces them."""
-    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)

@@ -43,7 +43,7 @@ from rlite.evaluation.statistics import clustered_standard_error
 from rlite.files import file_name
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
-from rlite.trainer.run.command import NOTHING, ProgramObjects
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
 
 

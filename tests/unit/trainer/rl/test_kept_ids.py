@@ -17,11 +17,11 @@ from rlite.errors import ConfigError, DataError
 from rlite.nn import linear_logprobs
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.trajectories import TokenHistory
-from rlite.trainer.losses import BothLogprobs, OwnLogprobs, PolicyLoss
 from rlite.trainer.options import SamplingOptions
 from rlite.trainer.rl.advantages import compute_advantages
-from rlite.trainer.rl.engines import check_engine, check_kept
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions, RolloutOptions
+from rlite.trainer.rl.placement import check_engine, check_kept
+from rlite.trainer.rl.policy_loss import BothLogprobs, OwnLogprobs, PolicyLoss
 from rlite.types import GenerationHyperparameters
 
 NUM_DRAWS = 200_000

@@ -13,6 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.assembly.rl import make_rollouts
+from rlite.assembly.run_record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.data.packs import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
@@ -25,8 +27,7 @@ from rlite.services.record.files import drop_later, read_gaps
 from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
-from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD, make_rollouts
+from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD
 from tests.recorded import recorded
 
 ROWS = [{"id": f"row {number}", "input_ids": [65], "number": number} for number in range(8)]
@@ -63,7 +64,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
         run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
         prompts = prompts or PromptStream(ROWS, 2, seed=0)
-        record = RunRecord(options, run, engines)
+        record = RunRecord(options.trainer, run, rollout, options.has_dynamic_filtering)  # type: ignore[arg-type]
         record.begin()
         rollouts = make_rollouts(options, engines, Ask(), prompts)
         return SimpleNamespace(run=run, record=record, rollouts=rollouts, engine=engine, said=said)
@@ -268,7 +269,7 @@ def test_nothing_is_written_and_nothing_kept_without_a_record(made: Any, tmp_pat
     parts = made(0, record="none")
     with parts.record:
         train(parts, 2)
-        assert parts.rollouts._engines.rollout.collector.take_ended() == []
+        assert parts.rollouts._engine.collector.take_ended() == []
     assert list(tmp_path.iterdir()) == []
 
 

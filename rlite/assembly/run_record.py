@@ -1,21 +1,24 @@
-"""The record of a reinforcement-learning run: the status of every rollout, step by step."""
+"""The record of a run: the status of every rollout, step by step, and every evaluation by answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.engine.inference import RliteInferenceEngine
 from rlite.evaluation.record import EvaluationRecord
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
-from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.options import PpoConfig
+from rlite.services.record.files import drop_later
+from rlite.trainer.callbacks import Metrics
+from rlite.trainer.options import RecordOptions
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 from rlite.types import Status
 
@@ -33,20 +36,23 @@ class RunRecord(EvaluationRecord):
     as aborted, under the step that follows the last one.
 
     Args:
-        options: the run's config.
+        options: say how much is recorded.
         run: counts the steps, and has the folder and the console.
-        engines: their rollout engine has the collector and the tokenizer.
+        engine: has the collector and the tokenizer.
+        is_filtering: groups of equal rewards are replaced.
     """
 
-    def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
-        super().__init__(options.trainer, run)
-        self._engines, self._is_filtering = engines, options.has_dynamic_filtering
+    def __init__(
+        self, options: RecordOptions, run: TrainingRun, engine: RliteInferenceEngine, is_filtering: bool
+    ) -> None:
+        super().__init__(options, run)
+        self._engine, self._is_filtering = engine, is_filtering
         self._collector: RolloutCollector | None = None
 
     def begin(self) -> None:
         """Begin, after the run has opened its folder and the engines are built."""
-        self._collector = self._engines.rollout.collector
-        self.open(self._engines.rollout.tokenizer)
+        self._collector = self._engine.collector
+        self.open(self._engine.tokenizer)
 
     def step(self, batch: TensorDict) -> None:
         """Record the finished step.
@@ -119,3 +125,43 @@ class Outcome:
 def _is_uniform(group: Ended) -> bool:
     rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
     return all(reward.equal(rewards[0]) for reward in rewards)
+
+
+class Recording(Observer):
+    """Lets a record follow a run.
+
+    Args:
+        record: a record of rollouts and evaluations, or of evaluations alone.
+        begin: begins the record, after the run has opened its folder.
+    """
+
+    def __init__(self, record: EvaluationRecord, begin: Callable[[], None]) -> None:
+        self._record, self._begin = record, begin
+
+    def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Delete the records of later steps, and begin."""
+        drop_later(run.folder, run.step or -1)
+        self._begin()
+
+    def on_train(self, run: TrainingRun, metrics: dict[str, float]) -> None:
+        """Record the rollouts of a step."""
+        if isinstance(self._record, RunRecord) and run.batch is not None:
+            self._record.step(run.batch)
+
+    def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
+        """Record evaluations."""
+        for each in evaluations:
+            self._record.evaluation(each.set.name, step, each.episodes)
+
+    def before_save(self, run: TrainingRun) -> None:
+        """Write everything to disk."""
+        self._record.before_checkpoint()
+
+    def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Merge the files of steps to which no checkpoint goes back."""
+        self._record.after_checkpoint()
+
+    def close(self, run: TrainingRun, error: BaseException | None) -> None:
+        """End the record, with the reason for which rollouts under way are lost."""
+        kind = None if error is None else type(error)
+        self._record.__exit__(KeyboardInterrupt if run.is_interrupted else kind, error, None)

@@ -13,17 +13,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rlite import config
 from rlite.arguments import flat
 from rlite.config import Options
 from rlite.data.readers.tables import check_exists
-from rlite.data.source import Source
 from rlite.errors import (
     REBUILD,
     CheckpointError,
@@ -43,8 +40,6 @@ from rlite.imports import check_file
 from rlite.nn.folders import model_folder
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import reporting
-from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out import KEY
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
@@ -76,15 +71,6 @@ def check_named_files(options: Options) -> None:
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
 FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
 """errors that the same command would repeat"""
-
-
-_at_end = ExitStack()
-"""acts of the command under way, before its message if it fails"""
-
-
-def at_end(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the command under way, before an error is printed."""
-    _at_end.callback(act)
 
 
 def start(
@@ -167,8 +153,7 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     """
     INTERRUPTION.follow()
     try:
-        with _at_end:
-            main(arguments)
+        main(arguments)
     except RliteError as error:
         if isinstance(error, FINAL) and not isinstance(error, FolderInUse):
             reporting.report_final_error(error)
@@ -189,44 +174,3 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         sys.exit(status)
     finally:
         INTERRUPTION.release()
-
-
-REWARD = "reward"
-"""group of options of rewards, of a run or of a set"""
-IN_MEMORY = "(rows of the program)"
-"""path of rows that a program gives"""
-
-
-@dataclass(frozen=True)
-class ProgramObjects:
-    """Objects of a program. A command gives none."""
-
-    rows: Iterable[Mapping[str, Any]] | None = None
-    """rows to train on, in place of those of the path"""
-    test_rows: Mapping[str, Iterable[Mapping[str, Any]]] = field(default_factory=dict)
-    """rows to evaluate on, in place of those of the paths, by the set's group of options"""
-    rewards: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
-    """reward functions in place of those of the paths: by the group of options, `reward` or that of a set, and name"""
-    callbacks: Sequence[Callback] = ()
-    """callbacks besides those of `trainer.callbacks`"""
-
-    def source(self, source: Source) -> Source:
-        """Return a table that an option names, with the rows that the program gives in its place.
-
-        Args:
-            source: the table, of `test_data` or of the data to train on.
-        """
-        is_test = source.key.split(".")[0] == KEY
-        return source._replace(rows=self.test_rows.get(source.key) if is_test else self.rows)
-
-    def functions(self, key: str = REWARD) -> Mapping[str, Callable[..., Any]]:
-        """Return the reward functions that take the place of those that a group of options names, by name.
-
-        Args:
-            key: `reward`, or the group of a set.
-        """
-        return self.rewards.get(key, {})
-
-
-NOTHING = ProgramObjects()
-"""the objects of a command"""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rlite.engine.inference import RliteInferenceEngine
 from rlite.rollout.collector.lost_groups import Selection, kind_of
-from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.callbacks import Metrics
+from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"
@@ -17,7 +19,7 @@ REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""
 
 
-class Alarms:
+class Alarms(Observer):
     """Watch over the metrics of each step.
 
     Lost groups are reported once for each cause. Equal rewards, log-probabilities that differ between trainer and
@@ -25,33 +27,43 @@ class Alarms:
     while they last.
 
     Args:
-        options: the run's config.
-        run: counts the steps, and has the console.
+        engine: its collector knows what was lost.
+        is_ahead: rollouts run ahead of training.
+        can_equal_rewards_teach: a group of equal rewards may teach something.
     """
 
-    def __init__(self, options: PpoConfig, run: TrainingRun) -> None:
-        self._run = run
-        self._is_ahead = options.rollout.max_head_offpolicyness > 0
-        self._is_taught_by_uniform = bool(options.why_equal_rewards_teach())
+    def __init__(self, engine: RliteInferenceEngine, is_ahead: bool, can_equal_rewards_teach: bool) -> None:
+        self._engine = engine
+        self._is_ahead, self._is_taught_by_uniform = is_ahead, can_equal_rewards_teach
         self._told: set[str] = set()
         self._given_at: dict[str, int] = {}
 
+    def on_step(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Report what is new in the finished step."""
+        collector = self._engine.collector
+        self.look(run, metrics, collector.first_losses, collector.take_selection())
+
     def look(
-        self, metrics: Mapping[str, float], first_losses: Mapping[str, str], selection: Selection | None = None
+        self,
+        run: TrainingRun,
+        metrics: Mapping[str, float],
+        first_losses: Mapping[str, str],
+        selection: Selection | None = None,
     ) -> None:
         """Report what is new in the metrics of the finished step.
 
         Args:
+            run: counts the steps, and has the console.
             metrics: metrics of the step.
             first_losses: an example of each cause of lost groups.
             selection: what failures have done to the answers of the step.
         """
-        step = self._run.step
-        self._look_at_losses(metrics, first_losses)
+        step = run.step
+        self._look_at_losses(run, metrics, first_losses)
         for cause, rows in (*self._of_metrics(metrics), *(selection or Selection()).alarms()):
             if step - self._given_at.get(cause, step - REPEAT_AFTER) >= REPEAT_AFTER:
                 self._given_at[cause] = step
-                self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
+                run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
     def _of_metrics(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield a cause, without numbers, and the facts of each alarm about the metrics of a step."""
@@ -69,7 +81,7 @@ class Alarms:
             cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
             yield f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}
 
-    def _look_at_losses(self, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
+    def _look_at_losses(self, run: TrainingRun, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
         lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}
         news = {
             key: [cause for cause in first_losses if f"{LOST}{kind_of(cause)}" == key and cause not in self._told]
@@ -79,8 +91,8 @@ class Alarms:
             return
         self._told |= {cause for causes in news.values() for cause in causes}
         num_lost, num_whole = sum(lost.values()), metrics.get("rollout/num_groups", 0)
-        self._run.console.warn(
-            f"step {self._run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
+        run.console.warn(
+            f"step {run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
             f"on; the metrics {LOST}... count on",
             [
                 (f"{number:g} x", "\n".join(first_losses[cause] for cause in news[key]) or key.removeprefix(LOST))

@@ -32,7 +32,7 @@ class Checkpoints:
         self._keep = keep
         self._wanted = wanted
         self._is_asynchronous = is_asynchronous
-        self._under_way: list[StateWriting] = []
+        self.under_way: list[StateWriting] = []
         self._newest = -1
         self._resumed = -1
         self._good = -1
@@ -131,9 +131,9 @@ class Checkpoints:
         self._delete(path)  # of a run that was given up: its critic must not stand beside this one
         for name, other in beside.items():
             in_order = other.group.handles[0].process == engine.group.handles[0].process  # one after the other
-            self._under_way.append(other.save_state(_beside(path, name), self._is_asynchronous and in_order))
+            self.under_way.append(other.save_state(_beside(path, name), self._is_asynchronous and in_order))
         facts = {"step": step, "beside": [*beside], **facts}
-        self._under_way.append(engine.save_state(path, self._is_asynchronous, kept, **facts))
+        self.under_way.append(engine.save_state(path, self._is_asynchronous, kept, **facts))
         self._newest = step
         self._own.append(step)
         if not self._is_asynchronous:
@@ -146,7 +146,7 @@ class Checkpoints:
 
     def look(self) -> None:
         """Notice writes that have ended, without waiting. A failed write raises CheckpointError."""
-        if self._under_way and all(writing.done() for writing in self._under_way):
+        if self.under_way and all(writing.done() for writing in self.under_way):
             self.finish()
 
     def finish(self) -> None:
@@ -156,9 +156,9 @@ class Checkpoints:
             errors: CheckpointError if it could not be written. It does not exist then, and earlier ones still do.
         """
         errors = []
-        while self._under_way:
+        while self.under_way:
             try:
-                self._under_way.pop(0).result()
+                self.under_way.pop(0).result()
             except CheckpointError as error:
                 errors.append(error)
         if errors:
@@ -171,7 +171,7 @@ class Checkpoints:
         newest = max(self._newest, self._resumed)
         if self._good < newest:
             self._good = newest
-            if not self._under_way:
+            if not self.under_way:
                 self._clear()
 
     def set_aside(self) -> tuple[list[Path], Path | None]:

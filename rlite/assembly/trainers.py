@@ -20,7 +20,7 @@ class TrainerEntry(NamedTuple):
         return getattr(importlib.import_module(self.module), self.trainer)
 
 
-_PRESETS = "rlite.trainer.preset_options"
+_PRESETS = "rlite.assembly.presets"
 
 TRAINERS: Mapping[str, TrainerEntry] = {
     "sft": TrainerEntry("rlite.trainer.sft", "SftTrainer", "rlite.trainer.supervised_options:SftConfig"),

@@ -26,10 +26,10 @@ from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out import GeneratedOptions, key_of
+from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.options import SamplingOptions
-from rlite.trainer.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import REWARD, ProgramObjects
+from rlite.trainer.run.program_objects import REWARD, ProgramObjects
 
 MANY_ROWS = 10_000
 """number of rows from which on a progress bar is shown"""
