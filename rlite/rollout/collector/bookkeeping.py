@@ -1,4 +1,4 @@
-"""What a collector consists of, what it reports, and what it keeps over a restart and for the record."""
+"""The parts of a collector, its reports, and its state for a restart and for the record."""
 
 from __future__ import annotations
 

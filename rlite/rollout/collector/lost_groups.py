@@ -100,7 +100,7 @@ class Loss:
     reason: str
     """in words"""
     kind: str
-    """what happened, as part of a metric's name: the name of an exception, or an event"""
+    """part of a metric's name: the name of an exception, or an event"""
     error: BaseException | None = None
     """the exception behind the loss"""
 

@@ -234,7 +234,7 @@ class Queue:
 
     ledger: RolloutLedger
     is_training: bool = True
-    """whether the groups are trained on. If not, lost groups are not reported and stop no run"""
+    """true if the groups are trained on. If not, lost groups are not reported and stop no run"""
     groups: dict[int, Group] = field(default_factory=dict)
 
     def unfinished(self) -> list[Group]:
@@ -293,7 +293,13 @@ class GroupRunner:
         self.admit()
 
     def drop(self, queue: Queue, group: Group, loss: Loss) -> None:
-        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock."""
+        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock.
+
+        Args:
+            queue: holds the group.
+            group: is lost from now on.
+            loss: why.
+        """
         if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
             self.first_losses[cause] = lost_groups.in_full(loss, group.data)
         self._keep(queue, group, loss.status, loss.reason)
@@ -337,7 +343,12 @@ class GroupRunner:
     def wait_until(
         self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait until a condition holds, which is evaluated at every change; see `SharedLoop.wait_until`.
+        """Wait until a condition holds.
+
+        Args:
+            is_settled: evaluated by the loop at every change.
+            deadline: by `time.monotonic()`; None sets no limit.
+            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
 
         Returns:
             False if the deadline has passed before.

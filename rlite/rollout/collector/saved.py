@@ -31,7 +31,13 @@ def episode_state(episode: Episode) -> dict[str, Any]:
 
 
 def saved_episode(state: Mapping[str, Any], trajectory: Mapping[str, Any] | None, num_tokens: int = 0) -> Episode:
-    """Return the episode that was saved, with the columns of its trajectory."""
+    """Return the episode that was saved.
+
+    Args:
+        state: what `episode_state` returned.
+        trajectory: the columns of its trajectory.
+        num_tokens: tokens that it had generated.
+    """
     episode = Episode(time.monotonic())
     vars(episode).update({name: state[name] for name in PLAIN if name in state}, num_tokens=num_tokens)
     episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]

@@ -130,6 +130,16 @@ def check_options(
 ) -> None:
     """Check the options of a `RewardFunction`.
 
+    Args:
+        fn: the function.
+        timeout: seconds.
+        retries: number of further attempts, or a policy.
+        in_process: the function runs without a process.
+        memory_limit_gib: limit of a process.
+        max_concurrent: maximum number of calls that run at once.
+        batch_size: maximum number of calls in a batch.
+        batch_wait: seconds.
+
     Raises:
         ConfigError: An option is out of range.
     """
