@@ -104,7 +104,17 @@ def make_parts(
     callbacks: Sequence[Callback],
     evaluated: Sequence[str],
 ) -> Parts:
-    """Return the parts of a trainer; see `PpoTrainer`."""
+    """Return the parts of a trainer.
+
+    Args:
+        options: the run's config.
+        workflow: workflow of training; see `PpoTrainer`, also for the next four.
+        train_rows: prompts to train on.
+        test_rows: prompts to evaluate on, or those of several sets by name.
+        test_workflow: workflow of evaluations, or several by the names of their sets.
+        callbacks: callbacks besides those of the options.
+        evaluated: metrics from which the best model is chosen.
+    """
     test_gconfig = test_workflow.gconfig if isinstance(test_workflow, RolloutWorkflow) else None
     options = options.sampled_by(workflow.gconfig, test_gconfig)
     trainer = options.trainer
@@ -264,7 +274,13 @@ def main(trainer: type[Any], argv: Sequence[str]) -> None:
 
 
 def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own."""
+    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+
+    Args:
+        trainer: a class of trainers.
+        options: the run's config.
+        given: objects of a program, in place of what the options name.
+    """
     options.check_complete()
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):

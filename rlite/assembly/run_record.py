@@ -149,7 +149,13 @@ class Recording(Observer):
             self._record.step(run.batch)
 
     def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
-        """Record evaluations."""
+        """Record evaluations.
+
+        Args:
+            run: the run.
+            step: finished steps of the evaluated weights.
+            evaluations: evaluations with their episodes.
+        """
         for each in evaluations:
             self._record.evaluation(each.set.name, step, each.episodes)
 

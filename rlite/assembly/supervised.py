@@ -82,7 +82,13 @@ def main(trainer: type[Any], argv: Sequence[str]) -> None:
 
 
 def train(trainer: type[Any], options: SupervisedConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own."""
+    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+
+    Args:
+        trainer: a class of trainers.
+        options: the trainer's config.
+        given: objects of a program, in place of what the options name.
+    """
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
         model_name = getattr(options, trainer.key).model_name

@@ -400,7 +400,13 @@ class RolloutCollector(Bookkeeping):
 
 
 def evaluated(group: Group, number: int, group_size: int) -> Ended:
-    """Return an episode of an evaluation; `number` is its place among all episodes."""
+    """Return an episode of an evaluation.
+
+    Args:
+        group: holds the episode alone.
+        number: place of the episode among all.
+        group_size: episodes per item.
+    """
     ended = group.ended("evaluated") if group.loss is None else group.ended(group.loss.status, group.loss.reason)
     return replace(ended, group=number // group_size)
 

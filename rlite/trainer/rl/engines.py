@@ -42,7 +42,7 @@ class Engines:
         self.is_apart = False
         """the rollout engine has devices of its own"""
         self.takes_turns: dict[Engine, bool] = {}
-        """whether an engine leaves the device to others"""
+        """engines, and true for each that leaves the device to others"""
         self.resident: Engine | None = None
         """the engine that is on the device, of those that take turns"""
 

@@ -256,7 +256,7 @@ class AdvantageOptions(Options):
 
 
 class EqualRewards(NamedTuple):
-    """Whether groups of equal rewards may teach something."""
+    """Answer to the question whether groups of equal rewards may teach something."""
 
     can_teach: bool
     reason: str = ""
@@ -535,7 +535,7 @@ class PpoConfig(LaunchOptions):
 
     @property
     def equal_rewards(self) -> EqualRewards:
-        """Whether groups of equal rewards teach something."""
+        """What groups of equal rewards teach."""
         return what_equal_rewards_teach(self.adv, self.kl, self.responses_per_prompt)
 
     def collector_options(self) -> CollectorOptions:

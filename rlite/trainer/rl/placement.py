@@ -70,6 +70,11 @@ def truncation(rollout: RolloutOptions) -> str:
 def without_evaluation(world: int, trainer: TrainerOptions, tp_size: int) -> tuple[int, int]:
     """Return the number of devices that train and generate, and of devices that only evaluate.
 
+    Args:
+        world: number of devices.
+        trainer: says where evaluations run.
+        tp_size: devices of one replica.
+
     Raises:
         ConfigError: The devices cannot be divided so.
     """

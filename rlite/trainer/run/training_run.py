@@ -59,7 +59,7 @@ class Judged(NamedTuple):
     metrics: dict[str, float]
     """metrics that are logged"""
     valid: Mapping[str, float]
-    """those of them that measure the model, and not its grader; the best model is chosen from them"""
+    """metrics that measure the model, and not its grader; the best model is chosen from them"""
     step: int
     """finished steps of the evaluated weights"""
 
