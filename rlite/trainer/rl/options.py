@@ -535,7 +535,7 @@ class PpoConfig(LaunchOptions):
 
     @property
     def equal_rewards(self) -> EqualRewards:
-        """What groups of equal rewards teach."""
+        """Effect of groups of equal rewards."""
         return what_equal_rewards_teach(self.adv, self.kl, self.responses_per_prompt)
 
     def collector_options(self) -> CollectorOptions:
