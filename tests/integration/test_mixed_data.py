@@ -70,7 +70,7 @@ def test_killed_run_on_a_mixture_resumes_bit_identically(tmp_path: Path) -> None
         with stats_tracker.record_timing("step"):
             stats = killed.update(killed.prepare(batch))
         killed.finish_step(batch, stats)
-    killed.run.held.close()
+    killed.run.saved.held.close()
     trainer(tmp_path, tmp_path / "killed").fit()
     assert len(steps(tmp_path / "whole")) == 9
     assert steps(tmp_path / "killed") == steps(tmp_path / "whole")

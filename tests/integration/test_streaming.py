@@ -83,7 +83,7 @@ def test_killed_run_resumes_bit_identically(tmp_path: Path, capsys: pytest.Captu
         with stats_tracker.record_timing("step"):
             stats = killed.update(killed.prepare(batch))
         killed.finish_step(batch, stats)
-    killed.run.held.close()
+    killed.run.saved.held.close()
     trainer(tmp_path, "killed", *settings).fit()
     assert len(steps(tmp_path / "whole")) == 6
     assert_same(tmp_path / "killed", tmp_path / "whole")
