@@ -24,7 +24,7 @@ from tests.integration.worlds import MARK, environment, ray_session
 from tests.tiny import build_model_dir
 from tests.vllm.processes import engine_core_of, servers, wait_until_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
 SOON_S = 10.0
 NUM = 12
 

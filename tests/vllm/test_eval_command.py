@@ -11,7 +11,7 @@ import rlite
 from rlite.assembly.evaluate.command import main
 from tests.tiny import build_model_dir
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(840)
 REWARD = """
 def even(prompt, completions, prompt_ids, completion_ids, **row):
     return float(len(completion_ids) % 2 == 0)

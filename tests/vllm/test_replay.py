@@ -19,7 +19,7 @@ from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import digits
 from tests.tiny import build_model_dir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(2) for b in range(2)]
 SAMPLING = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 20}, "both": {"top_p": 0.8, "top_k": 30, "temperature": 0.7}}
 

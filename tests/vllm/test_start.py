@@ -15,7 +15,7 @@ from rlite.backends.vllm.process import root_cause
 from rlite.errors import ConfigError, UnknownOptionError
 from tests.tiny import build_model_dir
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(840)
 
 
 @pytest.fixture(scope="module")

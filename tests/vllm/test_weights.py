@@ -14,7 +14,7 @@ from tests.integration.worlds import MARK, ray_session
 from tests.tiny import build_model_dir
 from tests.vllm.processes import servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
 PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
 NUM_STEPS = 20
 
