@@ -185,7 +185,7 @@ class PpoTrainer(TrainerLoop):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Build the engines, resume if asked, and report the plan."""
+        """Build the engines, resume if asked, report the plan, and evaluate what is due before the next step."""
         self.parts.placement.build()
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
@@ -199,6 +199,7 @@ class PpoTrainer(TrainerLoop):
         self._keep_state()
         self.run.observers = self.observers()
         self.run.open()
+        self._evaluate_owed()
 
     def observers(self) -> Sequence[Observer]:
         """Return who observes the run: the record, sinks, the console and others."""

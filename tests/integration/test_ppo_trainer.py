@@ -323,7 +323,6 @@ def test_an_evaluation_whose_grader_fails_is_wrong_and_chooses_no_best_model(mod
     judged = SingleTurnWorkflow(RewardFunction(grade, in_process=True), learner.workflow.gconfig, byte_tokenizer())
     learner.evaluations.sets = {"": replace(learner.evaluations.sets[""], workflow=judged)}
     learner.start()
-    learner._evaluate_owed()
     broken.append(True)
     for _ in range(2):
         learner.finish_step(learner.with_advantages(learner.rollouts.next_batch()))
