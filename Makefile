@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness nightly gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness nightly gpu-check check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -65,6 +65,9 @@ static: $(VENV)/.installed  ## formatting, lint, types, layers
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+core:  ## files that one GRPO step enters, in the order of use
+	@$(PYTHON) -m benchmarks.core_path
 
 sloc:  ## source lines of the library: no blanks, comments, docstrings
 	@$(PYTHON) -m benchmarks.sloc

@@ -27,10 +27,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.models.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences
 from rlite.errors import RliteError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.nn.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences, summary
-from rlite.nn.huggingface import causal_lm_class
+from rlite.nn.pretrained import causal_lm_class, summary
 from tests import forked_python
 from tests.integration.worlds import world
 

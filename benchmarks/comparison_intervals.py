@@ -18,7 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from rlite.evaluation.compare import Differences, difference_interval
+from rlite.evaluation.statistics import Floats, difference_interval
 
 ITEMS, SHARES, CLUSTERS, GAINS = (10, 30, 100, 1000), (0.0, 0.01, 0.05, 0.3), (1, 8), (0.5, 0.75, 1.0)
 LEAST_COVERAGE, MOST_WIDTH = 0.93, 1.3
@@ -59,7 +59,7 @@ def cell(
     return covered / simulations, width / simulations, width / exact
 
 
-def draw(random: np.random.Generator, items: int, share: float, cluster: int, gain: float) -> Differences:
+def draw(random: np.random.Generator, items: int, share: float, cluster: int, gain: float) -> Floats:
     """Return the differences of the items' mean scores between two models."""
     sizes = random.integers(1, cluster + 1, items) / cluster
     return (random.random(items) < share) * np.where(random.random(items) < gain, 1.0, -1.0) * sizes

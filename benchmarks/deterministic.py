@@ -30,9 +30,10 @@ from benchmarks.model import build_model
 from benchmarks.sft import ROWS_PER_STEP, build_rows, token_rows
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.trainer.losses import OwnLogprobs, SftLoss
+from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 
 NEW_TOKENS = 128
 SIDES = (False, True)

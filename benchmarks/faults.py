@@ -33,7 +33,7 @@ from typing import Literal
 
 from benchmarks import faults_calm, faults_goodput
 from benchmarks.faults_jobs import JOBS, FaultJob, World
-from rlite.services.recovery.faults import KINDS, PHASES, Kind, Phase, PhaseFault
+from rlite.testing import KINDS, PHASES, Kind, Phase, PhaseFault
 
 JobKind = Literal["roles", "ppo"]
 PER_JOB = {"roles": 12, "ppo": 6}

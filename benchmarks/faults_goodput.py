@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults_jobs import RolesJob, World
-from rlite.services.recovery.faults import KINDS, PHASES, PhaseFault
+from rlite.testing import KINDS, PHASES, PhaseFault
 
 EVERY_S = 60.0
 """between two faults"""

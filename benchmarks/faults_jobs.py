@@ -31,7 +31,7 @@ from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import NAMESPACE, Fleet
 from rlite.services.record.files import record_files
 from rlite.services.record.schema import ROWS
-from rlite.services.recovery.faults import KINDS, PHASES, FaultBoard, Kind, Phase, PhaseFault
+from rlite.testing import KINDS, PHASES, FaultBoard, Kind, Phase, PhaseFault
 from tests.tiny import build_model_dir
 
 CPUS = 3
@@ -277,7 +277,7 @@ class RolesJob(FaultJob):
 
 
 ENVIRONMENT = """
-from rlite.services.recovery.faults import FaultBoard
+from rlite.testing import FaultBoard
 
 async def step(state, action, extra_info):
     FaultBoard(extra_info["out"]).reach("reward", "SANDBOX")

@@ -19,17 +19,17 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
-from rlite.data.tables import read_rows
+from rlite.assembly.command import run
+from rlite.assembly.launch import init_devices
+from rlite.assembly.workflows import context_limit
+from rlite.data.readers.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.services.recovery import reporting
-from rlite.services.recovery.faults import FaultBoard
+from rlite.testing import FaultBoard
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rl.workflows import context_limit
-from rlite.trainer.run.command import run
-from rlite.trainer.run.launch import init_devices
+from rlite.trainer.run.interruption import has_begun
 
 SAVING_S = 0.05
 """within which a fault during a checkpoint happens"""
@@ -59,7 +59,7 @@ class FaultyPpoTrainer(PpoTrainer):
         super().__init__(options, FaultyWorkflow(workflow, board), rows)
 
     def start(self) -> None:
-        self.board.reach("recovery" if reporting.has_begun() else "creation", "TRAINER")
+        self.board.reach("recovery" if has_begun() else "creation", "TRAINER")
         super().start()
         self.wait_for_release()
 

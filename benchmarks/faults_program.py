@@ -19,7 +19,7 @@ import numpy as np
 from rlite import NeedParallel, files
 from rlite.control import BaseTrainer, BaseWorkload
 from rlite.errors import CallTimeout, WorkerDied, WorkerError
-from rlite.services.recovery.faults import FaultBoard, Phase
+from rlite.testing import FaultBoard, Phase
 
 VOCABULARY, LENGTH, BATCH, LR = 32, 6, 8, 0.5
 SAVE_FREQ = 2

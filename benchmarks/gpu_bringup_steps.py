@@ -39,12 +39,12 @@ from benchmarks.gpu_bringup import write_record
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.engine.transport import Layout, Place, read, share, unshare
-from rlite.engine.weight_sync import make_plan
-from rlite.nn.attention import PackedLayout, packed_attention
+from rlite.backends.models.attention import PackedLayout, packed_attention
+from rlite.engine.weights import make_plan
 from rlite.runtime.parallel.host_memory import device_usage
 from rlite.runtime.parallel.processes import process_identity
 from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.replicas.transport import Layout, Place, read, share, unshare
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.algorithms import gather_logprobs
+from rlite.backends.models.linear import linear
 from rlite.nn import linear_logprobs
-from rlite.nn.linear import linear
 
 SIDES = ("ours", "logits", "cross_entropy")
 MOST_MEMORY = 0.25

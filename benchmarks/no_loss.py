@@ -39,8 +39,8 @@ from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.sft import SftConfig, SftTrainer
-from rlite.trainer.supervised_options import AnsweringOptions, DataOptions
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import AnsweringOptions, DataOptions, SftConfig
 from rlite.types import GenerationHyperparameters
 
 LIMIT = 1.03

@@ -31,8 +31,8 @@ from benchmarks.model import NUM_PRINTABLE, build_model
 from rlite.data.tokens import Tally, TokenRows
 from rlite.observability import stats_tracker
 from rlite.trainer.model.options import ModelOptions
-from rlite.trainer.sft import SftConfig, SftTrainer
-from rlite.trainer.supervised_options import AnsweringOptions, DataOptions
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import AnsweringOptions, DataOptions, SftConfig
 
 SHORTEST, LONGEST, ROWS_PER_STEP = 16, 512, 64
 PACKS_PER_STEP = 33

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+WHOLE = ("PpoConfig", "GrpoConfig", "SupervisedConfig", "SftConfig", "RmConfig", "DpoConfig", "KtoConfig", "EvalConfig")
+"""classes of the options of a whole run"""
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -29,6 +31,8 @@ class Shape:
     num_raises: int = 0
     classes: dict[str, int] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=dict)
+    whole: list[str] = field(default_factory=list)
+    """functions that receive the options of a whole run"""
 
 
 def docstring_lines(tree: ast.Module) -> Iterator[int]:
@@ -47,6 +51,14 @@ def source_lines(text: str) -> set[int]:
     return covered - set(docstring_lines(ast.parse(text)))
 
 
+def takes_whole(node: ast.AST) -> bool:
+    """Return whether a function has a parameter with the options of a whole run; `self` does not count."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return any(each.annotation is not None and ast.unparse(each.annotation) in WHOLE for each in given)
+
+
 def shape_of(root: Path) -> Shape:
     """Measure every module of the package `root/rlite`."""
     shape = Shape()
@@ -62,6 +74,7 @@ def shape_of(root: Path) -> Shape:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 sizes = shape.classes if isinstance(node, ast.ClassDef) else shape.functions
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                shape.whole += [f"{relative}:{node.name}"] if takes_whole(node) else []
                 sizes[f"{relative}:{node.name}"] = len(code.intersection(lines))
     return shape
 
@@ -73,6 +86,7 @@ def main(others: list[str]) -> None:
         print(f"{package:28}", *(f"{shape.lines[package]:7} in {shape.files[package]:3}" for shape in shapes))
     print(f"{'source lines':28}", *(f"{shape.lines.total():7} in {shape.files.total():3}" for shape in shapes))
     print(f"{'raise statements':28}", *(f"{shape.num_raises:14}" for shape in shapes))
+    print(f"{'take the whole config':28}", *(f"{len(shape.whole):14}" for shape in shapes))
     for what in ("classes", "functions"):
         largest = [sorted(getattr(shape, what).items(), key=lambda item: -item[1])[:3] for shape in shapes]
         for each in largest:

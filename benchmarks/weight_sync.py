@@ -26,9 +26,9 @@ from accelerate import init_empty_weights
 from transformers import LlamaForCausalLM
 
 import rlite
-from rlite.engine.transport import Layout, Place
-from rlite.engine.weight_sync import SyncReport, known_plan
+from rlite.engine.weights import SyncReport, known_plan
 from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.runtime.replicas.transport import Layout, Place
 from tests.tiny import build_model_dir
 
 LEAST = {1: 0.5, 2: 0.33}

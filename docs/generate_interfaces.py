@@ -8,6 +8,7 @@ A test compares the page with the code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ MODULES = {
     "rlite.control": "The control plane.",
     "rlite.errors": "The error tree.",
 }
+PARTS = {"rlite.types": ("rlite.generation",)}
+"""modules whose names another module has, too"""
 OPTIONS = {
     "torch": "rlite.backends.embedded.options:EmbeddedOptions",
     "fsdp2": "rlite.backends.fsdp2.options:Fsdp2Options",
@@ -77,7 +80,7 @@ def public_names(module_name: str) -> Iterator[tuple[str, Any]]:
     if names is None:
         values = vars(module).items()
         # `algorithms` collects the names of its files; any other module without `__all__` has its own
-        homes = f"{module_name}." if hasattr(module, "__path__") else module_name
+        homes = (f"{module_name}." if hasattr(module, "__path__") else module_name, *PARTS.get(module_name, ()))
         names = [name for name, value in values if getattr(value, "__module__", "").startswith(homes)]
     for name in sorted((name for name in names if not name.startswith("_")), key=str.lower):
         value = getattr(module, name)
@@ -104,7 +107,7 @@ def methods(cls: type) -> list[str]:
         value = inspect.getattr_static(cls, name)
         if isinstance(value, classmethod | staticmethod):
             value = value.__func__
-        if isinstance(value, property):
+        if isinstance(value, property | functools.cached_property):
             lines.append(f"  {entry(name, value, 'property ')}")
         elif inspect.isfunction(value):
             lines.append(f"  {entry(name, value)}")
@@ -113,7 +116,7 @@ def methods(cls: type) -> list[str]:
 
 def arguments(value: Any) -> str:
     """The arguments with their defaults, without annotations; nothing for properties, errors and modules."""
-    if isinstance(value, property) or not callable(value):
+    if isinstance(value, property | functools.cached_property) or not callable(value):
         return ""
     if inspect.isclass(value) and issubclass(value, BaseException | Enum):
         return ""

@@ -14,9 +14,9 @@ from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.data.reasoning import build_problems, question_of
 from rlite.rollout import GymEnvironment, GymWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 
 
 class TwoAttempts:

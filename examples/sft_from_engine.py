@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 import rlite
 from rlite.algorithms import masked_mean, next_token, on_logprobs
 from rlite.assembly.quickstart.run import build_tiny_qwen3
+from rlite.data.readers.tables import read_rows
 from rlite.data.sft import sft_rows
-from rlite.data.tables import read_rows
 from rlite.nn import HuggingFaceFsdp2TrainModule
 
 QUESTION = {"role": "user", "content": "Which colour has the sky?"}

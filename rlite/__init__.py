@@ -26,17 +26,28 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rlite.api import evaluate, train
-    from rlite.dispatch import NeedParallel, gathered
+    from rlite.data.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
     from rlite.engine.registry import register_executor
-    from rlite.engine.session import init, session
+    from rlite.engine.start import init, session
     from rlite.engine.train import RliteTrainEngine
     from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker
     from rlite.runtime.cluster.session import current_session, shutdown
 
 __all__, __getattr__, __dir__ = lazy.exports(
-    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types")
+    __name__,
+    {
+        "rlite.api": "evaluate train",
+        "rlite.data.dispatch": "NeedParallel gathered",
+        "rlite.engine.inference": "RliteInferenceEngine RLiteInferenceEngine=RliteInferenceEngine",
+        "rlite.engine.registry": "register_executor",
+        "rlite.engine.start": "init session",
+        "rlite.engine.train": "RliteTrainEngine RLiteTrainEngine=RliteTrainEngine",
+        "rlite.observability": "stats_tracker",
+        "rlite.runtime.cluster.session": "current_session shutdown",
+    },
+    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types"),
 )
 __all__ += ["__version__"]

@@ -28,21 +28,21 @@ from rlite import config
 from rlite.assembly.commands.generate import prompt_item
 from rlite.assembly.evaluate.command import evaluate as run_evaluation
 from rlite.assembly.evaluate.options import EvalConfig
-from rlite.data.tables import Row
+from rlite.assembly.trainers import TRAINERS
+from rlite.data.readers.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
-from rlite.evaluation.sets import EvaluationResult
+from rlite.evaluation.folder import EvaluationResult
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.runtime.cluster.session import has_session
 from rlite.services.console.sinks.jsonl import read_metrics
-from rlite.services.console.terminal import number
 from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import KEY, key_of
-from rlite.trainer.presets import TRAINERS
-from rlite.trainer.run.command import IN_MEMORY, REWARD, ProgramObjects
+from rlite.trainer.held_out import KEY, key_of
+from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
+from rlite.wording import number
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With

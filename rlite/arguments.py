@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -325,3 +325,30 @@ def shown(value: Any) -> str:
     """Return the value of an option for a message, cut if it is long."""
     text = "null" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+MAX_SHOWN = 8
+"""differences that a message names"""
+NOT_SET = "nothing"
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
+    """Return the values that differ, with both of them.
+
+    Args:
+        there: earlier values by their whole keys, as `flat` gives them.
+        here: values to compare.
+        keys: keys to compare; default: all.
+    """
+    compared = dict.fromkeys([*there, *here]) if keys is None else keys
+    return [
+        f"{key}: {shown(there.get(key, NOT_SET))} there, {shown(here.get(key, NOT_SET))} here"
+        for key in compared
+        if there.get(key, NOT_SET) != here.get(key, NOT_SET)
+    ]
+
+
+def some_of(different: Sequence[str]) -> str:
+    """Return the first differences in a line, and the number of the others."""
+    more = [f"and {len(different) - MAX_SHOWN} more"] if len(different) > MAX_SHOWN else []
+    return "; ".join([*different[:MAX_SHOWN], *more])

@@ -13,11 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from rlite.errors import DataError
-
-BatchT = TypeVar("BatchT", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -86,42 +81,3 @@ RAGGED: Mapping[str, str] = {key.name: key.counts for key in _TABLE if key.count
 """ragged keys, with the keys that count their values. A trajectory without them has no value for any token"""
 PACK_LAYOUT = frozenset(key.name for key in _TABLE if key.writer == "packing")
 """keys that describe a pack"""
-
-
-def with_keys(batch: BatchT, **columns: Any) -> BatchT:
-    """Return a batch that has further keys, or other values of some keys. Tensors are shared, and `batch` is unchanged.
-
-    Args:
-        batch: a TensorDict.
-        columns: tensors by key, each with as many rows as the batch.
-    """
-    return batch.clone(recurse=False).update(columns)
-
-
-def check_has(batch: Any, *names: str) -> None:
-    """Check that a batch has these keys.
-
-    Raises:
-        DataError: A key is missing; the message names its writer and its content.
-    """
-    for name in names:
-        if name not in batch:
-            key = KEYS[name]
-            raise DataError(
-                f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
-                f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
-            )
-
-
-def check_one_per_row(batch: Any, name: str) -> None:
-    """Check that a key of a batch has one value for each row, not one for each token.
-
-    Raises:
-        DataError: The key is missing, or has another shape.
-    """
-    check_has(batch, name)
-    if batch[name].dim() != 1:
-        raise DataError(
-            f"{name} has shape {list(batch[name].shape)}; expected [{len(batch)}], one for each row: rewards of single "
-            "tokens are the key token_rewards, beside rewards with their sum"
-        )

@@ -48,10 +48,10 @@ from typing import NamedTuple
 
 import rlite
 from rlite import config
+from rlite.assembly.command import run, start
+from rlite.assembly.trainers import TRAINERS
 from rlite.errors import ConfigError, did_you_mean
 from rlite.help import help_topic
-from rlite.trainer.presets import TRAINERS
-from rlite.trainer.run.command import run, start
 
 
 class Command(NamedTuple):

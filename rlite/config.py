@@ -10,6 +10,11 @@
 `--import FILE.py` adds to the list `imports`, in a config that has this key. `--help` prints all keys by group, and
 `--help data` one group.
 
+The way of a value, in this module but for the texts, which `rlite.arguments` reads:
+
+    files, key=value, a program's values --merge--> tree --_resolved--> values --validated--> config
+                                              every problem on the way --as_error--> one error
+
 OmegaConf merges files and arguments and resolves interpolations (`${actor.lr}`), which see the command line and the
 defaults. pydantic validates, strictly: 1.5 is no int and "yes" is no truth value. Text is read as the type of its
 field: `name=001` is the string "001" for a `str` and 1 for an `int`. `null` is None if the field allows None. Lists and
@@ -42,7 +47,7 @@ from pydantic_core import PydanticUndefined
 from rlite import files
 from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
-from rlite.help import Manual, described, help_topic
+from rlite.help import described, help_topic, text, wrapped
 from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, UNNAMED, by_name, nearest_key, set_by, single_or_named
 
 C = TypeVar("C", bound="Options")
@@ -269,20 +274,26 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    keys = {path: (option, value) for path, option, value in _keys_and_entries(cls)}
+    keys = {path: (option, value) for path, option, value in _keys(cls, has_entries=True)}
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
     without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
     required = [path for path in without_default if f"{path}.".startswith(of_required)]
-    own_code = "[--import FILE.py]..." if IMPORTS in cls.model_fields else ""
-    manual = Manual(
-        keys={path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
-        titles={group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}},
-        first=list(dict.fromkeys([*required, *cls.help_first])),
-        options=" ".join(filter(None, [cls.help_arguments, "[--config FILE.yaml]...", own_code, "[key=value]..."])),
-        example=cls.help_example,
-        preset=_preset(cls),
+    name, own_code = f"{command} " if command else "", "[--import FILE.py]..." if IMPORTS in cls.model_fields else ""
+    forms = filter(None, [cls.help_arguments, "[--config FILE.yaml]...", own_code, "[key=value]..."])
+    usage = [f"usage: {name}{' '.join(forms)}"]
+    if cls.preset_of:
+        changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
+        usage += wrapped(f"preset: rlite {cls.preset_of} {' '.join(changed)}")
+    if cls.help_example:
+        usage.append(f"example: {name}{cls.help_example}")
+    return text(
+        {path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
+        {group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}},
+        list(dict.fromkeys([*required, *cls.help_first])),
+        usage,
+        topic,
+        name,
     )
-    return manual.text(topic, command)
 
 
 def _title(cls: type[Options], group: str) -> str:
@@ -299,12 +310,6 @@ def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     limits = _limits(option).replace("a number ", "").replace("a finite number", "finite").replace(" of ", ", ")
     sentence = " ".join((option.description or "").split())
     return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
-
-
-def _preset(cls: type[Options]) -> str:
-    """Return the command that a preset stands for, such as `rlite ppo kl.coef=1`; "" without a preset."""
-    changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
-    return f"rlite {cls.preset_of} {' '.join(changed)}" if cls.preset_of else ""
 
 
 def _preset_values(cls: type[Options]) -> dict[str, Any]:
@@ -405,32 +410,22 @@ class _Problems(Generic[C]):
             read = with_aliases(read_yaml(file), aliases)
             self._note_source(OmegaConf.to_container(read), file)
             tree = merged(tree, read, file, files[0])
-        for key, text in overrides:
+        values = [(key, value, COMMAND_LINE) for key, value in overrides]
+        for key, value, source in [*values, *((key, value, PROGRAM) for key, value in _flat(self.root, given))]:
             key = aliases.get(key, key)
-            if at := self._known(key, COMMAND_LINE):
-                value = text if at.is_exact and _is_scalar(at.hint) else read_value(key, text)
-                self._enter(tree, key, value, COMMAND_LINE)
-        for key, value in _flat(self.root, given):
-            key = aliases.get(key, key)
-            if self._known(key, PROGRAM):
-                self._enter(tree, key, value, PROGRAM)
+            at = _locate(self.root, key.split("."))
+            if not at.is_exact and not _is_open(at.hint):
+                self.unknown[key] = f"{_unknown(self.root, key)} ({source})"
+                continue
+            if source is COMMAND_LINE and not (at.is_exact and _is_scalar(at.hint)):
+                value = read_value(key, value)
+            enter(tree, key, value, self._source(key))
+            self._note_source({key: value}, source)
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
             self.sources[IMPORTS] = COMMAND_LINE
         return tree
-
-    def _known(self, key: str, source: str) -> _Location | None:
-        """Return the location of a key; None, and a problem, for an unknown key."""
-        at = _locate(self.root, key.split("."))
-        if at.is_exact or _is_open(at.hint):
-            return at
-        self.unknown[key] = f"{_unknown(self.root, key)} ({source})"
-        return None
-
-    def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
-        enter(tree, key, value, self._source(key))
-        self._note_source({key: value}, source)
 
     def _note_source(self, values: Any, source: str) -> None:
         self.sources |= {key: source for key, _ in flat(values)}
@@ -571,25 +566,29 @@ def _limits(option: FieldInfo) -> str:
 # keys and types
 
 
-def _keys(cls: type[Options], default: Options | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield every key with its option and its default, which is PydanticUndefined if the key is required."""
+def _keys(
+    cls: type[Options], default: Options | None = None, prefix: str = "", has_entries: bool = False
+) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yield every key with its option and its default, which is PydanticUndefined if the key is required.
+
+    Args:
+        cls: the config's class.
+        default: instance that has the defaults, if they are not those of the class.
+        prefix: beginning of each key.
+        has_entries: after a mapping to groups, yield the keys of an entry called NAME.
+    """
     for name, option in cls.model_fields.items():
-        group = _group_of(option.annotation)
+        group, entry = _group_of(option.annotation), _entry_of(option.annotation)
         value = _default(option) if default is None else dict(default)[name]
         if group is None or value is None:
             yield f"{prefix}{name}", option, value
+        if has_entries and entry is not None:
+            yield from _keys(entry, None, f"{prefix}{name}.NAME.")
         if _may_be_unnamed(option):
-            group = _entry_of(option.annotation)
+            group = entry
         if group is not None:
-            yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.")
-
-
-def _keys_and_entries(cls: type[Options]) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield every key as `_keys` does, and after a mapping to groups the keys of an entry called NAME."""
-    for path, option, value in _keys(cls):
-        yield path, option, value
-        if entry := _entry_of(option.annotation):
-            yield from _keys(entry, None, f"{path}.NAME.")
+            own = value if isinstance(value, group) else None
+            yield from _keys(group, own, f"{prefix}{name}.", has_entries)
 
 
 def _default(option: FieldInfo) -> Any:

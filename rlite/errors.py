@@ -66,8 +66,21 @@ class PlacementError(RliteError, ValueError):
     """Devices were requested that do not exist or are taken."""
 
 
+class ParameterError(ConfigError):
+    """A sampling parameter has a value that cannot work. `name` is its name."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message, name)
+        self.name = name
+
+
 class DataError(RliteError, ValueError):
     """A prompt, a row or a file cannot be used; the message names the row and the key."""
+
+    @property
+    def place(self) -> str:
+        """Name of the part that cannot be used, such as "messages[0]"; "" if the error does not tell."""
+        return self.args[1] if len(self.args) > 1 else ""
 
 
 class StreamedDataError(DataError):
@@ -76,6 +89,14 @@ class StreamedDataError(DataError):
 
 class EvaluationInterrupted(RliteError, RuntimeError):
     """The caller of an evaluation has asked it to end early. What it has found so far is dropped."""
+
+
+class RolloutError(RliteError, RuntimeError):
+    """Rollouts cannot continue, or one of them cannot be finished; the message has the reason."""
+
+
+class EngineAborted(RolloutError):
+    """The engine ended a completion before its end."""
 
 
 class NonFiniteError(DataError):

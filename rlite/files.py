@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,3 +134,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_name(name: str) -> str:
+    """Return a name that is also the name of files, such as that of an evaluation.
+
+    Raises:
+        ValueError: the name is not valid for a file.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"{name!r}: expected letters, digits, _, . and -, and none of . and - first")
+    return name

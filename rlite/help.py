@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlite.errors import UnknownOptionError, did_you_mean
 
@@ -13,62 +12,43 @@ ENTRY = "NAME"
 """part of a key that stands for the name of one of several entries"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manual:
-    """The options of a command in words."""
+def wrapped(line: str) -> list[str]:
+    """Return the lines of a long line."""
+    return textwrap.wrap(line, 116, subsequent_indent="    ")
 
-    keys: Mapping[str, str]
-    """the lines of each key, such as "actor.lr" """
-    titles: Mapping[str, str]
-    """title of each group, such as "actor"; "" is the group of the keys without one"""
-    first: Sequence[str]
-    """keys that come before the groups, or before the other keys if there are no groups"""
-    options: str
-    """forms of the arguments"""
-    example: str
-    """arguments of a typical call"""
-    preset: str = ""
-    """the call of another command that this one stands for"""
 
-    def text(self, topic: str, command: str) -> str:
-        """Return the whole text, or the part on one topic.
+def text(
+    keys: Mapping[str, str], titles: Mapping[str, str], first: Sequence[str], usage: list[str], topic: str, command: str
+) -> str:
+    """Return the text of `--help`, or the part on one topic.
 
-        Args:
-            topic: a group, whose groups below it are included, or a key; "" is everything.
-            command: name of the command, for the usage and the example; "" is unknown.
+    Args:
+        keys: the lines of each key, such as "actor.lr".
+        titles: title of each group, such as "actor"; "" is the group of the keys without one.
+        first: keys that come before the groups, or before the other keys if there are no groups.
+        usage: lines that come before all keys.
+        topic: a group, whose groups below it are included, or a key; "" is everything.
+        command: name of the command with a space after it; "" is unknown.
 
-        Raises:
-            UnknownOptionError: there is no such group and no such key. The message names the nearest.
-        """
-        has_groups = any("." in key for key in self.keys)
-        groups: dict[str, list[str]] = {}
-        for key in self.keys if has_groups else dict.fromkeys([*self.first, *self.keys]):
-            groups.setdefault(key.rpartition(".")[0], []).append(self.keys[key])
-        asked = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
-        # the keys of one of several entries are those of a single entry
-        chosen = {
-            name: own for name, own in asked.items() if name.replace(f".{ENTRY}", "") not in asked.keys() - {name}
-        }
-        if not chosen and topic not in self.keys:
-            hint = _nearest(topic, [name for name in groups if name], list(self.keys))
-            raise UnknownOptionError(f"--help {topic}: no such group or key; {hint}")
-        sections = [_section(self.titles[name], own) for name, own in chosen.items()]
-        if topic:
-            return "\n\n".join([*([self.keys[topic]] if topic in self.keys else []), *sections])
-        first = [_section("common options", [self.keys[key] for key in self.first])] if len(groups) > 1 else []
-        return "\n\n".join([self._usage([name for name in groups if name], command), *first, *sections])
-
-    def _usage(self, groups: Sequence[str], command: str) -> str:
-        name = f"{command} " if command else ""
-        lines = [f"usage: {name}{self.options}"]
-        if self.preset:
-            lines += textwrap.wrap(f"preset: {self.preset}", 116, subsequent_indent="    ")
-        if self.example:
-            lines.append(f"example: {name}{self.example}")
-        if groups:
-            named = f"one group: {name}--help GROUP, of {', '.join(groups)}"
-            lines += textwrap.wrap(named, 116, subsequent_indent="    ")
-        return "\n".join(lines)
+    Raises:
+        UnknownOptionError: there is no such group and no such key. The message names the nearest.
+    """
+    has_groups = any("." in key for key in keys)
+    groups: dict[str, list[str]] = {}
+    for key in keys if has_groups else dict.fromkeys([*first, *keys]):
+        groups.setdefault(key.rpartition(".")[0], []).append(keys[key])
+    asked = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
+    # the keys of one of several entries are those of a single entry
+    chosen = {name: own for name, own in asked.items() if name.replace(f".{ENTRY}", "") not in asked.keys() - {name}}
+    named = [name for name in groups if name]
+    if not chosen and topic not in keys:
+        raise UnknownOptionError(f"--help {topic}: no such group or key; {_nearest(topic, named, list(keys))}")
+    sections = [_section(titles[name], own) for name, own in chosen.items()]
+    if topic:
+        return "\n\n".join([*([keys[topic]] if topic in keys else []), *sections])
+    others = wrapped(f"one group: {command}--help GROUP, of {', '.join(named)}") if named else []
+    common = [_section("common options", [keys[key] for key in first])] if len(groups) > 1 else []
+    return "\n\n".join(["\n".join([*usage, *others]), *common, *sections])
 
 
 def help_topic(argv: Sequence[str]) -> str | None:

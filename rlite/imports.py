@@ -1,4 +1,4 @@
-"""Import of the user's own files and modules, which register algorithms, workflows and callbacks by name."""
+"""Optional packages, and the user's own files and modules, which register algorithms, workflows and callbacks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,56 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from rlite.errors import ImportFailed, own_traceback, similar_file
+from rlite.errors import ConfigError, ImportFailed, own_traceback, similar_file
+
+
+def lacking(what: str, extra: str, *packages: str) -> str:
+    """Return the message for packages that are not installed; "" if all are.
+
+    Args:
+        what: beginning of the message, such as "adapters need".
+        extra: extra of rlite that installs the packages.
+        *packages: the names of the packages.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"{what} the package {' and '.join(missing)}: pip install 'rlite[{extra}]'" if missing else ""
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Check that packages are installed. Arguments are those of `lacking`.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    if message := lacking(what, extra, *packages):
+        raise ConfigError(message)
+
+
+@contextmanager
+def optional(what: str, extra: str, remedy: str = "") -> Iterator[None]:
+    """Convert the error of an import inside the block to the message of `lacking`.
+
+    Args:
+        what: beginning of the message, such as "adapters need".
+        extra: extra of rlite that installs the package.
+        remedy: another remedy, at the end of the message.
+
+    Yields:
+        None.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{what} the package {error.name}: pip install 'rlite[{extra}]'{remedy}"
+        raise ConfigError(message) from error
 
 
 def import_own_code(name: str) -> None:

@@ -1,28 +1,29 @@
-"""Packages whose public names are loaded at first use (PEP 562)."""
+"""Packages whose public names are loaded at first use (PEP 562). This module imports nothing else of rlite."""
 
 from __future__ import annotations
 
-import dis
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def exports(submodules: Sequence[str] = ()) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return what the calling package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
+def exports(
+    package: str, names: Mapping[str, str], submodules: Sequence[str] = ()
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return what a package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
 
-    The public names are the names that the `__init__` imports under `if TYPE_CHECKING:`.
+    The `__init__` also imports the names under `if TYPE_CHECKING:`, which type checkers read.
 
     Args:
+        package: the package's name.
+        names: module -> its public names, separated by spaces; `name=original` gives an object a second name.
         submodules: modules of the package that are its attributes without having been imported.
 
     Returns:
         The list of public names, the loader of a name, and the function that lists names.
     """
-    init = sys._getframe(1)
-    package, homes = init.f_globals["__name__"], _imports_for_type_checkers(init.f_code)
+    homes = {name.partition("=")[0]: (home, name.partition("=")[2]) for home in names for name in names[home].split()}
 
     def load(name: str) -> Any:
         if name in submodules:
@@ -30,29 +31,9 @@ def exports(submodules: Sequence[str] = ()) -> tuple[list[str], Callable[[str], 
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, original = homes[name]
-        # as `from home import original` does it: that finds a module of a package, too
-        value = getattr(__import__(home, fromlist=[original]), original)
+        # as `from home import name` does it: that finds a module of a package, too
+        value = getattr(__import__(home, fromlist=[original or name]), original or name)
         setattr(sys.modules[package], name, value)  # the next time it is found there
         return value
 
     return sorted(homes), load, lambda: sorted([*homes, *submodules])
-
-
-def _imports_for_type_checkers(code: CodeType) -> dict[str, tuple[str, str]]:
-    """Return name -> module and name there, for each import below the first `if TYPE_CHECKING:` of a module.
-
-    The compiled code holds these imports, although they never run. It is also there if the source is not installed.
-    """
-    homes: dict[str, tuple[str, str]] = {}
-    is_below, module, original = False, "", ""
-    for instruction in dis.get_instructions(code):
-        match instruction.opname:
-            case "LOAD_NAME" if instruction.argval == "TYPE_CHECKING":
-                is_below = True
-            case "IMPORT_NAME":
-                module, original = instruction.argval, ""
-            case "IMPORT_FROM":
-                original = instruction.argval
-            case "STORE_NAME" if is_below and original:
-                homes[instruction.argval], original = (module, original), ""
-    return homes

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rlite.errors import ConfigError, UnknownOptionError, blamed, did_you_mean
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
@@ -69,26 +69,6 @@ class Table(dict[str, Algorithm]):
             return algorithm
         names = (name for name, known in self.items() if known is algorithm)
         return next(names, getattr(algorithm, "__name__", "without a name"))
-
-    def call(
-        self, algorithm: str | Algorithm, options: Mapping[str, Any], *given: Any, note: str = "", **reserved: Any
-    ) -> tuple[str, Any]:
-        """Call an algorithm, and blame it for what it raises.
-
-        Args:
-            algorithm: its name, or the function.
-            options: its options.
-            *given: the positional arguments that the library gives.
-            note: text for messages about the arguments.
-            **reserved: the keyword arguments that the library gives.
-
-        Returns:
-            The algorithm's kind, name and place in words, for messages; and its result.
-        """
-        function = self.check(algorithm, options)
-        what = f"{self.kind} {self.name_of(algorithm)!r}: {located(function)}{note}"
-        with blamed(what):
-            return what, function(*given, **reserved, **options)
 
     def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
         """Return the function of this name, or the given function, which can be called with the options.

@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlite.algorithms.on_logprobs import OnLogprobs
+from rlite.algorithms.logprobs import OnLogprobs
+from rlite.backends.models.huggingface import exported_class
 from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, own_tokens
-from rlite.engine.redefinition import take_class
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
 from rlite.engine.registry import register_executor
-from rlite.engine.train_lifecycle import TrainBackend
-from rlite.engine.workers import Part, RankChoice
+from rlite.engine.train_backend import TrainBackend
+from rlite.engine.user_module import take_class
 from rlite.errors import ConfigError
-from rlite.nn.base import real_tensors
-from rlite.nn.huggingface import exported_class
+from rlite.nn.pretrained import real_tensors
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.host_memory import DeviceUsage, device_usage
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
+from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.runtime.storage.atomic import publish, seal
 from rlite.runtime.storage.huggingface import Writer
 from rlite.runtime.storage.safe import load_values
@@ -238,7 +238,8 @@ class PipelineWorker:
                 data = dict(lazy_pack(share.batch, rows or pair_rows(share.batch), CPU))
                 outputs = self._run(post_hook, data)
                 if self._is_last:
-                    found.append(own_tokens(rows, post_hook(outputs, data)))
+                    values = post_hook(outputs, data)
+                    found.append(values if rows else values[:0])
         return torch.cat(found) if self._is_last else None
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:

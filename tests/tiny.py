@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.nn.transformers_warnings import quiet_transformers
+from rlite.nn.pretrained import quiet_transformers
 
 Kind = Literal["qwen2", "qwen3", "llama"]
 

@@ -9,15 +9,16 @@ batch.
 from rlite.algorithms.advantages.base import (
     ADVANTAGES,
     AdvantageFunction,
-    is_of_group_alone,
+    group_advantages,
+    last_action_rewards,
+    normalize_rewards,
     outcome_advantages,
     register_advantage,
 )
 from rlite.algorithms.advantages.group import (
     gdpo_advantages,
     gpg_advantages,
-    group_advantages,
-    normalize_rewards,
+    is_of_group_alone,
     opo_advantages,
     pass_at_k_advantages,
     remax_advantages,
@@ -26,32 +27,25 @@ from rlite.algorithms.advantages.group import (
 from rlite.algorithms.advantages.token import (
     discounted_returns,
     gae,
-    last_action_rewards,
+    kl_shaped_rewards,
     masked_whiten,
     optimal_token_advantages,
     reinforce_pp_advantages,
 )
-from rlite.algorithms.kl import adaptive_kl_coef, binary_divergence, kl_penalty, kl_shaped_rewards
-from rlite.algorithms.logprobs import (
-    entropy,
-    gather_logprobs,
-    gather_logprobs_entropy,
-    next_token,
-    previous_token,
-    sum_pi_squared,
-)
+from rlite.algorithms.log_ratios import importance_weights, kl_penalty
+from rlite.algorithms.logits import entropy, gather_logprobs, gather_logprobs_entropy, sum_pi_squared
+from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs, next_token, on_logprobs, previous_token
 from rlite.algorithms.off_policy import (
     BehaviourWeights,
     behaviour_weights,
+    binary_divergence,
     check_rejection,
-    importance_weights,
     interpolated_proximal,
     off_policy_metrics,
     off_policy_sequence_mask,
     rejection_mask,
     weight_metrics,
 )
-from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs, on_logprobs
 from rlite.algorithms.policy_losses.base import (
     POLICY_LOSSES,
     SELECTIONS,
@@ -103,6 +97,5 @@ from rlite.algorithms.reduce import (
     sequence_sums,
     to_tokens,
 )
-from rlite.algorithms.schedules import lr_factor
-from rlite.algorithms.sft import cross_entropy
-from rlite.algorithms.value import value_loss
+from rlite.algorithms.schedules import adaptive_kl_coef, lr_factor
+from rlite.algorithms.token_losses import cross_entropy, value_loss

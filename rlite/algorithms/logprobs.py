@@ -1,11 +1,8 @@
-"""Compute log-probabilities and entropies of tokens, without a second copy of the logits.
+"""Log-probabilities of tokens: the form in which losses read them, and a softmax that never sees the whole vocabulary.
 
-A softmax over T x V in float32 is the largest tensor of a training step. Here the forward and the backward pass process
-the rows in chunks. The forward pass keeps one or two numbers per row, and the backward pass computes each chunk's
-softmax again.
-
-The columns of the vocabulary may also come in blocks, one after the other or one per rank. With x = logits /
-temperature, four numbers per row are enough. The numbers of two blocks determine the numbers of both together:
+A loss that reads log-probabilities and entropies, and no logits, is an `OnLogprobs`: no rank has to hold the logits of
+a pack. They are computed over blocks of columns (tensor-parallel ranks, tiles). With x = logits / temperature, four
+statistics of a block are enough, and the statistics of two blocks determine those of both together:
 
     greatest m = max_v x_v    total s = sum_v exp(x_v - m)    moment t = sum_v exp(x_v - m) (x_v - m)    label x_l
     log p_l = x_l - m - log s         d/dx_v = [v = l] - p_v
@@ -16,106 +13,113 @@ temperature, four numbers per row are enough. The numbers of two blocks determin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self, overload
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rlite.algorithms.shapes import CuSeqlens, Logits, Tokens
+from rlite.algorithms.shapes import CuSeqlens
 from rlite.errors import ConfigError
 
-# default chunks, in elements: on a CPU what its cache holds, on a GPU what keeps it busy
-_CPU_CHUNK = 1 << 20
-_GPU_CHUNK = 1 << 26
+
+class _Pair(NamedTuple):
+    logprobs: Float[Tensor, " tokens"]
+    """log p(next token) under softmax(logits / temperature); without a meaning at a sequence's last position. If the
+    pack has kept ids of the token, p is normalised over them"""
+    entropy: Float[Tensor, " tokens"]
+    """entropy of softmax(logits / temperature) over the vocabulary, in nats"""
 
 
-def gather_logprobs(
-    logits: Logits,
-    labels: Int[Tensor, "*tokens"],
-    temperature: float = 1.0,
-    *,
-    chunk_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    start: int = 0,
-) -> Tokens:
-    """Return log p(label) under softmax(logits / temperature), in float32 (float64 for float64 logits).
+class TokenLogprobs(_Pair):
+    """The policy's log-probability and entropy at every position of a pack, for the token that follows."""
+
+    _full: Tensor | None = None
+
+    def __new__(cls, logprobs: Tensor, entropy: Tensor, full_logprobs: Tensor | None = None) -> Self:
+        """Return the pair (logprobs, entropy), with `full_logprobs` as an attribute.
+
+        Args:
+            logprobs: log-probabilities, `[T]`.
+            entropy: entropies, `[T]`.
+            full_logprobs: log-probabilities in the whole vocabulary, `[T]`; None if they are the same.
+        """
+        self = super().__new__(cls, logprobs, entropy)
+        self._full = full_logprobs
+        return self
+
+    @property
+    def full_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Return log p(next token) in the whole vocabulary, `[T]`, as a KL to another policy needs it."""
+        return self.logprobs if self._full is None else self._full
+
+
+class OnLogprobs(ABC):
+    """A loss_fn or post_hook whose first argument is a `TokenLogprobs` instead of logits `[T, V]`.
+
+    The engine never holds the logits of a whole pack. It computes log-probabilities in blocks of the vocabulary,
+    forward and backward. Subclass it, or decorate a function with `on_logprobs`.
+    """
+
+    temperature: float = 1.0
+    """divisor of the logits"""
+
+    @abstractmethod
+    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
+        """Return the result of a loss_fn or post_hook.
+
+        Args:
+            tokens: log-probabilities and entropies, `[T]`.
+            data: the pack's keys.
+        """
+
+    def positions(self, data: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
+        """Return the positions that the loss reads; None for all positions.
+
+        At other positions values may be 0, which saves work.
+
+        Args:
+            data: the pack's keys.
+        """
+        return None
+
+
+class _Function(OnLogprobs):
+    def __init__(self, function: Callable[..., Any], temperature: float) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.temperature = check_temperature(temperature)
+
+    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
+        return self.function(tokens, data)
+
+
+@overload
+def on_logprobs(function: Callable[..., Any], *, temperature: float = 1.0) -> OnLogprobs: ...
+@overload
+def on_logprobs(*, temperature: float = 1.0) -> Callable[[Callable[..., Any]], OnLogprobs]: ...
+def on_logprobs(function: Callable[..., Any] | None = None, *, temperature: float = 1.0) -> Any:
+    """Return a loss_fn or post_hook that needs no logits, made of `function(tokens: TokenLogprobs, data)`.
+
+        @on_logprobs
+        def surprise(tokens, data):
+            return masked_mean(-tokens.logprobs, next_token(data["loss_mask"], data["cu_seqlens"]))
+
+        engine.train_batch(batch, surprise, num_tokens)
+
+    Other forms are `@on_logprobs(temperature=0.7)` and `on_logprobs(partial(function, ...), temperature=t)`.
 
     Args:
-        logits: logits, `[T, V]` or `[B, L, V]`.
-        labels: token ids, `[T]` or `[B, L]`, aligned with the logits that predict them (see `next_token`). Give masked
-            positions any id in [0, V). An id outside has log-probability -inf.
+        function: the function; None returns a decorator.
         temperature: divisor of the logits.
-        chunk_size: rows per chunk; default: as many as the device's cache holds.
-        group: ranks that share the vocabulary. Each rank gives its own columns of the same rows, and the same labels.
-            It receives the whole result, and the gradient of its own columns.
-        start: token id of this rank's first column.
-
-    Raises:
-        ConfigError: the shapes do not fit, or temperature is not positive.
     """
-    return gather_logprobs_entropy(logits, labels, temperature, chunk_size=chunk_size, group=group, start=start)[0]
-
-
-def gather_logprobs_entropy(
-    logits: Logits,
-    labels: Int[Tensor, "*tokens"],
-    temperature: float = 1.0,
-    *,
-    chunk_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    start: int = 0,
-) -> tuple[Tokens, Tokens]:
-    """Return `gather_logprobs` and `entropy` in one pass over the logits.
-
-    Args:
-        logits: logits, `[T, V]` or `[B, L, V]`.
-        labels: token ids, `[T]` or `[B, L]`; see `gather_logprobs` for this and the following arguments.
-        temperature: divisor of the logits.
-        chunk_size: rows per chunk.
-        group: ranks that share the vocabulary.
-        start: token id of this rank's first column.
-
-    Raises:
-        ConfigError: the shapes do not fit, or temperature is not positive.
-    """
-    if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
-        )
-    rows = _rows_at_once(logits, chunk_size)
-    return _GatherLogprobs.apply(logits, labels.long() - start, check_temperature(temperature), rows, group)
-
-
-def entropy(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> Tokens:
-    """Return H = -sum_v p_v log p_v of softmax(logits / temperature), in nats.
-
-    Args:
-        logits: logits, `[T, V]` or `[B, L, V]`.
-        temperature: divisor of the logits.
-        chunk_size: rows per chunk.
-    """
-    labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return gather_logprobs_entropy(logits, labels, temperature, chunk_size=chunk_size)[1]
-
-
-@torch.no_grad()
-def sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> Tokens:
-    """Return sum_v p_v^2 of softmax(logits / temperature), for `optimal_token_advantages`; without a gradient.
-
-    Args:
-        logits: logits, `[T, V]` or `[B, L, V]`.
-        temperature: divisor of the logits.
-        chunk_size: rows per chunk.
-    """
-    temperature, sums = check_temperature(temperature), []
-    for chunk in logits.flatten(0, -2).split(_rows_at_once(logits, chunk_size)):
-        rows = scaled(chunk, temperature)
-        sums.append(((2 * rows).logsumexp(-1) - 2 * rows.logsumexp(-1)).exp())
-    return torch.cat(sums).view(logits.shape[:-1])
+    if function is None:
+        return functools.partial(on_logprobs, temperature=temperature)
+    return _Function(function, temperature)
 
 
 def next_token(
@@ -172,85 +176,6 @@ def check_temperature(temperature: float) -> float:
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
     return float(temperature)
-
-
-def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
-    elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
-    return chunk_size or max(1, elements // max(1, logits.shape[-1]))
-
-
-class _GatherLogprobs(torch.autograd.Function):
-    """An autograd function for log-probabilities and entropies, by chunks of rows.
-
-    Labels count from the first column of `logits`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_size: int, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the labels' log-probabilities, and the entropies.
-
-        Args:
-            ctx: context of the backward pass.
-            logits: logits, `[T, V]` or `[B, L, V]`.
-            labels: token ids, counted from the first column of `logits`, `[T]` or `[B, L]`.
-            temperature: divisor of the logits.
-            chunk_size: rows per chunk.
-            group: ranks that share the vocabulary.
-        """
-        flat_labels = labels.reshape(-1)
-        statistics = no_statistics(flat_labels, torch.promote_types(logits.dtype, torch.float32))
-        for rows, chunk in _row_chunks(logits, chunk_size):
-            statistics[:, rows] = block_statistics(chunk, flat_labels[rows], temperature)
-        if group is not None:
-            statistics = merge_over(group, statistics)
-        logprobs, entropies, log_sums = logprobs_and_entropy(statistics)
-        ctx.save_for_backward(logits, flat_labels, log_sums, entropies)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        ctx.set_materialize_grads(False)
-        return logprobs.view(labels.shape), entropies.view(labels.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient with respect to the logits, and None for the other arguments.
-
-        Args:
-            ctx: context of the forward pass.
-            grad_logprobs: gradient with respect to the log-probabilities; None if they were not used.
-            grad_entropies: gradient with respect to the entropies; None if they were not used.
-        """
-        logits, labels, log_sums, entropies = ctx.saved_tensors
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        flat_grad = grad.view(len(labels), logits.shape[-1])
-        by_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.reshape(-1)
-        by_entropies = None if grad_entropies is None else grad_entropies.reshape(-1)
-        for rows, chunk in _row_chunks(logits, ctx.chunk_size):
-            flat_grad[rows] = block_gradient(
-                chunk,
-                labels[rows],
-                ctx.temperature,
-                log_sums[rows],
-                entropies[rows],
-                by_logprobs[rows],
-                None if by_entropies is None else by_entropies[rows],
-            )
-        return grad, None, None, None, None
-
-
-def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield views of at most `chunk_size` rows `[rows, V]`, with their place among all rows.
-
-    `logits[:, :-1]` cannot be flattened without a full copy, so it is processed one batch row at a time.
-    """
-    flattens = logits.dim() != 3 or logits.is_contiguous()
-    pieces = (logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]),) if flattens else logits.unbind(0)
-    start = 0
-    for piece in pieces:
-        for chunk in piece.split(chunk_size):
-            yield slice(start, start + len(chunk)), chunk
-            start += len(chunk)
 
 
 # -- softmax over blocks of columns --

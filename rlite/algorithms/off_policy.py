@@ -1,4 +1,4 @@
-"""Correct for tokens sampled by another policy: importance weights, rejection masks and metrics of the distance.
+"""Correct for tokens sampled by another policy: bounded weights, rejection masks and metrics of the distance.
 
 The sampler differs from the policy that is trained, because the inference engine rounds differently. In asynchronous
 training its weights are also older. Weights and masks are constants without a gradient. Weights are 0 outside of the
@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.kl import binary_divergence, kl_penalty
+from rlite.algorithms.log_ratios import MAX_LOG_RATIO, Scope, is_occupied, kl_penalty
 from rlite.algorithms.reduce import (
+    finite_gradient,
     masked_mean,
     masked_variance,
     sequence_index,
@@ -28,12 +29,10 @@ from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Scalar, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import check_options
 
-Scope = Literal["token", "sequence"]
+BinaryDivergence = Literal["tv", "kl"]
 Metric = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"]
 Over = Literal["mean", "sum", "max"]
-
-_MAX_LOG_RATIO = 20.0
-"""bound of a log ratio; the square of its exponential is finite in float32"""
+_SMALLEST_REST = 1e-8
 
 
 class BehaviourWeights(NamedTuple):
@@ -46,50 +45,22 @@ class BehaviourWeights(NamedTuple):
     """tokens that a bound removed or clamped"""
 
 
-@torch.no_grad()
-def importance_weights(
-    logprobs: Tokens,
-    sampler_logprobs: Tokens,
-    mask: Mask,
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-    scope: Scope = "token",
-    mode: Literal["truncate", "mask"] = "truncate",
-    batch_normalize: bool = False,
-    max_log_ratio: float = _MAX_LOG_RATIO,
-    cu_seqlens: CuSeqlens | None = None,
-) -> Tokens:
-    """Return w = exp(logprobs - sampler_logprobs), bounded.
+def binary_divergence(logprobs: Tokens, other_logprobs: Tokens, divergence: BinaryDivergence) -> Tokens:
+    """Return the divergence of (p, 1 - p) from (q, 1 - q), a lower bound of the divergence over all tokens.
 
     Args:
-        logprobs: log-probabilities under the trainer's policy, `[T]` or `[B, L]`.
-        sampler_logprobs: log-probabilities under the policy that the inference engine sampled from.
-        mask: tokens that count.
-        upper: upper bound of w.
-        lower: lower bound of w; None sets no bound.
-        scope: "token", or "sequence" for the product over the sequence.
-        mode: "truncate" clamps w to the bounds (Ionides 2008; TIS for the engine mismatch, Yao et al. 2025); "mask"
-            makes w 0 outside of them (IcePop, Ling team 2025).
-        batch_normalize: divide by the mean weight of the tokens (or of the sequences).
-        max_log_ratio: bound of |log w| before the exponential.
-        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        logprobs: log p of the sampled token, `[T]` or `[B, L]`.
+        other_logprobs: log q of the sampled token.
+        divergence: "tv" is the total variation |p - q|; "kl" is p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
-    log_ratio = logprobs - sampler_logprobs
-    if scope == "sequence":
-        log_ratio = to_tokens(sequence_sums(log_ratio, mask, cu_seqlens), mask, cu_seqlens)
-    weights = log_ratio.clamp(-max_log_ratio, max_log_ratio).exp()
-    if mode == "truncate":
-        weights = weights.clamp(min=lower, max=upper)
-    else:
-        weights = torch.where((weights <= upper) & (weights >= (lower or 0.0)), weights, 0.0)
-    weights = torch.where(mask.bool(), weights, 0.0)
-    if not batch_normalize:
-        return weights
-    if scope == "token":
-        return weights / masked_mean(weights, mask).clamp(min=1e-8)
-    means = sequence_means(weights, mask, cu_seqlens)
-    return weights / masked_mean(means, _is_occupied(mask, cu_seqlens)).clamp(min=1e-8)
+    logprobs, other_logprobs = finite_gradient(logprobs, other_logprobs), finite_gradient(other_logprobs, logprobs)
+    p = logprobs.exp()
+    if divergence == "tv":
+        return (p - other_logprobs.exp()).abs()
+    rest, other_rest = -logprobs.expm1(), -other_logprobs.expm1()
+    # nothing is left where a policy is certain: the logarithm is kept finite
+    log_rest_ratio = torch.log(rest.clamp(min=_SMALLEST_REST) / other_rest.clamp(min=_SMALLEST_REST))
+    return p * (logprobs - other_logprobs) + rest * log_rest_ratio
 
 
 @torch.no_grad()
@@ -275,10 +246,10 @@ def off_policy_metrics(
         divergence, which measures how many samples the weights are worth.
     """
     mask = mask.bool()
-    is_occupied = _is_occupied(mask, cu_seqlens)
+    occupied = is_occupied(mask, cu_seqlens)
     surprise, sampler_surprise = (-sequence_means(x, mask, cu_seqlens) for x in (logprobs, sampler_logprobs))
     gap, log_ratio = surprise - sampler_surprise, logprobs - sampler_logprobs
-    highest, lowest = _bounds(gap, is_occupied)
+    highest, lowest = _bounds(gap, occupied)
     by_sequence = {
         "perplexity": surprise.exp(),
         "sampler_perplexity": sampler_surprise.exp(),
@@ -295,7 +266,7 @@ def off_policy_metrics(
         "chi2_token": masked_mean(_squared_weights(log_ratio), mask) - 1,
         "log_perplexity_gap_max": highest,
         "log_perplexity_gap_min": lowest,
-    } | {key: masked_mean(value, is_occupied) for key, value in by_sequence.items()}
+    } | {key: masked_mean(value, occupied) for key, value in by_sequence.items()}
 
 
 @torch.no_grad()
@@ -321,13 +292,8 @@ def weight_metrics(weights: Tokens, mask: Mask) -> dict[str, Scalar]:
     }
 
 
-def _is_occupied(mask: Mask, cu_seqlens: CuSeqlens | None) -> Bool[Tensor, " sequences"]:
-    """Return whether a sequence has a token in the mask."""
-    return sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, cu_seqlens) > 0
-
-
 def _squared_weights(log_weights: Tensor) -> Tensor:
-    return log_weights.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).mul(2).exp()
+    return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).mul(2).exp()
 
 
 def _bounds(x: Shaped[Tensor, "*any"], mask: Bool[Tensor, "*any"]) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:

@@ -1,4 +1,4 @@
-"""Compute learning-rate schedules, as pure functions of the optimizer step."""
+"""Compute coefficients that change during a run: the learning rate, and the weight of the KL to the reference."""
 
 from __future__ import annotations
 
@@ -52,3 +52,25 @@ def lr_factor(
         "polynomial": (1 - done) ** power,
     }
     return min_factor + (1 - min_factor) * left[schedule]
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_steps: float) -> float:
+    """Return the next coefficient, coef (1 + clip(kl / target - 1, -0.2, 0.2) num_steps / horizon).
+
+    This is proportional control in log space (arXiv:1909.08593, section 2.2). It approaches the target within about 5
+    horizons.
+
+    Args:
+        coef: the current coefficient.
+        kl: mean KL measured with this coefficient.
+        target: desired mean KL, in the same unit.
+        horizon: inverse gain, in steps.
+        num_steps: steps since the last update, in any unit (for example, sequences).
+
+    Raises:
+        ConfigError: target or horizon is not positive.
+    """
+    if target <= 0 or horizon <= 0:
+        raise ConfigError(f"target={target}, horizon={horizon}: both must be positive")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_steps / horizon)

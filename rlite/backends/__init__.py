@@ -1,1 +1,1 @@
-"""Backends that run a step on some hardware: executors of train and inference engines, and their replicas."""
+"""Backends that run a step on some hardware: the executors of train and inference engines."""

@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
-    from rlite.control.builder import RLJobBuilder
-    from rlite.control.job import JobHandle, JobResult, RLJob
+    from rlite.control.job import JobHandle, JobResult, RLJob, RLJobBuilder
     from rlite.control.role_group import RoleGroup, trainer_invocation
     from rlite.control.spec import JobSpec, RLRoleType, RoleSpec
-    from rlite.control.trainer_process import BaseTrainer
-    from rlite.control.workload import BaseWorkload
+    from rlite.control.workers import BaseTrainer, BaseWorkload
 
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.control.job": "JobHandle JobResult RLJob RLJobBuilder",
+        "rlite.control.role_group": "RoleGroup trainer_invocation",
+        "rlite.control.spec": "JobSpec RLRoleType RoleSpec",
+        "rlite.control.workers": "BaseTrainer BaseWorkload",
+    },
+)

@@ -17,12 +17,12 @@ from rlite.arguments import named
 from rlite.config import Natural, Options, load
 from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
-from rlite.control.plan import TRAINER
-from rlite.control.spec import JobSpec, RLRoleType
+from rlite.control.spec import TRAINER, JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
-from rlite.owner import Owner
+from rlite.runtime.owner import Owner
+from rlite.runtime.storage.texts import FileStore
 from rlite.services.recovery.failover import JobState
-from rlite.services.recovery.record import FileStore, JobRecord, load_record
+from rlite.services.recovery.record import JobRecord, load_record
 from rlite.services.recovery.reporting import clock
 
 JOB_SERVERS = ("http://", "https://")

@@ -21,10 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.errors import RliteError
-from rlite.owner import Owner
 from rlite.runtime.cluster.guard import own_children
 from rlite.runtime.cluster.host import WorkerContext, WorkerFactory
-from rlite.services.recovery.record import FileStore, JobRecord, LogEntry, load_record, save_record
+from rlite.runtime.owner import Owner
+from rlite.runtime.storage.texts import FileStore
+from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
 
 logger = logging.getLogger(__name__)
 

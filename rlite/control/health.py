@@ -11,16 +11,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from rlite.control.spec import HealthOptions
+from rlite.runtime.cluster.host import Outcome
 from rlite.services.recovery.failover import Condition, WorkloadId
 
 WATCH_S = 0.5
 """seconds between two checks of the master"""
+TICK_S = 1.0
+"""seconds between two rounds of the master"""
 LIVE_SHARE = 0.03
 """share of a core above which a process counts as computing; Ray's own threads take less"""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -152,10 +157,8 @@ class Watched:
 class Judge:
     """Judge of reports, which finds a process once. A node counts as silent only after its first report."""
 
-    def __init__(self, stopped_after_s: float, silent_after_s: float, hung_after_s: float) -> None:
-        self._stopped_after_s = stopped_after_s
-        self._silent_after_s = silent_after_s
-        self._hung_after_s = hung_after_s
+    def __init__(self, limits: HealthOptions) -> None:
+        self._limits = limits
         self._nodes: dict[str, dict[WorkloadId, Watched]] = {}
         self._silent_s: dict[str, float] = {}
         """seconds of silence, by node that has reported"""
@@ -219,7 +222,7 @@ class Judge:
         return findings
 
     def _judge_silence(self, node: str, here: list[Watched]) -> list[Finding]:
-        if self._silent_s[node] < self._silent_after_s or not here:
+        if self._silent_s[node] < self._limits.silent_after or not here:
             return []
         lives, pids = tuple(each.life for each in here), tuple(each.pid for each in here)
         return [Finding(lives, pids, "stopped", f"no heartbeat for {self._silent_s[node]:.1f} s")]
@@ -229,10 +232,58 @@ class Judge:
         used_s, each.cpu_s = vital.cpu_s - each.cpu_s, vital.cpu_s
         is_at_work = vital.status in AT_WORK or used_s > LIVE_SHARE * seconds
         each.idle_s = 0.0 if is_at_work or not each.late else each.idle_s + seconds
-        if each.stopped_s >= self._stopped_after_s:
+        if each.stopped_s >= self._limits.stopped_after:
             detail = f"process {each.pid} is in state T (SIGSTOP)"
             return Finding((each.life,), (each.pid,), "stopped", detail)
-        if each.late and each.idle_s >= self._hung_after_s:
+        if each.late and each.idle_s >= self._limits.hung_after:
             detail = f"{each.late} is late, and process {each.pid} has not computed for {each.idle_s:.0f} s"
             return Finding((each.life,), (each.pid,), "hung", detail)
         return None
+
+
+class Rounds:
+    """Rounds of questions to the agents of all nodes.
+
+    Args:
+        judge: judges the answers, and knows the processes.
+        ask: asks a node's agent about processes.
+    """
+
+    def __init__(self, judge: Judge, ask: Callable[[str, Sequence[int]], Future[Outcome]]) -> None:
+        self._judge, self._ask = judge, ask
+        self._began = time.monotonic()
+        self._asked: dict[str, Future[Outcome]] = {}
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the next round is due."""
+        return max(self._began + TICK_S - time.monotonic(), 0.0)
+
+    def findings(self, here: str) -> list[tuple[str, Finding, bool]]:
+        """Return what the answers tell, and ask again.
+
+        Args:
+            here: a node that is asked even if it has no process to look at.
+
+        Returns:
+            Node, finding, and whether the node is silent.
+        """
+        now = time.monotonic()
+        seconds, self._began = min(now - self._began, 2 * TICK_S), now
+        pids, found = {here: [], **self._judge.pids()}, []
+        for node in pids:
+            asked = self._asked.get(node)
+            if asked is not None and asked.done() and asked.exception() is not None:
+                self._judge.restart(node)  # Ray restarts an agent that died; it reports the death of a node itself
+            elif asked is not None:
+                vitals = asked.result().value if asked.done() else None
+                found += [(node, finding, vitals is None) for finding in self._judge.observe(node, vitals, seconds)]
+            if asked is None or asked.done():
+                self._asked[node] = self._ask(node, pids[node])
+        self._asked = {node: asked for node, asked in self._asked.items() if node in pids}
+        return found
+
+    def forget(self, node: str) -> None:
+        """Expect no answer to the last question, because the node gets another agent."""
+        self._asked.pop(node, None)
+        self._judge.restart(node)

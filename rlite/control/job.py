@@ -1,24 +1,32 @@
-"""`RLJob.submit`: check the cluster, start the job's master, and wait for the result."""
+"""`RLJob.submit`: check the cluster, start the job's master, and wait for the result.
+
+`RLJobBuilder`: a job in a chain of calls. Every mistake is an error at `build`, before a process starts.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
+import cloudpickle
+from omegaconf import DictConfig, OmegaConf
+
 from rlite.control.entry import JobEntry, keep_record, save_entry
-from rlite.control.plan import JobPlan
-from rlite.control.spec import JobSpec, check_capacity
-from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError
-from rlite.owner import Owner
-from rlite.services.recovery.record import JobRecord, LogEntry, check_name, forget_old, load_record, save_record
+from rlite.control.spec import JobClasses, JobPlan, JobSpec, RLRoleType, WorkloadClass, check_capacity
+from rlite.control.workers import BaseTrainer, BaseWorkload
+from rlite.errors import CallTimeout, ConfigError, JobNotFound, RliteError, did_you_mean
+from rlite.imports import require
+from rlite.runtime.cluster.launcher import interface_of
+from rlite.runtime.owner import Owner
+from rlite.runtime.storage.texts import check_name
+from rlite.services.recovery.record import JobRecord, LogEntry, forget_old, load_record, save_record
 
 WAIT_S = 5.0
 """seconds to wait for one status query"""
@@ -209,7 +217,7 @@ class RLJob:
             name=job_name,
             submission=uuid.uuid4().hex,
             spec=self.spec,
-            classes=self.classes.packed(),
+            classes=self.classes,
             layout=self.layout,
             policy=self.spec.policy(job_max_restart),
             folder=os.getcwd(),
@@ -270,9 +278,86 @@ def job_of(spec: JobSpec) -> RLJob:
     """
     if spec.is_program:
         check_program(spec.trainer)
-        return RLJob(spec, JobClasses(None, {}))
+        return RLJob(spec, JobClasses(b"", {}))
     workloads = {role: workload_class(role, each.workload) for role, each in spec.roles().items()}
-    return RLJob(spec, JobClasses(trainer_class(spec.trainer), workloads))
+    return RLJob(spec, JobClasses(cloudpickle.dumps(trainer_class(spec.trainer)), workloads))
+
+
+def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
+    """Return the class of a role's workloads.
+
+    Args:
+        role: the role, for messages.
+        given: a class, a class under `@ray.remote`, or "module:Class".
+
+    Raises:
+        ConfigError: the class cannot be imported, or is no BaseWorkload.
+    """
+    where = role.lower()
+    found, options = _plain(_imported(where, given))
+    if not isinstance(found, type) or not issubclass(found, BaseWorkload):
+        raise ConfigError(f"{where}: {_name(found)} is not a class that extends rlite.control.BaseWorkload")
+    return WorkloadClass(label_of(found), cloudpickle.dumps(found), interface_of(found), options)
+
+
+def label_of(cls: type) -> str:
+    """Return the name of a class: module:Class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def trainer_class(given: Any) -> type[BaseTrainer]:
+    """Return the class of a trainer.
+
+    Raises:
+        ConfigError: the class cannot be imported, is no BaseTrainer, or lacks `init` or `fit`.
+    """
+    found, _ = _plain(_imported("trainer", given))
+    if not isinstance(found, type) or not issubclass(found, BaseTrainer):
+        raise ConfigError(f"trainer: {_name(found)} is not a class that extends rlite.control.BaseTrainer")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
+    return found
+
+
+def check_program(module: str) -> None:
+    """Check that a trainer's module exists. It is not imported.
+
+    Raises:
+        ConfigError: there is no such module.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"trainer: {module!r} cannot be found: {error}") from error
+    if found is None:
+        raise ConfigError(
+            f"trainer: no module {module!r}; expected a module such as rlite.trainer.ppo, or module:Class"
+        )
+
+
+def _plain(given: Any) -> tuple[Any, dict[str, Any]]:
+    if not hasattr(given, "__ray_metadata__"):
+        return given, {}
+    return _ray("host").plain_class(given)
+
+
+def _imported(where: str, given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    module_name, _, name = given.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{where}: {given!r}: expected module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"{where}: {given!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{where}: module {module_name!r} has no {name!r}; {did_you_mean(name, vars(module))}")
+    return getattr(module, name)
+
+
+def _name(found: Any) -> str:
+    return getattr(found, "__name__", repr(found))
 
 
 def check_ray() -> None:
@@ -281,8 +366,7 @@ def check_ray() -> None:
     Raises:
         ConfigError: Ray is not installed.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")
+    require("the control plane needs", "ray", "ray")
 
 
 def connect(spec: JobSpec | None, address: str | None) -> None:
@@ -307,3 +391,155 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
 def _ray(module: str) -> Any:
     """Return a module that needs Ray, which is optional and heavy."""
     return importlib.import_module(f"rlite.runtime.cluster.ray.{module}")
+
+
+class RoleBuilder:
+    """Options of one role. `end()` returns to the job."""
+
+    def __init__(self, job: RLJobBuilder, values: dict[str, Any]) -> None:
+        self._job = job
+        self._values = values
+
+    def total(self, total: int) -> RoleBuilder:
+        """Set the number of workloads."""
+        return self._with("total", total)
+
+    def per_node(self, per_node: int) -> RoleBuilder:
+        """Set the number of workloads on one node."""
+        return self._with("per_node", per_node)
+
+    def env(self, env: Mapping[str, Any]) -> RoleBuilder:
+        """Set environment variables of the workloads."""
+        return self._with("env", dict(env))
+
+    def resource(self, resource: Mapping[str, float] | None = None, **more: float) -> RoleBuilder:
+        """Set the Ray resources of one workload: `resource(GPU=0.5)` or `resource({"GPU": 0.5})`."""
+        given = {**(resource or {}), **more}
+        return self._with("resource", {name: float(amount) for name, amount in given.items()})
+
+    def on_failure(
+        self, level: Literal["ignore", "workload", "role", "job"], max_restarts: int | None = None
+    ) -> RoleBuilder:
+        """Set the failure scope and restart limit."""
+        if max_restarts is not None:
+            self._with("max_restarts", max_restarts)
+        return self._with("on_failure", level)
+
+    def end(self) -> RLJobBuilder:
+        """Return to the job."""
+        return self._job
+
+    def _with(self, name: str, value: Any) -> RoleBuilder:
+        self._values[name] = value
+        return self
+
+
+class RLJobBuilder:
+    """A job, built step by step. An actor and a trainer are mandatory."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._trainer: Any = None
+        self._roles: dict[RLRoleType, dict[str, Any]] = {}
+        self._classes: dict[RLRoleType, Any] = {}
+        self._collocations: list[list[str]] = []
+
+    def node_num(self, num: int) -> RLJobBuilder:
+        """Set the number of nodes."""
+        return self._with("node_num", num)
+
+    def device_per_node(self, num: int) -> RLJobBuilder:
+        """Set the number of devices on each node."""
+        return self._with("device_per_node", num)
+
+    def device_type(self, kind: str) -> RLJobBuilder:
+        """Set the kind of the devices: "CPU" or "GPU"."""
+        return self._with("device_type", str(kind).upper())
+
+    def config(self, config: Mapping[str, Any] | DictConfig) -> RLJobBuilder:
+        """Set the configuration of the trainer and the workloads.
+
+        Raises:
+            ConfigError: it is not a mapping.
+        """
+        if isinstance(config, DictConfig):
+            config = OmegaConf.to_container(config)  # type: ignore[assignment]
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config: expected a mapping, found a {type(config).__name__}")
+        return self._with("config", dict(config))
+
+    def global_env(self, env: Mapping[str, Any]) -> RLJobBuilder:
+        """Set environment variables of the trainer and all workloads."""
+        return self._with("global_env", dict(env))
+
+    def options(self, **options: Any) -> RLJobBuilder:
+        """Set further options of `JobSpec`, such as `start_timeout`."""
+        self._values.update(options)
+        return self
+
+    def trainer(self, trainer: Any, class_name: str | None = None) -> RLJobBuilder:
+        """Set the trainer: a class, or a module and the name of a class."""
+        self._trainer = _given(trainer, class_name)
+        return self
+
+    def actor(self, workload: Any, class_name: str | None = None) -> RoleBuilder:
+        """Add the actor: a class (plain or @ray.remote), or a module and the name of a class."""
+        return self._role(RLRoleType.ACTOR, workload, class_name)
+
+    def rollout(self, workload: Any, class_name: str | None = None) -> RoleBuilder:
+        """Add the rollout role."""
+        return self._role(RLRoleType.ROLLOUT, workload, class_name)
+
+    def reward(self, workload: Any, class_name: str | None = None) -> RoleBuilder:
+        """Add the reward role."""
+        return self._role(RLRoleType.REWARD, workload, class_name)
+
+    def reference(self, workload: Any, class_name: str | None = None) -> RoleBuilder:
+        """Add the reference role."""
+        return self._role(RLRoleType.REFERENCE, workload, class_name)
+
+    def critic(self, workload: Any, class_name: str | None = None) -> RoleBuilder:
+        """Add the critic."""
+        return self._role(RLRoleType.CRITIC, workload, class_name)
+
+    def with_collocation(self, *roles: str | RLRoleType) -> RLJobBuilder:
+        """Let roles share devices."""
+        self._collocations.append([RLRoleType.of(role).lower() for role in roles])
+        return self
+
+    def with_collocation_all(self) -> RLJobBuilder:
+        """Let all roles share devices."""
+        self._collocations = [[role.lower() for role in RLRoleType if role in self._roles]]
+        return self
+
+    def build(self) -> RLJob:
+        """Return the job.
+
+        Raises:
+            ConfigError: something is missing or wrong.
+        """
+        if self._trainer is None:
+            raise ConfigError("a job needs a trainer: .trainer(MyTrainer)")
+        if RLRoleType.ACTOR not in self._roles:
+            raise ConfigError("a job needs an actor: .actor(MyActor).total(N).per_node(N).end()")
+        workloads = {role: workload_class(role, self._classes[role]) for role in self._roles}
+        trainer = trainer_class(self._trainer)
+        roles = {role.lower(): {"workload": workloads[role].label, **values} for role, values in self._roles.items()}
+        rest = {"trainer": label_of(trainer), "collocations": self._collocations}
+        spec = JobSpec(**{**self._values, **roles, **rest})
+        return RLJob(spec, JobClasses(cloudpickle.dumps(trainer), workloads))
+
+    def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
+        if role in self._roles:
+            raise ConfigError(f"{role} is already in the job")
+        self._classes[role] = _given(workload, class_name)
+        self._roles[role] = {}
+        return RoleBuilder(self, self._roles[role])
+
+    def _with(self, name: str, value: Any) -> RLJobBuilder:
+        self._values[name] = value
+        return self
+
+
+def _given(given: Any, class_name: str | None) -> Any:
+    return given if class_name is None else f"{given}:{class_name}"

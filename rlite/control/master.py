@@ -23,39 +23,19 @@ from functools import partial
 from typing import Any
 
 from rlite.control.entry import keep_record
-from rlite.control.health import Judge, Vital
-from rlite.control.plan import TRAINER, JobPlan, trainer_life
+from rlite.control.health import Finding, Judge, Rounds
 from rlite.control.processes import JobProcesses, ProcessView
 from rlite.control.role_group import StaleRendezvous
-from rlite.control.spec import RLRoleType
+from rlite.control.spec import TRAINER, JobPlan, RLRoleType, trainer_life
 from rlite.errors import CallTimeout, RliteError, StorageError, WorkerError
 from rlite.runtime.cluster.host import CallPosition
-from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, living_nodes, make_store, own_node
+from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, make_store, own_node
+from rlite.runtime.storage.texts import StateStore
+from rlite.services.recovery import failover
 from rlite.services.recovery.failover import (
-    JOB,
-    Action,
-    CreateJob,
-    EndJob,
-    Event,
-    InterruptTrainer,
-    JobState,
-    JobSubmitted,
-    MasterRestarted,
-    Recovered,
-    RecoveryFailed,
-    RendezvousLost,
-    RestartRole,
-    RestartWorkload,
-    StartTrainer,
-    StopRequested,
-    TrainerBegun,
-    TrainerFailed,
-    TrainerFinished,
     WorkloadId,
-    WorkloadsFailed,
-    decide,
 )
-from rlite.services.recovery.record import JobRecord, LogEntry, StateStore, load_record, save_record
+from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
 from rlite.services.recovery.reporting import TrainerReport
 
 logger = logging.getLogger(__name__)
@@ -64,8 +44,6 @@ TRAINER_WAIT_S = 2.0
 """seconds to wait for one status query of the trainer"""
 ANSWER_S = 15.0
 """seconds in which a process has to answer a new master"""
-TICK_S = 1.0
-"""seconds between two checks of the processes"""
 
 
 class Master:
@@ -74,7 +52,7 @@ class Master:
     def __init__(self, job: str, submission: str) -> None:
         self._store: StateStore = RayStore()
         self._record = JobRecord(submission)
-        self._events: queue.Queue[Event | Callable[[], None]] = queue.Queue()
+        self._events: queue.Queue[failover.Event | Callable[[], None]] = queue.Queue()
         self._changed = threading.Condition()
         try:
             self._begin(job, submission)
@@ -96,15 +74,13 @@ class Master:
         self._plan: JobPlan = kept_plan(job, submission)
         self._store = make_store(self._plan.spec.store)
         self._processes = JobProcesses(self._plan, Fleet(job))
-        health = self._plan.spec.health
-        self._judge = Judge(health.stopped_after, health.silent_after, health.hung_after)
+        self._judge = Judge(self._plan.spec.health)
+        self._rounds = Rounds(self._judge, self._processes.look_on)
         self._record, is_new = _load_own(self._store, job, submission)
         self._recovering = threading.Lock()
         self._died_early: dict[WorkloadId, str] = {}
         """nodes of processes that died while they, or their role or job, were made"""
-        self._looked_at = time.monotonic()
-        self._looks: dict[str, Future[Any]] = {}
-        self._events.put(JobSubmitted(time.time()) if is_new else MasterRestarted(time.time()))
+        self._events.put(failover.JobSubmitted(time.time()) if is_new else failover.MasterRestarted(time.time()))
         if self._record.state.stage == "RUNNING":
             self._events.put(self._adopt)
         threading.Thread(target=self._run, name="rlite-master", daemon=True).start()
@@ -123,7 +99,7 @@ class Master:
 
     def stop(self, why: str, is_now: bool = False) -> None:
         """End the job. A program saves before, unless the job ends now."""
-        self._events.put(StopRequested(time.time(), why, may_save=self._plan.spec.is_program and not is_now))
+        self._events.put(failover.StopRequested(time.time(), why, may_save=self._plan.spec.is_program and not is_now))
 
     def placement(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
@@ -145,7 +121,7 @@ class Master:
     def _run(self) -> None:
         while not self._record.state.has_ended:
             try:
-                item = self._events.get(timeout=max(self._looked_at + TICK_S - time.monotonic(), 0.0))
+                item = self._events.get(timeout=self._rounds.seconds_left)
                 item() if callable(item) else self._handle(item)
                 for life, node in [self._died_early.popitem() for _ in range(len(self._died_early))]:
                     self._on_death(life, node)
@@ -155,63 +131,67 @@ class Master:
                 logger.exception("the master of job %s failed", self._plan.name)
                 with suppress(StorageError):  # the end then stands in memory alone
                     why = f"the master failed: {type(error).__name__}: {error}"
-                    self._handle(StopRequested(time.time(), why, is_failure=True))
+                    self._handle(failover.StopRequested(time.time(), why, is_failure=True))
 
     @property
-    def _state(self) -> JobState:
+    def _state(self) -> failover.JobState:
         return self._record.state
 
-    def _handle(self, event: Event) -> None:
-        decision = decide(self._state, event, self._plan.policy)
-        if decision.is_stale and isinstance(event, WorkloadsFailed):
+    def _handle(self, event: failover.Event) -> None:
+        decision = failover.decide(self._state, event, self._plan.policy)
+        if decision.is_stale and isinstance(event, failover.WorkloadsFailed):
             return  # the end of a process that the job itself ended
-        stage = decision.state.stage
-        entry = LogEntry(event.at, stage, str(event), decision.why, _detail(event))
-        if any(isinstance(action, EndJob) for action in decision.actions):
+        entry = LogEntry(event.at, decision.state.stage, str(event), decision.why, _detail(event))
+        if any(isinstance(action, failover.EndJob) for action in decision.actions):
             self._processes.end()  # before the end is announced
-        with self._changed:
-            self._record = replace(self._record.noted(entry), state=decision.state)
-            try:
-                save_record(self._store, self._plan.name, self._record)
-                keep_record(self._plan.name, self._record)
-            finally:
-                self._changed.notify_all()
+        self._keep(replace(self._record.noted(entry), state=decision.state))
         self._judge.forget(lambda life: not self._is_wanted(life))
         for action in decision.actions:
-            if not isinstance(action, EndJob):
+            if not isinstance(action, failover.EndJob):
                 self._in_thread(self._perform, action)
 
     def _is_wanted(self, life: WorkloadId) -> bool:
         return life == trainer_life(self._state.run) if life.role == TRAINER else self._state.is_current(life)
 
-    def _note(self, event: str, detail: str = "") -> None:
+    def _keep(self, record: JobRecord) -> None:
+        """Store a new record, and announce it even if that fails."""
         with self._changed:
-            self._record = self._record.noted(LogEntry(time.time(), self._state.stage, event, "", detail))
-            save_record(self._store, self._plan.name, self._record)
-            keep_record(self._plan.name, self._record)
+            self._record = record
+            try:
+                save_record(self._store, self._plan.name, record)
+                keep_record(self._plan.name, record)
+            finally:
+                self._changed.notify_all()
+
+    def _note(self, event: str, detail: str = "") -> None:
+        self._keep(self._record.noted(LogEntry(time.time(), self._state.stage, event, "", detail)))
 
     # Actions
 
-    def _perform(self, action: Action) -> None:
-        if isinstance(action, StartTrainer | InterruptTrainer):
-            self._start_trainer(action) if isinstance(action, StartTrainer) else self._processes.interrupt_trainer()
-            return
-        assert not isinstance(action, EndJob)
-        try:
+    def _perform(self, action: failover.Action) -> None:
+        if isinstance(action, failover.StartTrainer):
+            self._start_trainer(action)
+        elif isinstance(action, failover.InterruptTrainer):
+            self._processes.interrupt_trainer()
+        elif not isinstance(action, failover.EndJob):
             self._recover(action)
+
+    def _recover(self, action: failover.CreateJob | failover.RestartRole | failover.RestartWorkload) -> None:
+        try:
+            self._renew(action)
         except StaleRendezvous as error:
-            self._events.put(RendezvousLost(time.time(), action.ticket, str(error)))
+            self._events.put(failover.RendezvousLost(time.time(), action.ticket, str(error)))
         except Exception as error:  # the boundary: any failure of a recovery is an event
             is_raised = not isinstance(error, WorkerError | CallTimeout)
             detail = f"{type(error).__name__}: {error}"
             has_lost_node = not is_raised and self._processes.has_lost_node()
-            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised, has_lost_node))
+            self._events.put(failover.RecoveryFailed(time.time(), action.ticket, detail, is_raised, has_lost_node))
         else:
-            self._events.put(Recovered(time.time(), action.ticket))
+            self._events.put(failover.Recovered(time.time(), action.ticket))
 
-    def _recover(self, action: CreateJob | RestartRole | RestartWorkload) -> None:
+    def _renew(self, action: failover.CreateJob | failover.RestartRole | failover.RestartWorkload) -> None:
         processes = self._processes
-        if isinstance(action, CreateJob):
+        if isinstance(action, failover.CreateJob):
             processes.end_other_attempts(action.attempt)  # which also ends a creation under way
         time.sleep(action.delay_s)
         with self._recovering:
@@ -219,24 +199,15 @@ class Master:
             if action.ticket not in state.recoveries.values():
                 return
             processes.reserve(state.excluded_nodes)
+            lives = self._plan.lives(state)
             match action:
-                case CreateJob():
+                case failover.CreateJob():
                     processes.end_other_attempts(action.attempt)
-                    processes.create(self._lives(state), self._watch)
-                case RestartRole():
-                    role = RLRoleType(action.role)
-                    processes.end_role(role)
-                    processes.create({role: self._lives(state)[role]}, self._watch)
-                    processes.renew_trainer(role)
-                case RestartWorkload():
-                    role = RLRoleType(action.workload.role)
-                    processes.replace_workload(role, action.workload, self._watch)
-                    processes.renew_trainer(role)
-
-    def _lives(self, state: JobState) -> dict[RLRoleType, list[WorkloadId]]:
-        """Return the current life of every workload."""
-        seats = self._plan.layout.seats
-        return {role: [state.life(str(role), rank) for rank in range(len(seats[role]))] for role in seats}
+                    processes.create(lives, self._watch)
+                case failover.RestartRole():
+                    processes.restart_role(RLRoleType(action.role), lives, self._watch)
+                case failover.RestartWorkload():
+                    processes.restart_workload(action.workload, self._watch)
 
     def _watch(self, life: WorkloadId, process: ProcessView) -> None:
         """Observe a process, as soon as it reports its location."""
@@ -250,46 +221,37 @@ class Master:
     def _on_death(self, life: WorkloadId, node: str) -> None:
         if life.role == TRAINER or not self._is_wanted(life):  # `_follow_trainer` reports the trainer's end
             return
-        if {JOB, life.role, f"{life.role}/{life.rank}"} & self._state.recoveries.keys():
+        if {failover.JOB, life.role, f"{life.role}/{life.rank}"} & self._state.recoveries.keys():
             self._died_early[life] = node  # the recovery will fail and say why
         else:
-            spare = self._has_spare(node)
-            self._handle(WorkloadsFailed(time.time(), (life,), "dead", node, has_spare_node=spare))
+            spare = self._processes.has_spare({*self._state.excluded_nodes, node})
+            self._handle(failover.WorkloadsFailed(time.time(), (life,), "dead", node, has_spare_node=spare))
 
-    def _has_spare(self, node: str) -> bool:
-        excluded = len({*self._state.excluded_nodes, node})
-        return len(living_nodes()) - excluded >= len(self._plan.bundles())
-
-    def _start_trainer(self, action: StartTrainer) -> None:
+    def _start_trainer(self, action: failover.StartTrainer) -> None:
         time.sleep(action.delay_s)
-        run = action.run
-        if run != self._state.run or self._state.is_trainer_waiting:
-            return
-        try:
-            self._processes.start_trainer(run, has_begun=self._record.report is not None)
-        except Exception as error:  # the boundary: the trainer's constructor may raise anything
-            self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
-            return
-        self._follow_trainer(run)
+        if action.run == self._state.run and not self._state.is_trainer_waiting:
+            self._follow_trainer(action.run, is_new=True)
 
-    def _follow_trainer(self, run: int) -> None:
-        """Report the beginning and the end of a run, and let it begin if it has not."""
+    def _follow_trainer(self, run: int, is_new: bool = False) -> None:
+        """Report the beginning and the end of a run, after starting its process if it is new, and let it begin."""
         try:
+            if is_new:
+                self._processes.start_trainer(run, has_begun=self._record.report is not None)
             self._watch_trainer(run)
             outcome = self._processes.ask_trainer(0.0)
             if outcome.progress == "new":
-                self._events.put(TrainerBegun(time.time(), run, outcome.is_recoverable))
+                self._events.put(failover.TrainerBegun(time.time(), run, outcome.is_recoverable))
                 self._processes.run_trainer()
             while outcome.progress not in ("finished", "raised"):
                 outcome = self._processes.ask_trainer(TRAINER_WAIT_S)
                 self._events.put(partial(self._take_report, outcome.report))
         except Exception as error:  # the boundary: the process has ended, or the user's code raised
-            self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
+            self._events.put(failover.TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
             return
         if outcome.progress == "finished":
-            self._events.put(TrainerFinished(time.time(), run))
+            self._events.put(failover.TrainerFinished(time.time(), run))
         else:
-            self._events.put(TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
+            self._events.put(failover.TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
 
     def _watch_trainer(self, run: int) -> None:
         """Observe the trainer's process before it begins: a stopped process would never report its location.
@@ -304,17 +266,14 @@ class Master:
             raise CallTimeout(f"the trainer's process gives no answer within {ANSWER_S:g} s")
 
     def _take_report(self, report: TrainerReport | None) -> None:
-        if report is None or report == self._record.report:
-            return
-        with self._changed:
-            self._record = replace(self._record, report=report)
-            save_record(self._store, self._plan.name, self._record)
+        if report is not None and report != self._record.report:
+            self._keep(replace(self._record, report=report))
 
     def _adopt(self) -> None:
         """Take over the processes of a running job from a killed master."""
         state = self._state
         self._processes.reserve(state.excluded_nodes)
-        views = self._processes.adopt(self._lives(state))
+        views = self._processes.adopt(self._plan.lives(state))
         for life, view in views.items():
             if state.is_current(life):
                 self._watch(life, view)
@@ -325,15 +284,15 @@ class Master:
             self._in_thread(self._follow_trainer, state.run)
         else:
             why = "its process ended while the master was restarted"
-            self._events.put(TrainerFailed(time.time(), state.run, why))
+            self._events.put(failover.TrainerFailed(time.time(), state.run, why))
 
     def _expect_answers(self, looks: Mapping[WorkloadId, Future[Any]]) -> None:
         """Count processes as stopped that do not answer a new master."""
         wait(looks.values(), ANSWER_S)
         silent = tuple(life for life, look in looks.items() if not look.done())
         if silent:
-            detail = f"no answer to the new master within {ANSWER_S:g} s"
-            self._events.put(WorkloadsFailed(time.time(), silent, "stopped", detail=detail))
+            why = f"no answer to the new master within {ANSWER_S:g} s"
+            self._events.put(failover.WorkloadsFailed(time.time(), silent, "stopped", detail=why))
 
     def _in_thread(self, act: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=act, args=args, name="rlite-action", daemon=True).start()
@@ -342,50 +301,35 @@ class Master:
 
     def _look(self) -> None:
         """Process the agents' reports and request the next reports."""
-        now = time.monotonic()
-        seconds, self._looked_at = min(now - self._looked_at, 2 * TICK_S), now
-        pids = {own_node(): [], **self._judge.pids()}
-        for node in pids:
-            asked = self._looks.get(node)
-            if asked is not None and asked.done() and asked.exception() is not None:
-                self._judge.restart(node)  # Ray restarts an agent that died; it reports the death of a node itself
-            elif asked is not None:
-                self._take_in(node, asked.result().value if asked.done() else None, seconds)
-            if asked is None or asked.done():
-                self._looks[node] = self._processes.look_on(node, pids[node])
-        self._looks = {node: asked for node, asked in self._looks.items() if node in pids}
+        for node, finding, is_silent in self._rounds.findings(own_node()):
+            self._take_in(node, finding, is_silent)
         for life in self._judge.late():
-            if life.role != TRAINER and self._processes.is_idle(RLRoleType(life.role), life.rank):
+            if life.role != TRAINER and self._processes.is_idle(life):
                 self._judge.note_late(life, "")
                 self._note(f"{life} answered late")
 
-    def _take_in(self, node: str, vitals: Mapping[int, Vital] | None, seconds: float) -> None:
-        for finding in self._judge.observe(node, vitals, seconds):
-            detail = finding.detail
-            if finding.condition == "hung":
-                detail += "\n" + self._stack(finding.lives[0])
-            if vitals is not None:
-                self._processes.kill_on(node, finding.pids)
-            else:
-                self._looks.pop(node, None)
-                self._judge.restart(node)
-                self._in_thread(self._processes.replace_agent, node)
-            lives = tuple(life for life in finding.lives if life.role != TRAINER)
-            if len(lives) < len(finding.lives):
-                self._processes.end_trainer(self._state.run)  # it may be alive, on a node without heartbeats
-            if lives:
-                spare = self._has_spare(node)
-                self._handle(WorkloadsFailed(time.time(), lives, finding.condition, node, detail, spare))
-            if len(lives) < len(finding.lives):  # after the workloads, so that the trainer starts when they are ready
-                self._handle(TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
+    def _take_in(self, node: str, finding: Finding, is_silent: bool) -> None:
+        detail = finding.detail
+        if finding.condition == "hung":
+            detail += "\n" + self._processes.stack(finding.lives[0])
+        if is_silent:
+            self._rounds.forget(node)
+            self._in_thread(self._processes.replace_agent, node)
+        else:
+            self._processes.kill_on(node, finding.pids)
+        lives = tuple(life for life in finding.lives if life.role != TRAINER)
+        if len(lives) < len(finding.lives):
+            self._processes.end_trainer(self._state.run)  # it may be alive, on a node without heartbeats
+        if lives:
+            spare = self._processes.has_spare({*self._state.excluded_nodes, node})
+            self._handle(failover.WorkloadsFailed(time.time(), lives, finding.condition, node, detail, spare))
+        if len(lives) < len(finding.lives):  # after the workloads, so that the trainer starts when they are ready
+            self._handle(failover.TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
 
     def _note_late(self, role: str, ranks: list[int], call: str) -> None:
         for life in [self._state.life(role, rank) for rank in ranks]:
             self._judge.note_late(life, call)
-            self._note(f"{life} is late: {call}", self._stack(life))
-
-    def _stack(self, life: WorkloadId) -> str:
-        return self._processes.stack(RLRoleType(life.role), life.rank)
+            self._note(f"{life} is late: {call}", self._processes.stack(life))
 
 
 def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, bool]:
@@ -406,11 +350,11 @@ def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, 
 
 
 def _failed(submission: str, why: str) -> JobRecord:
-    state = JobState(stage="ERROR", error=why)
+    state = failover.JobState(stage="ERROR", error=why)
     return JobRecord(submission, state).noted(LogEntry(time.time(), "ERROR", why, "end the job"))
 
 
-def _detail(event: Event) -> str:
-    if isinstance(event, TrainerFailed):
+def _detail(event: failover.Event) -> str:
+    if isinstance(event, failover.TrainerFailed):
         return event.trace
-    return event.detail.partition("\n")[2] if isinstance(event, WorkloadsFailed) else ""
+    return event.detail.partition("\n")[2] if isinstance(event, failover.WorkloadsFailed) else ""

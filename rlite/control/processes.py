@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -12,25 +12,14 @@ from typing import Any, TypeVar
 
 from rlite.control.entry import JobProcess
 from rlite.control.health import NodeAgent
-from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
 from rlite.control.program import Program
 from rlite.control.role_group import Rendezvous
-from rlite.control.spec import RLRoleType
-from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
-from rlite.control.workload import WorkloadFactory
+from rlite.control.spec import TRAINER, JobPlan, RLRoleType, actor_name, trainer_life
+from rlite.control.workers import RoleActors, TrainerFactory, TrainerOutcome, WorkloadFactory
 from rlite.runtime.cluster.group import WorkerGroup, worker_name
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
 from rlite.runtime.cluster.placement import Device
-from rlite.runtime.cluster.ray.fleet import (
-    SERVICE_KEY,
-    Fleet,
-    Reserved,
-    Service,
-    cluster_address,
-    living_nodes,
-    own_node,
-    value_of,
-)
+from rlite.runtime.cluster.ray import fleet
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
 from rlite.services.recovery.failover import WorkloadId
 
@@ -63,10 +52,10 @@ OnStart = Callable[[WorkloadId, ProcessView], None]
 class JobProcesses:
     """All processes of a job. Threads of several actions may use it at the same time."""
 
-    def __init__(self, plan: JobPlan, fleet: Fleet) -> None:
+    def __init__(self, plan: JobPlan, own: fleet.Fleet) -> None:
         self._plan = plan
-        self._fleet = fleet
-        self._reserved: dict[int, Reserved] = {}
+        self._fleet = own
+        self._reserved: dict[int, fleet.Reserved] = {}
         self._groups: dict[RLRoleType, WorkerGroup] = {}
         self._rendezvous = Rendezvous(plan.spec.start_timeout)
         self._trainer: RayHandle | None = None
@@ -87,7 +76,11 @@ class JobProcesses:
 
     def has_lost_node(self) -> bool:
         """Return True if a node that held devices of the job has died."""
-        return not {reserved.node for reserved in self._reserved.values()} <= living_nodes()
+        return not {reserved.node for reserved in self._reserved.values()} <= fleet.living_nodes()
+
+    def has_spare(self, excluded: Collection[str]) -> bool:
+        """Return True if the cluster has enough nodes for the job without the excluded ones."""
+        return len(fleet.living_nodes()) - len(excluded) >= len(self._plan.bundles())
 
     def devices(self) -> dict[str, list[str]]:
         """Return the devices of the workloads, by role."""
@@ -111,17 +104,29 @@ class JobProcesses:
             self._rendezvous.make(role, group)
             self._furnish(role, group, range(len(group)))
 
-    def replace_workload(self, role: RLRoleType, life: WorkloadId, on_start: OnStart) -> None:
+    def restart_role(self, role: RLRoleType, lives: Lives, on_start: OnStart) -> None:
+        """End all workloads of a role, and make them with a new rendezvous.
+
+        Args:
+            role: the role.
+            lives: all workloads of the job.
+            on_start: as for `create`.
+        """
+        self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
+        self.create({role: lives[role]}, on_start)
+        self.renew_trainer(role)
+
+    def restart_workload(self, life: WorkloadId, on_start: OnStart) -> None:
         """Restart one workload beside its peers.
 
         Args:
-            role: its role.
             life: its new life.
             on_start: called with the process before the workload is made.
 
         Raises:
             StaleRendezvous: rank 0 has left the rendezvous that its peers know, or the port was taken.
         """
+        role = RLRoleType(life.role)
         suffix = f"/{role}-{life.rank}"
         self._fleet.kill(lambda name: name.endswith(suffix) and name != actor_name(life))
         old = self._groups[role]
@@ -132,10 +137,7 @@ class JobProcesses:
         on_start(life, self._view(role, life.rank))
         self._rendezvous.keep(role, self._groups[role], life.rank)
         self._furnish(role, self._groups[role], [life.rank])
-
-    def end_role(self, role: RLRoleType) -> None:
-        """End all workloads of a role."""
-        self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
+        self.renew_trainer(role)
 
     def end_other_attempts(self, attempt: int) -> None:
         """End the trainer and all workloads that do not belong to an attempt."""
@@ -149,15 +151,15 @@ class JobProcesses:
         self._end(lambda name: name != "master", list(self._groups.values()))
         self._fleet.release(lambda _: True)
 
-    def stack(self, role: RLRoleType, rank: int) -> str:
+    def stack(self, life: WorkloadId) -> str:
         """Return the stack of a workload's call under way, as readable text."""
-        handle: Any = self._groups[role].handles[rank]
+        handle: Any = self._groups[RLRoleType(life.role)].handles[life.rank]
         (at,) = _answers([handle.look(with_stack=True)])
         return "no stack: the process is stopped, or native code holds Python's lock" if at is None else at.stack
 
-    def is_idle(self, role: RLRoleType, rank: int) -> bool:
+    def is_idle(self, life: WorkloadId) -> bool:
         """Return True if a workload has no call under way."""
-        (at,) = _answers([self._groups[role].handles[rank].look()], 1.0)
+        (at,) = _answers([self._groups[RLRoleType(life.role)].handles[life.rank].look()], 1.0)
         return at is not None and not at.place
 
     def adopt(self, lives: Lives) -> dict[WorkloadId, ProcessView]:
@@ -193,37 +195,17 @@ class JobProcesses:
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory: Any = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
+        factory: Any = (
+            Program(plan, fleet.cluster_address(), has_begun) if plan.spec.is_program else self._trainer_factory()
+        )
         group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
 
     def _trainer_factory(self) -> TrainerFactory:
-        plan = self._plan
+        actors = {role: self._actors(role) for role in self._groups}
         return TrainerFactory(
-            trainer=plan.classes.trainer,
-            config=plan.spec.config,
-            classes={role: each.pickled for role, each in plan.classes.workloads.items()},
-            resources={role: plan.spec.resource_of(role) for role in plan.spec.roles()},
-            roles={role: self._actors(role) for role in self._groups},
-            call_timeout=plan.spec.call_timeout,
-            make_handle=handle_of,
-            report_late=partial(Service(plan.name).tell, "report_late"),
-        )
-
-    def _program(self, has_begun: bool) -> Program:
-        plan, spec = self._plan, self._plan.spec
-        is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
-        return Program(
-            submission=plan.submission,
-            module=spec.trainer,
-            config=spec.config,
-            num_processes=spec.num_processes,
-            folder=plan.folder,
-            num_threads=None if is_left else spec.device_per_node // spec.num_processes,
-            health=spec.health,
-            ray_address=cluster_address(),
-            has_begun=has_begun,
+            self._plan, actors, handle_of, partial(fleet.Service(self._plan.name).tell, "report_late")
         )
 
     def adopt_trainer(self, run: int) -> bool:
@@ -244,7 +226,7 @@ class JobProcesses:
             WorkerDied: the process has ended.
         """
         assert self._trainer is not None
-        return value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+        return fleet.value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
 
     def interrupt_trainer(self) -> None:
         """Let the trainer's program save and end."""
@@ -270,16 +252,18 @@ class JobProcesses:
 
     def look_on(self, node: str, pids: Sequence[int]) -> Future[Outcome]:
         """Return the answer of a node's agent about processes. The agent of this node watches this process, too."""
-        return self._agent(node).aside(SERVICE_KEY, "look", list(pids), os.getpid() if node == own_node() else 0)
+        return self._agent(node).aside(
+            fleet.SERVICE_KEY, "look", list(pids), os.getpid() if node == fleet.own_node() else 0
+        )
 
     def replace_agent(self, node: str) -> None:
         """End a node's agent that does not answer. The next question starts another."""
         if (agent := self._agents.pop(node, None)) is not None:
-            agent.stop(SERVICE_KEY)
+            agent.stop(fleet.SERVICE_KEY)
 
     def kill_on(self, node: str, pids: Sequence[int]) -> None:
         """Let a node's agent kill processes, which Ray cannot end while they are stopped."""
-        wait([self._agent(node).aside(SERVICE_KEY, "kill", list(pids))], LOOK_S)
+        wait([self._agent(node).aside(fleet.SERVICE_KEY, "kill", list(pids))], LOOK_S)
 
     def _agent(self, node: str) -> RayHandle:
         if node not in self._agents:
@@ -320,7 +304,7 @@ class JobProcesses:
             workload=plan.classes.workloads[role].pickled,
             role=role,
             config=plan.spec.config,
-            master=Service(plan.name).actor,
+            master=fleet.Service(plan.name).actor,
             local_ranks=plan.layout.local_ranks(role),
             rendezvous=self._rendezvous.known[role],
             collocation=plan.spec.collocation_of(role),

@@ -19,16 +19,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from rlite.control.health import Judge, NodeAgent
-from rlite.control.spec import HealthOptions
-from rlite.control.trainer_process import Progress, TrainerOutcome
+from rlite.control.spec import HealthOptions, JobPlan
+from rlite.control.workers import TrainerOutcome, TrainerRun
 from rlite.runtime.cluster.guard import Guard, reap
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.process_tree import find
@@ -47,18 +45,8 @@ NODE = "here"
 class Program:
     """Program of a job."""
 
-    submission: str
-    module: str
-    """run as `python -m MODULE --config FILE`"""
-    config: Mapping[str, Any]
-    """content of the file"""
-    num_processes: int
-    """more than one run under torchrun"""
-    folder: str
-    """working folder, if the node has it"""
-    num_threads: int | None
-    """OMP_NUM_THREADS of each process; None: unchanged"""
-    health: HealthOptions
+    plan: JobPlan
+    """plan of the job: `spec.trainer` is run as `python -m MODULE --config FILE`, and `spec.config` is the FILE"""
     ray_address: str
     has_begun: bool
     """an earlier start of the program has reported"""
@@ -69,45 +57,34 @@ class Program:
 
     def command(self, file: Path) -> list[str]:
         """Return the command of the program, whose options are in a file."""
-        program = ["-m", self.module, "--config", str(file)]
-        if self.num_processes == 1:
+        spec = self.plan.spec
+        program = ["-m", spec.trainer, "--config", str(file)]
+        if spec.num_processes == 1:
             return [sys.executable, *program]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.num_processes}"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={spec.num_processes}"]
         return [sys.executable, *torchrun, *program]
 
 
-class ProgramProcess:
-    """Worker of the trainer's process of a program. `run` is called in order, `outcome` beside it."""
+class ProgramProcess(TrainerRun):
+    """Worker of the trainer's process of a program."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
-        self._progress: Progress = "new"
-        self._error = ""
+        super().__init__()
+        self._program, self._plan = program, program.plan
         self._is_interrupted = False
         self._process: subprocess.Popen[str] | None = None
         self._report: reporting.TrainerReport | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
 
-    def run(self) -> None:
-        """Run the program to its end, once."""
-        with self._lock:
-            if self._progress != "new":
-                return
-            self._progress = "running"
-        reap(self._program.submission, SUBMISSION)  # what an earlier start left on this machine
+    def _run(self) -> str:
+        reap(self._plan.submission, SUBMISSION)  # what an earlier start left on this machine
         guard = Guard()
         try:
             with tempfile.TemporaryDirectory(prefix="rlite-program-") as folder:
-                self._error = self._run_in(Path(folder), guard)
-        except BaseException as error:  # the boundary: the master decides what follows
-            self._error = f"{type(error).__name__}: {error}"
+                return self._run_in(Path(folder), guard)
         finally:
             guard.end()
             guard.close()
-        self._progress = "raised" if self._error else "finished"
-        self._ended.set()
 
     def outcome(self, wait_s: float) -> TrainerOutcome:
         """Return the state of the program, at its end or after `wait_s` seconds."""
@@ -134,11 +111,11 @@ class ProgramProcess:
             Why the program failed; "" if it did not.
         """
         options, report_file = folder / "config.yaml", folder / "report.json"
-        options.write_text(yaml.safe_dump(dict(self._program.config), sort_keys=False))
+        options.write_text(yaml.safe_dump(dict(self._plan.spec.config), sort_keys=False))
         process = self._process = subprocess.Popen(
             self._program.command(options),
             env=self._environment(report_file, guard),
-            cwd=self._program.folder if os.path.isdir(self._program.folder) else None,
+            cwd=self._plan.folder if os.path.isdir(self._plan.folder) else None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -149,7 +126,7 @@ class ProgramProcess:
             process.terminate()
         reader = threading.Thread(target=self._pass_on, args=(process,), name="rlite-program-output", daemon=True)
         reader.start()
-        watch = ProgramWatch(self._program.health, process.pid)
+        watch = ProgramWatch(self._plan.spec.health, process.pid)
         error = ""
         while process.poll() is None and not error:
             self._report = reporting.read(report_file) or self._report
@@ -164,21 +141,22 @@ class ProgramProcess:
         self._report = reporting.read(report_file) or self._report
         if self._report is not None and self._report.final_error:
             return self._report.final_error
-        return error or _end_of(self._program.module, process.returncode)
+        return error or _end_of(self._plan.spec.trainer, process.returncode)
 
     def _environment(self, report_file: Path, guard: Guard) -> dict[str, str]:
-        program = self._program
-        paths = [path for path in (program.folder, os.environ.get("PYTHONPATH")) if path]
-        threads = {} if program.num_threads is None else {"OMP_NUM_THREADS": str(program.num_threads)}
+        plan, spec = self._plan, self._plan.spec
+        paths = [path for path in (plan.folder, os.environ.get("PYTHONPATH")) if path]
+        is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
+        threads = {} if is_left else {"OMP_NUM_THREADS": str(spec.device_per_node // spec.num_processes)}
         return {
             **os.environ,
             **threads,
             **guard.mark,
-            **reporting.environment(report_file, program.has_begun),
-            SUBMISSION: program.submission,
+            **reporting.environment(report_file, self._program.has_begun),
+            SUBMISSION: plan.submission,
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
-            "RAY_ADDRESS": program.ray_address,
+            "RAY_ADDRESS": self._program.ray_address,
         }
 
     def _pass_on(self, process: subprocess.Popen[str]) -> None:
@@ -193,7 +171,7 @@ class ProgramWatch:
     """Health of a program: its first process and the ranks that torchrun started."""
 
     def __init__(self, health: HealthOptions, pid: int) -> None:
-        self._judge = Judge(health.stopped_after, health.silent_after, health.hung_after)
+        self._judge = Judge(health)
         self._late_after_s = health.late_step
         self._agent = NodeAgent()
         self._pid = pid

@@ -8,6 +8,7 @@ Rendezvous of the workloads of each role: the address and the port at which the 
 from __future__ import annotations
 
 import inspect
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from rlite.control.spec import RLRoleType
-from rlite.control.workload import hold_port
-from rlite.dispatch import deal
+from rlite.data.dispatch import deal
 from rlite.errors import CallTimeout, ConfigError, RliteError, UnknownOptionError, WorkerDied, did_you_mean
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 
@@ -245,3 +245,27 @@ class Rendezvous:
 
 def _is_on_one_node(group: WorkerGroup) -> bool:
     return len({device.node for device in group.devices}) == 1
+
+
+_held: list[socket.socket] = []
+"""sockets that keep the rendezvous ports of this process's workloads"""
+
+
+def hold_port(address: str, port: int = 0) -> int:
+    """Keep a port of this process for a later rendezvous.
+
+    The socket is bound and does not listen. Linux then gives the port to no program that asks for a free port, and
+    still lets a server with SO_REUSEADDR (torch's store) bind it.
+
+    Args:
+        address: address of this node.
+        port: a certain port; 0 takes a free one.
+
+    Returns:
+        The port.
+    """
+    line = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    line.bind(("", port))
+    _held.append(line)
+    return line.getsockname()[1]

@@ -1,7 +1,4 @@
-"""Batches of token rows in a shuffled order, which resume exactly.
-
-Batches of token rows of a streamed table, which resume exactly.
-"""
+"""Batches of token rows in a shuffled order, of a table in memory or a streamed one; both resume exactly."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.data.order import shuffled
-from rlite.data.streaming.shuffle import ShuffledStream
-from rlite.data.streaming.table import StreamedTable
+from rlite.data.mixture import shuffled
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.tokens import TokenRows, joined
-from rlite.errors import ConfigError
 from rlite.wording import counted
 
 
@@ -33,9 +28,6 @@ class BatchLoader:
     """
 
     def __init__(self, rows: TokenRows, batch_size: int, seed: int = 0, n_epochs: int = 1) -> None:
-        for name, value in (("batch_size", batch_size), ("n_epochs", n_epochs)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: expected at least 1")
         self._rows = rows
         self._batch_size = batch_size
         self._num_epochs = n_epochs
@@ -91,9 +83,6 @@ class StreamLoader:
     """
 
     def __init__(self, table: StreamedTable[TokenRows], batch_size: int, seed: int, num_batches: int) -> None:
-        for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: expected at least 1")
         self._items: ShuffledStream[TokenRows] = ShuffledStream(table, seed)
         self._batch_size = batch_size
         self.num_batches = num_batches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -18,22 +18,18 @@ from rlite.errors import DataError
 Plan = list[list[list[int]]]
 """[rank][microbatch][row indices]"""
 
+BalanceBy = Literal["tokens", "flops"]
+"""quantity that ranks share evenly"""
 PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 
 
-def _checked_lengths(lengths: Sequence[int], capacity: int) -> list[int]:
-    if capacity < 1:
-        raise DataError(f"capacity={capacity}: expected at least 1 token")
-    checked = [int(length) for length in lengths]
-    for row, length in enumerate(checked):
-        if length < 0:
-            raise DataError(f"row {row} has length {length}; expected at least 0 tokens")
+def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
+    for row, length in enumerate(lengths):
         if length > capacity:
             raise DataError(
                 f"row {row} has {length} tokens, and a microbatch holds at most {capacity}; "
                 "truncate or drop the row, or raise the capacity (max_tokens_per_microbatch, max_length_per_device)"
             )
-    return checked
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -52,7 +48,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     Raises:
         DataError: a row is longer than `capacity`; names the row, its length and the capacity.
     """
-    lengths = _checked_lengths(lengths, capacity)
+    _check_lengths(lengths, capacity)
     room = np.full(len(lengths), capacity, dtype=np.int64)  # of every bin that could be opened
     bins: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -111,17 +107,9 @@ def plan_microbatches(
             that simultaneous microbatches have similar costs. Without rows, there are no microbatches.
 
     Raises:
-        ValueError: `num_ranks` is below 1, `method` is unknown, or `groups` or `costs` has another length than
-            `lengths`.
         DataError: a row, or the rows of one group together, exceed `capacity`; or a cost is negative or not finite.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
-    if method not in (known := get_args(PackingMethod)):
-        raise ValueError(f"method={method!r}: expected one of {', '.join(known)}")
-    lengths = _checked_lengths(lengths, capacity)
-    if costs is not None and len(costs) != len(lengths):
-        raise ValueError(f"costs has {len(costs)} entries for {len(lengths)} rows; expected one for each row")
+    _check_lengths(lengths, capacity)
     units = _units(lengths, capacity, groups)
     tokens = [sum(lengths[row] for row in rows) for rows in units]
     weights = tokens if costs is None else [sum(float(costs[row]) for row in rows) for rows in units]
@@ -172,17 +160,14 @@ def _even(
     return None
 
 
-def _units(lengths: list[int], capacity: int, groups: Sequence[Hashable] | None) -> list[list[int]]:
+def _units(lengths: Sequence[int], capacity: int, groups: Sequence[Hashable] | None) -> list[list[int]]:
     """Return the rows that must stay together: single rows, or the rows of one group.
 
     Raises:
-        ValueError: `groups` has another length than `lengths`.
         DataError: a group exceeds the capacity.
     """
     if groups is None:
         return [[row] for row in range(len(lengths))]
-    if len(groups) != len(lengths):
-        raise ValueError(f"groups has {len(groups)} entries for {len(lengths)} rows; expected one key for each row")
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(groups):
         members.setdefault(key, []).append(row)

@@ -1,17 +1,58 @@
-"""Packs: rows of a padded batch, concatenated to one-dimensional tensors."""
+"""Batches of rows, right-padded, and packs: rows of a batch, concatenated to one-dimensional tensors."""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlite.batch import PACK_LAYOUT, RAGGED
+from rlite.batch import KEYS, PACK_LAYOUT, RAGGED
 from rlite.errors import DataError
+
+BatchT = TypeVar("BatchT", bound=Any)
+
+
+def with_keys(batch: BatchT, **columns: Any) -> BatchT:
+    """Return a batch that has further keys, or other values of some keys. Tensors are shared, and `batch` is unchanged.
+
+    Args:
+        batch: a TensorDict.
+        columns: tensors by key, each with as many rows as the batch.
+    """
+    return batch.clone(recurse=False).update(columns)
+
+
+def check_has(batch: Any, *names: str) -> None:
+    """Check that a batch has these keys.
+
+    Raises:
+        DataError: A key is missing; the message names its writer and its content.
+    """
+    for name in names:
+        if name not in batch:
+            key = KEYS[name]
+            raise DataError(
+                f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
+                f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
+            )
+
+
+def check_one_per_row(batch: Any, name: str) -> None:
+    """Check that a key of a batch has one value for each row, not one for each token.
+
+    Raises:
+        DataError: The key is missing, or has another shape.
+    """
+    check_has(batch, name)
+    if batch[name].dim() != 1:
+        raise DataError(
+            f"{name} has shape {list(batch[name].shape)}; expected [{len(batch)}], one for each row: rewards of single "
+            "tokens are the key token_rewards, beside rewards with their sum"
+        )
 
 
 def check_batch(batch: Any) -> None:

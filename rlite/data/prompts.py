@@ -1,4 +1,4 @@
-"""Prompts for rollouts: the form of a row, and rows in an order that a resumed run continues."""
+"""Prompts for rollouts: batches of rows, in an order that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -6,64 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlite.data.chat.masks import check_messages
-from rlite.data.order import Mixture, shuffled
-from rlite.data.rows import place_of, rows_digest, stream_of
-from rlite.data.streaming.shuffle import ShuffledStream
-from rlite.data.tables import NULL, check_text, is_null, type_in_words
-from rlite.errors import ConfigError, DataError, StreamedDataError
+from rlite.data.mixture import Mixture, shuffled
+from rlite.data.readers.streaming import ShuffledStream
+from rlite.data.rows import Rows, rows_digest, stream_of
+from rlite.errors import ConfigError, StreamedDataError
 
-PROMPT_KEYS = ("messages", "prompt", "input_ids")
-QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
-"""names of the prompt's column in the tables of others, the most usual first"""
 MAX_ITEM = 200
 """characters of a row's name"""
-
-
-def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`.
-
-    Raises:
-        DataError: a row does not; the message names row and key.
-    """
-    for number, row in enumerate(rows):
-        at = place_of(rows, number, where)
-        if not isinstance(row, Mapping):
-            raise DataError(f"{at}: expected an object, found {type(row).__name__}")
-        keys = [key for key in PROMPT_KEYS if not is_null(row.get(key))]
-        if len(keys) != 1:
-            raise DataError(f"{at}: {_not_one_prompt(row, keys, at)}")
-        prompt = row[keys[0]]
-        if isinstance(prompt, (str, list, tuple)) and not prompt:
-            raise DataError(f"{at}: {keys[0]!r} is empty")
-        if keys[0] == "messages" or (keys[0] == "prompt" and not isinstance(prompt, str)):
-            if keys[0] == "prompt" and not isinstance(prompt, (list, tuple)):
-                raise DataError(f"{at}: 'prompt' is {type_in_words(prompt)}; expected a text or a list of messages")
-            check_messages(prompt, at, keys[0])
-            if prompt[-1]["role"] == "assistant":
-                raise DataError(f"{at}: {keys[0]!r} ends with the assistant; expected the prompt alone, to be answered")
-        elif isinstance(prompt, str):
-            check_text(prompt, f"{at}: {keys[0]!r}")
-
-
-def _not_one_prompt(row: Mapping[str, Any], keys: Sequence[str], at: str) -> str:
-    """Return what is wrong with a row that has no prompt or several, and the option that chooses its column.
-
-    Args:
-        row: the row.
-        keys: the columns of prompts that the row has.
-        at: name of the row in messages; the group of options of its table comes first.
-    """
-    group = at.partition(", row index")[0].partition(".path=")[0]
-    told = f"expected exactly one of {', '.join(PROMPT_KEYS)}, found {' and '.join(keys) or 'none'}"
-    if keys:
-        return f"{told}; {group}.columns.{keys[-1]}=null leaves one out"
-    if null := [key for key in PROMPT_KEYS if key in row]:
-        return f"{null[0]!r} is {NULL}"
-    names = [str(name) for name, value in row.items() if value is not None]
-    own = next((name for name in QUESTIONS if name in names), "COLUMN")
-    has = ", ".join(names) or "no columns"
-    return f"{told}; the row has {has}. To name the column of the prompt: {group}.columns.prompt={own}"
 
 
 class Prompt(dict[str, Any]):
@@ -95,21 +44,19 @@ class PromptStream:
         mixture: the table's sources; None if there is one.
 
     Raises:
-        ConfigError: a batch would be empty, or larger than the table.
+        ConfigError: a batch would be larger than the table.
     """
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int, mixture: Mixture | None = None
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"prompts_per_rollout={batch_size}: expected at least 1")
         stream = stream_of(rows)
         if batch_size > len(rows) and (stream is None or stream.is_whole):
             raise ConfigError(
                 f"train_data.prompts_per_rollout={batch_size}: there are {len(rows)} rows, so one rollout would hold a "
                 "prompt twice; lower it, or give more rows"
             )
-        self._rows = rows
+        self._rows = rows.rows if isinstance(rows, Rows) else rows
         self._batch_size = batch_size
         self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
         """order of the rows, unless they are streamed; its `position` counts the rows returned so far"""

@@ -1,4 +1,7 @@
-"""The rows of a run: read from one table or from several that are mixed, in the form that rlite reads."""
+"""The rows of a run: read from one table or from several that are mixed, in the form that rlite reads.
+
+Rows of prompts for rollouts, and a check of their form.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import has_chat_template, unread_keys
-from rlite.data.formats.table import RowKind, normalise
-from rlite.data.order import Mixture
+from rlite.data.mixture import Mixture
+from rlite.data.readers.formats import RowKind, normalise
+from rlite.data.readers.streaming import StreamedTable
+from rlite.data.readers.tables import NULL, Row, check_text, is_null, read_rows, type_in_words, without_added_nulls
 from rlite.data.source import Source
-from rlite.data.streaming.table import StreamedTable
-from rlite.data.tables import Row, read_rows, without_added_nulls
+from rlite.errors import DataError
 
+PROMPT_KEYS = ("messages", "prompt", "input_ids")
+QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
+"""names of the prompt's column in the tables of others, the most usual first"""
 NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
 
 TEXT_COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "text")
@@ -158,3 +166,49 @@ def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
         text = json.dumps(dict(row), skipkeys=True, default=lambda value: type(value).__name__)
         digest.update(f"{text}\n".encode())
     return digest.hexdigest()
+
+
+def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`.
+
+    Raises:
+        DataError: a row does not; the message names row and key.
+    """
+    for number, row in enumerate(rows):
+        at = place_of(rows, number, where)
+        if not isinstance(row, Mapping):
+            raise DataError(f"{at}: expected an object, found {type(row).__name__}")
+        keys = [key for key in PROMPT_KEYS if not is_null(row.get(key))]
+        if len(keys) != 1:
+            raise DataError(f"{at}: {_not_one_prompt(row, keys, at)}")
+        prompt = row[keys[0]]
+        if isinstance(prompt, (str, list, tuple)) and not prompt:
+            raise DataError(f"{at}: {keys[0]!r} is empty")
+        if keys[0] == "messages" or (keys[0] == "prompt" and not isinstance(prompt, str)):
+            if keys[0] == "prompt" and not isinstance(prompt, (list, tuple)):
+                raise DataError(f"{at}: 'prompt' is {type_in_words(prompt)}; expected a text or a list of messages")
+            check_messages(prompt, at, keys[0])
+            if prompt[-1]["role"] == "assistant":
+                raise DataError(f"{at}: {keys[0]!r} ends with the assistant; expected the prompt alone, to be answered")
+        elif isinstance(prompt, str):
+            check_text(prompt, f"{at}: {keys[0]!r}")
+
+
+def _not_one_prompt(row: Mapping[str, Any], keys: Sequence[str], at: str) -> str:
+    """Return what is wrong with a row that has no prompt or several, and the option that chooses its column.
+
+    Args:
+        row: the row.
+        keys: the columns of prompts that the row has.
+        at: name of the row in messages; the group of options of its table comes first.
+    """
+    group = at.partition(", row index")[0].partition(".path=")[0]
+    told = f"expected exactly one of {', '.join(PROMPT_KEYS)}, found {' and '.join(keys) or 'none'}"
+    if keys:
+        return f"{told}; {group}.columns.{keys[-1]}=null leaves one out"
+    if null := [key for key in PROMPT_KEYS if key in row]:
+        return f"{null[0]!r} is {NULL}"
+    names = [str(name) for name, value in row.items() if value is not None]
+    own = next((name for name in QUESTIONS if name in names), "COLUMN")
+    has = ", ".join(names) or "no columns"
+    return f"{told}; the row has {has}. To name the column of the prompt: {group}.columns.prompt={own}"

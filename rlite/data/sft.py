@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rlite.data.chat.answers import learnt_turns, prompted_answer_encoder
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.masks import ChatEncoder, check_messages
-from rlite.data.tables import check_columns
+from rlite.data.readers.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, answer_encoder, text_encoder, tokenise
 from rlite.errors import DataError
 
@@ -42,7 +42,7 @@ def sft_rows(
     it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`,
     only the turns in the completion are learnt. A message with `weight`, `train` or `loss_mask` 0 is not learnt. A
     `text` is learnt whole, with the end-of-sequence token. A row longer than `max_length` is cut at its end.
-    `rlite.data.formats.table` converts other formats to these.
+    `rlite.data.readers.formats` converts other formats to these.
 
     Args:
         rows: the table.

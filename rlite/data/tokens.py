@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.order import Mixture
-from rlite.data.streaming.table import StreamedTable
+from rlite.data.chat.prompt_tokens import raw_prompts, raw_tokens
+from rlite.data.mixture import Mixture
+from rlite.data.readers.streaming import StreamedTable
 from rlite.errors import ConfigError, DataError
 
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -329,72 +330,6 @@ def _fault(sequences: Sequence[Tokens], max_length: int) -> str | None:
     if len(sequences) > 1 and all(np.array_equal(first, ids) for ids, _ in sequences[1:]):
         return f"chosen equals rejected within max_length={max_length}"
     return None
-
-
-CHARACTERS_PER_TOKEN = 16
-"""a text with more characters for each token that fits is tokenised piece by piece, until it is surely too long"""
-
-
-class TooManyTokens(DataError):
-    """A text is longer than the model's context."""
-
-
-class TextTokenizer(Protocol):
-    """A Hugging Face tokenizer, as far as raw texts need one."""
-
-    @property
-    def bos_token_id(self) -> Any:
-        """The token that begins a sequence; None if there is none."""
-
-    def __call__(self, text: Any, **options: Any) -> Any:
-        """Tokenise a text, or a list of texts."""
-
-
-def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
-    """Tokenise raw prompts. Training and generation both use this function, so that a prompt has the same tokens.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        texts: the prompts.
-        limit: as for `bounded_tokens`.
-
-    Returns:
-        The tokens of each prompt. Each begins, once, with the token that the tokenizer puts before every text (Llama's
-        `<|begin_of_text|>`), if there is one.
-    """
-    bos = tokenizer.bos_token_id
-    begin = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
-    tokens = raw_tokens(tokenizer, texts) if limit is None else [bounded_tokens(tokenizer, t, limit) for t in texts]
-    return [ids if begin and ids[:1] == begin else begin + ids for ids in tokens]
-
-
-def raw_tokens(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of texts that continue other texts: no token is put before or after them."""
-    # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-
-
-def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> list[int]:
-    """Return the tokens of a text that continues another, at a cost that depends on `limit`, not on the text.
-
-    A long text is first tokenised in large pieces. A cut adds few tokens to a piece, so twice as many tokens as fit
-    prove that the text does not fit, even if the tokenizer leaves out or merges characters.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        text: any text.
-        limit: tokens that fit into the model's context; None does not bound the text.
-
-    Raises:
-        TooManyTokens: the text is far longer than `limit`. A text that is a little longer is tokenised.
-    """
-    if limit is not None and len(text) > (size := CHARACTERS_PER_TOKEN * max(limit, 1024)):
-        count = 0
-        for start in range(0, len(text), size):
-            count += len(raw_tokens(tokenizer, [text[start : start + size]])[0])
-            if count > 2 * max(limit, 1024):
-                raise TooManyTokens(f"a text of {len(text)} characters has far more tokens than the {limit} that fit")
-    return raw_tokens(tokenizer, [text])[0]
 
 
 def answer_encoder(

@@ -1,34 +1,37 @@
-"""The inference engine: prompts in, completions out, rollouts on top."""
+"""The inference engine: prompts in, completions out, rollouts on top.
+
+    generate / agenerate ──> router ──> replica ──> the executor's workers
+              ^                           │
+              └── tokens with log-probabilities and versions, as they are made
+
+Replicas, routing, replacement, residency and weights are the work of `ServingEngine` and its `ReplicaSet`
+(`runtime/replicas`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from rlite.backends.replicas.elastic import ElasticReplicas
-from rlite.backends.replicas.router import Policy, least_outstanding
-from rlite.data.chat.masks import check_messages
-from rlite.data.chat.template import check_template_options
-from rlite.data.tokens import raw_prompts
-from rlite.engine.inference_executor import InFlightRequest
-from rlite.engine.outputs import completion, response, score_prompts
-from rlite.errors import CallTimeout, ConfigError, DataError
-from rlite.futures import result_of
-from rlite.nn.pretrained import load_tokenizer
-from rlite.observability import trace
+from rlite.data.chat.prompt_tokens import raw_prompts
+from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling, streamed
+from rlite.engine.registry import find_backend
+from rlite.errors import ConfigError
+from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, local_checkpoint
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import mix
-from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
+from rlite.rollout.episode import mix
+from rlite.rollout.workflow import RolloutWorkflow
+from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
+from rlite.runtime.replicas.router import Policy, least_outstanding
+from rlite.runtime.replicas.serving import ServingEngine
 from rlite.types import (
     GenerationHyperparameters,
     LLMRequest,
@@ -40,12 +43,9 @@ from rlite.types import (
     TokenChunk,
     token_ids,
 )
-from rlite.wording import counted
-
-logger = logging.getLogger(__name__)
 
 
-class RliteInferenceEngine(ElasticReplicas):
+class RliteInferenceEngine(ServingEngine):
     """Serves a causal language model.
 
     `tensor_parallel_size` in `build` is the number of workers in one replica, `data_parallel_size` the number of
@@ -68,27 +68,16 @@ class RliteInferenceEngine(ElasticReplicas):
     def __init__(
         self, path: str | Path, executor: str = "torch", max_replacements: int = 3, routing: Policy = least_outstanding
     ) -> None:
-        super().__init__(path, executor, max_replacements)
-        self._routing = routing
-        self._has_noted_truncation = False
-        self._ids = itertools.count()
+        backend, folder = find_backend("inference", executor, InferenceBackend), str(local_checkpoint(path))
+        super().__init__(backend, executor, folder, load_config(folder).get_text_config(), max_replacements, routing)
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rollout_options = CollectorOptions()
         self._collector: RolloutCollector | None = None
 
-    def __repr__(self) -> str:
-        if not self.is_built:
-            return f"{type(self).__name__}({self.path}, executor {self.executor_name}, not built)"
-        replicas = f"{counted(len(self.executors), 'replica')} of {self.executors[0].size}"
-        return f"{type(self).__name__}({self.path}, {replicas}, {self._where()}, version {self.get_version()})"
-
     # -- generating ----------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompts: str | Mapping[str, Any] | Sequence[str | Sequence[int] | Mapping[str, Any]],
-        sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
-        timeout: float | None = None,
+        self, prompts: Prompts, sampling_params: Sampling = None, timeout: float | None = None
     ) -> list[RequestOutput]:
         """Complete every prompt. A text is completed as it is: `chat` applies the chat template.
 
@@ -114,42 +103,20 @@ class RliteInferenceEngine(ElasticReplicas):
             CallTimeout: a completion did not end in time.
             WorkerDied: no replica is left.
         """
-        sampling_params, has_prompt_logprobs = _without_prompt_logprobs(sampling_params)
-        gconfig = GenerationHyperparameters.from_mapping(sampling_params)
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
-        if len(prompts) == 0:
-            raise DataError("generate: the list of prompts is empty; expected at least one prompt")
-        if has_prompt_logprobs:
-            self._need_prompt_logprobs()
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
-        self._check_ready("generate")
+        gconfig, has_prompt_logprobs = sampling(sampling_params)
+        self._need_prompt_logprobs(has_prompt_logprobs)
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        tokens = self._all_tokens(prompts)
         samples = range(gconfig.n_samples)
         groups = [[InFlightRequest(self._request(ids, gconfig, sample)) for sample in samples] for ids in tokens]
-        with trace.span("generate", num_prompts=len(prompts)):
-            self._router.route(groups)
-            self._wait(list(itertools.chain(*groups)), self.group.call_timeout if timeout is None else timeout)
-        for request in itertools.chain(*groups):
-            self._note_truncation(request)
-        of_prompts: list[Any] = [None] * len(tokens)
-        if has_prompt_logprobs:
-            of_prompts = [[None, *logprobs] for logprobs in self.prompt_logprobs(tokens)]
-        return [
-            RequestOutput(
-                request_id=str(siblings[0].request.request_id),
-                prompt=text,
-                prompt_token_ids=ids,
-                outputs=[completion(index, request, self.tokenizer) for index, request in enumerate(siblings)],
-                prompt_logprobs=logprobs,
-            )
-            for text, ids, siblings, logprobs in zip(texts, tokens, groups, of_prompts, strict=True)
-        ]
+        self._complete_all(groups, timeout)
+        logprobs = self.prompt_logprobs(tokens) if has_prompt_logprobs else None
+        return outputs(prompts, groups, self.tokenizer, logprobs)
 
     def chat(
         self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
+        messages: Messages,
+        sampling_params: Sampling = None,
         timeout: float | None = None,
         **chat_template_options: Any,
     ) -> RequestOutput:
@@ -169,16 +136,9 @@ class RliteInferenceEngine(ElasticReplicas):
             DataError: the messages have another form, or the template refuses them.
             ConfigError: an option is one of sampling, or the template does not read it.
         """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        check_messages(messages, "chat")
-        for name in chat_template_options.keys() & GenerationHyperparameters.names():
-            raise ConfigError(f"chat({name}=...): a parameter of sampling; write chat(messages, {{{name!r}: ...}})")
-        check_template_options(self.tokenizer, chat_template_options, "chat")
-        item = {"messages": messages}
-        tokens = prompt_ids(item, self.tokenizer, chat_template_options)
-        (output,) = self.generate([tokens], sampling_params, timeout)
-        return replace(output, prompt=prompt_text(item, self.tokenizer, chat_template_options))
+        tokens, text = conversation(messages, self.tokenizer, chat_template_options)
+        (answer,) = self.generate([tokens], sampling_params, timeout)
+        return replace(answer, prompt=text)
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Complete one request, while others run. Cancelling the task ends the request.
@@ -197,39 +157,14 @@ class RliteInferenceEngine(ElasticReplicas):
         """
         if request.gconfig.n_samples != 1:
             raise ConfigError(f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call again")
-        self._need(
-            self.extras.issuperset(request.extras),
-            f"extras={request.extras}",
-            f"it has {sorted(self.extras) or 'none'}",
-        )
-        self._check_ready("agenerate", may_wait=True)
         tokens = self._tokens(request.input_ids, 0)
         in_flight = InFlightRequest(self._request(tokens, request.gconfig, extras=request.extras), on_chunk)
-        with trace.task("generate", engine=self.name, prompt_tokens=len(request.input_ids)):
-            self._router.route([[in_flight]], affinity=request.rid)
-            try:
-                await result_of(in_flight.done)
-            except asyncio.CancelledError:
-                self._router.cancel([in_flight])
-                raise
-        self._note_truncation(in_flight)
-        return response(request, in_flight)
+        await self._complete(in_flight, affinity=request.rid)
+        return in_flight.response(request)
 
-    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the tokens of one request as they are generated; the last chunk has a finish_reason."""
-        loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        task = asyncio.ensure_future(
-            self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
-        )
-        task.add_done_callback(lambda _: chunks.put_nowait(None))
-        try:
-            while (chunk := await chunks.get()) is not None:
-                if chunk.error is None:
-                    yield chunk
-            task.result()
-        finally:
-            task.cancel()
+    def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """Return the tokens of one request as they are generated; the last chunk has a finish_reason."""
+        return streamed(self.agenerate, request)
 
     def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """Return log_softmax(logits) of every token but the first of each prompt, in the order of the prompts.
@@ -255,7 +190,7 @@ class RliteInferenceEngine(ElasticReplicas):
             ResidencyError: weights or KV cache are not on the device, or the engine is paused.
             WorkerDied: a replica was lost meanwhile.
         """
-        return self._score("score", prompts, num_top)
+        return self._score("score", self._all_tokens(prompts), num_top)
 
     async def ascore(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
         """Do what `score` does, beside the event loop. While the engine is paused, the call waits.
@@ -267,46 +202,17 @@ class RliteInferenceEngine(ElasticReplicas):
         Returns:
             One entry per prompt, in the order of the prompts.
         """
-        return await asyncio.to_thread(self._score, "ascore", prompts, num_top, may_wait=True)
+        return await asyncio.to_thread(self._score, "ascore", self._all_tokens(prompts), num_top, may_wait=True)
 
-    def _score(
-        self, what: str, prompts: Sequence[str | Sequence[int]], num_top: int, may_wait: bool = False
-    ) -> list[PromptLogprobs]:
-        self._need_prompt_logprobs()
-        self._check_ready(what, may_wait)
-        tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
-        return score_prompts(self._serving(), tokens, num_top, self.context_length - 1)
-
-    def _need_prompt_logprobs(self) -> None:
-        self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
-
-    @property
-    def seed(self) -> int:
-        """Seed of requests without a seed of their own."""
-        return self.options.seed
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
-        return self._tokenizer
+    def _all_tokens(self, prompts: Sequence[Any]) -> list[list[int]]:
+        return [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
 
     def _tokens(self, prompt: Any, index: int) -> list[int]:
+        """Return the token ids of a prompt, which the model's vocabulary has."""
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            ids = raw_prompts(self.tokenizer, [prompt])[0]
-        else:
-            ids = list(token_ids(prompt, f"prompt {index}"))
-        if not ids:
-            raise DataError(f"prompt {index} is empty: expected at least one token")
-        wrong = [token for token in ids if not 0 <= token < self._config.vocab_size]
-        if wrong:
-            raise DataError(
-                f"prompt {index} holds token id {wrong[0]}; the model's vocabulary has {self._config.vocab_size} tokens"
-            )
-        return ids
+        where, is_text = f"prompt {index}", isinstance(prompt, str)
+        return self._checked(raw_prompts(self.tokenizer, [prompt])[0] if is_text else token_ids(prompt, where), where)
 
     def _request(
         self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, extras: tuple[str, ...] = ()
@@ -315,38 +221,21 @@ class RliteInferenceEngine(ElasticReplicas):
         seed = mix(self.options.seed, number) if gconfig.seed is None else mix(gconfig.seed, sample)
         return SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed, extras=extras)
 
-    def _wait(self, requests: Sequence[InFlightRequest], timeout: float) -> None:
-        """Wait until all requests have ended. On an error or a time-out, cancel the requests that have not.
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
+        return self._tokenizer
 
-        Raises:
-            CallTimeout: a request did not end within `timeout` seconds.
-        """
-        done, late = wait([request.done for request in requests], timeout=timeout, return_when=FIRST_EXCEPTION)
-        if late:
-            self._router.cancel([request for request in requests if request.done in late])
-        for request in requests:
-            if request.done in done:
-                request.done.result()
-        if late:
-            busy = tuple(self.group.describe(each.executor.ranks[0]) for each in self._replicas if each.num_in_flight)
-            raise CallTimeout(
-                f"generate: {len(late)} of {len(requests)} completions were not done within {timeout:g} s, on "
-                f"{'; '.join(busy)}. Give it more time (timeout=) or ask for fewer tokens (max_new_tokens).",
-                busy,
-            )
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Return the model's own end tokens; generation_config.json takes precedence over the model's config."""
+        return frozenset(end_ids(self.path, self._config))
 
-    def _note_truncation(self, in_flight: InFlightRequest) -> None:
-        """Warn once if a completion ended at the default context length."""
-        asked, made = in_flight.request.gconfig.max_new_tokens, len(in_flight.token_ids)
-        is_known = self._has_noted_truncation or vars(self.options).get("max_model_len") is not None
-        if is_known or in_flight.finish_reason != "length" or made >= asked:
-            return
-        self._has_noted_truncation = True
-        logger.warning(
-            "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
-            "build(max_model_len=...) sets another one, up to the model's own limit",
-            *(self.name, made, asked, len(in_flight.request.input_ids) + made),
-        )
+    def load(self, path: str | Path | None = None) -> None:
+        """Read weights from a checkpoint of the same model; without a path, from the engine's own: a new version."""
+        self._load(None if path is None else str(local_checkpoint(path)))
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 
@@ -445,22 +334,3 @@ class RliteInferenceEngine(ElasticReplicas):
     def _version_changed(self) -> None:
         if self._collector is not None:
             self._collector.version_changed()
-
-
-def _without_prompt_logprobs(
-    sampling_params: Mapping[str, Any] | GenerationHyperparameters | None,
-) -> tuple[Mapping[str, Any] | GenerationHyperparameters | None, bool]:
-    """Return the parameters of the completions, and whether the prompts' log-probabilities are wanted.
-
-    Raises:
-        ConfigError: log-probabilities of other tokens than the prompt's are wanted.
-    """
-    if not isinstance(sampling_params, Mapping) or "prompt_logprobs" not in sampling_params:
-        return sampling_params, False
-    rest = dict(sampling_params)
-    wanted = rest.pop("prompt_logprobs")
-    if wanted is None or isinstance(wanted, bool):
-        return rest, bool(wanted)
-    if wanted != 0:
-        raise ConfigError(f"sampling parameter prompt_logprobs={wanted!r}: expected true, false, or vLLM's 0 for true")
-    return rest, True

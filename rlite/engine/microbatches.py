@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.algorithms.calls import found
 from rlite.algorithms.reduce import Mean, PerToken
-from rlite.algorithms.results import found
 from rlite.batch import RAGGED
 from rlite.data.microbatch_plan import PackingMethod, plan_microbatches
 from rlite.data.packs import check_batch, pair_rows, sequence_lengths
@@ -40,18 +39,13 @@ class BatchShare:
     microbatches: list[list[int]]
     """row numbers in this share, for each microbatch; every rank has the same number of microbatches"""
 
-    @property
-    def own_rows(self) -> list[int]:
-        """Row numbers in the whole batch of the rows in microbatches: all rows, or none."""
-        return self.rows[: sum(map(len, self.microbatches))]
-
 
 def split_batch(
     what: str,
     batch: Mapping[str, Tensor],
     num_data_ranks: int,
     capacity: int,
-    costs: Callable[[Sequence[int]], list[float] | None],
+    costs: Callable[[Sequence[int]], list[float]] | None = None,
     method: PackingMethod = "first_fit_decreasing",
 ) -> list[BatchShare]:
     """Divide the rows so that all data ranks have similar work.
@@ -62,7 +56,7 @@ def split_batch(
         num_data_ranks: number of shares. A share without rows of its own gets some rows for their shape, in no
             microbatch.
         capacity: maximum tokens in a microbatch.
-        costs: maps the lengths of the rows to the costs that ranks share evenly; None is the lengths.
+        costs: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the lengths.
         method: packing method; see `plan_microbatches`.
 
     Returns:
@@ -76,7 +70,8 @@ def split_batch(
         raise DataError(f"{what}: the batch has no rows")
     lengths = sequence_lengths(batch)
     pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
-    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=costs(lengths), method=method)
+    row_costs = None if costs is None else costs(lengths)
+    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=row_costs, method=method)
     return [_share(batch, microbatches, lengths) for microbatches in plan]
 
 
@@ -85,13 +80,12 @@ def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: 
     local = {row: index for index, row in enumerate(rows)}
     width, full_width = max(lengths[row] for row in rows), batch["input_ids"].shape[1]
     index = torch.tensor(rows)
-    part = {}
-    for key, value in batch.items():
-        part[key] = value[index]
+    part = {key: value[index] for key, value in batch.items()}
+    for key, value in part.items():
         if key in RAGGED:
-            part[key] = part[key][:, : int(batch[RAGGED[key]][index].sum(-1).max())]
+            part[key] = value[:, : int(batch[RAGGED[key]][index].sum(-1).max())]
         elif value.dim() > 1 and value.shape[1] == full_width:
-            part[key] = part[key][:, :width]
+            part[key] = value[:, :width]
     return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches])
 
 
@@ -111,13 +105,11 @@ def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tenso
     most = max(results, key=len)
     padded = most.new_zeros(*mask.shape, *most.shape[1:])
     for share, values in zip(shares, results, strict=True):
-        rows = torch.tensor(share.own_rows, dtype=torch.long)
+        rows = torch.tensor(share.rows[: sum(map(len, share.microbatches))], dtype=torch.long)  # all rows, or none
         row, column = mask[rows].nonzero(as_tuple=True)
         if values.shape[:1] != row.shape:
-            raise ConfigError(
-                f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens; expected one value for "
-                "each token of every pack"
-            )
+            what = f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens"
+            raise ConfigError(f"{what}; expected one value for each token of every pack")
         padded[rows[row], column] = values
     return padded
 
@@ -209,47 +201,11 @@ class LossSums:
         names = sorted(self._sums)
         own = float(zlib.crc32("\n".join(names).encode()))
         if sum_over([own])[0] != own * num_data_ranks:
-            raise ConfigError(
-                f"this rank's loss reports {names}, another rank's something else: a loss has to report the same "
-                "metrics for every pack"
-            )
+            what = f"this rank's loss reports {names}, another rank's something else"
+            raise ConfigError(f"{what}: a loss has to report the same metrics for every pack")
         summed = sum_over([float(part) for name in names for part in self._sums[name]])
-        return {
-            name: total / count if count else 0.0
-            for name, total, count in zip(names, summed[::2], summed[1::2], strict=True)
-        }
-
-
-class TokenValues:
-    """Values of the tokens of a share, which its loss reports as `PerToken`."""
-
-    def __init__(self) -> None:
-        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
-        """Keep the values of a pack on its device.
-
-        Args:
-            rows: row numbers in the share; an empty microbatch has none.
-            report: what the loss of the pack reports.
-        """
-        for name, value in report.items():
-            if isinstance(value, PerToken):
-                self._parts[name].append(own_tokens(rows, value.values))
-
-    def joined(self) -> dict[str, Tensor]:
-        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
-        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
-
-
-def own_tokens(rows: list[int], values: Tensor) -> Tensor:
-    """Return the values [T, ...] of a pack, or no values [0, ...] of a microbatch that has only padding rows.
-
-    Args:
-        rows: row numbers of the microbatch; an empty microbatch has none.
-        values: values of the pack's tokens.
-    """
-    return values if rows else values[:0]
+        totals, counts = summed[::2], summed[1::2]
+        return {name: total / count if count else 0.0 for name, total, count in zip(names, totals, counts, strict=True)}
 
 
 def _number(value: Any) -> Tensor | float:

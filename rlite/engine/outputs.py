@@ -1,19 +1,123 @@
-"""Outputs of an inference engine: requests that have ended, in the form that callers receive.
-
-Log-probabilities of prompts, computed by all replicas of an inference engine.
-"""
+"""Input and output of an inference engine in vLLM's names: parameters, conversations, completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.answers import split_at_stop
-from rlite.engine.inference_executor import InFlightRequest, Replica
-from rlite.engine.workers import together
-from rlite.errors import ConfigError, DataError
-from rlite.types import MAX_TOP_LOGPROBS, CompletionOutput, LLMRequest, LLMResponse, PromptLogprobs
+from rlite.data.chat.masks import check_messages
+from rlite.data.chat.template import check_template_options
+from rlite.errors import ConfigError
+from rlite.rollout.workflow import prompt_ids, prompt_text
+from rlite.runtime.replicas.replica import InFlightRequest
+from rlite.types import (
+    CompletionOutput,
+    GenerationHyperparameters,
+    LLMRequest,
+    LLMResponse,
+    OnChunk,
+    RequestOutput,
+    TokenChunk,
+)
+
+Prompts = str | Mapping[str, Any] | Sequence[str | Sequence[int] | Mapping[str, Any]]
+"""texts, token ids or mappings with token ids; or one text or mapping"""
+Sampling = Mapping[str, Any] | GenerationHyperparameters | None
+"""sampling parameters in AReaL's or vLLM's names"""
+Messages = str | Sequence[Mapping[str, Any]]
+"""a conversation; a text is one message of the user"""
+
+
+def sampling(given: Sampling) -> tuple[GenerationHyperparameters, bool]:
+    """Return the parameters of the completions, and whether the prompts' log-probabilities are wanted.
+
+    Raises:
+        ConfigError: log-probabilities of other tokens than the prompt's are wanted.
+    """
+    if not isinstance(given, Mapping) or "prompt_logprobs" not in given:
+        return GenerationHyperparameters.from_mapping(given), False
+    rest = dict(given)
+    wanted = rest.pop("prompt_logprobs")
+    if wanted is not None and not isinstance(wanted, bool) and wanted != 0:
+        raise ConfigError(f"sampling parameter prompt_logprobs={wanted!r}: expected true, false, or vLLM's 0 for true")
+    return GenerationHyperparameters.from_mapping(rest), wanted is not None and wanted is not False
+
+
+def conversation(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> tuple[list[int], str]:
+    """Return the tokens and the text of a conversation, as the chat template renders it.
+
+    Args:
+        messages: the conversation.
+        tokenizer: has the template.
+        options: further arguments of the template.
+
+    Raises:
+        DataError: the messages have another form.
+        ConfigError: an option is one of sampling, or the template does not read it.
+    """
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    check_messages(messages, "chat")
+    for name in options.keys() & GenerationHyperparameters.names():
+        raise ConfigError(f"chat({name}=...): a parameter of sampling; write chat(messages, {{{name!r}: ...}})")
+    check_template_options(tokenizer, options, "chat")
+    item = {"messages": messages}
+    return prompt_ids(item, tokenizer, options), prompt_text(item, tokenizer, options)
+
+
+async def streamed(
+    agenerate: Callable[[LLMRequest, OnChunk], Awaitable[LLMResponse]], request: LLMRequest
+) -> AsyncIterator[TokenChunk]:
+    """Yield the chunks of a request as they arrive.
+
+    Args:
+        agenerate: completes the request.
+        request: the request.
+    """
+    loop = asyncio.get_running_loop()
+    chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+    completing = agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
+    task = asyncio.ensure_future(completing)
+    task.add_done_callback(lambda _: chunks.put_nowait(None))
+    try:
+        while (chunk := await chunks.get()) is not None:
+            if chunk.error is None:
+                yield chunk
+        task.result()
+    finally:
+        task.cancel()
+
+
+def outputs(
+    prompts: Sequence[Any],
+    groups: Sequence[Sequence[InFlightRequest]],
+    tokenizer: PreTrainedTokenizerBase,
+    logprobs: Sequence[Sequence[float]] | None,
+) -> list[RequestOutput]:
+    """Return each prompt with its completions.
+
+    Args:
+        prompts: as the caller gave them.
+        groups: the requests of each prompt, which have ended.
+        tokenizer: decodes the completions.
+        logprobs: log-probabilities of each prompt's tokens but the first, if they are wanted.
+    """
+    return [
+        RequestOutput(
+            request_id=str(siblings[0].request.request_id),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=siblings[0].request.input_ids,
+            outputs=[completion(index, request, tokenizer) for index, request in enumerate(siblings)],
+            prompt_logprobs=None if logprobs is None else [None, *logprobs[number]],
+        )
+        for number, (prompt, siblings) in enumerate(zip(prompts, groups, strict=True))
+    ]
 
 
 def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenizerBase) -> CompletionOutput:
@@ -38,27 +142,6 @@ def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenize
     )
 
 
-def response(request: LLMRequest, ended: InFlightRequest) -> LLMResponse:
-    """Return the completion of `agenerate`.
-
-    Args:
-        request: the caller's request.
-        ended: the same request, as the replica has answered it.
-    """
-    return LLMResponse(
-        input_tokens=list(request.input_ids),
-        output_tokens=ended.token_ids,
-        output_logprobs=ended.logprobs,
-        output_versions=ended.versions,
-        stop_reason=ended.finish_reason,
-        latency=ended.ended - ended.started,
-        ttft=(ended.first_token or ended.ended) - ended.started,
-        sampling_logprobs=ended.sampling_logprobs,
-        metadata=dict(request.metadata),
-        extras={name: ended.extras.get(name, []) for name in request.extras},
-    )
-
-
 def _stop_reason(ended: InFlightRequest, rest: str) -> str | int | None:
     """Return the stop string or stop token that ended a completion, None if something else did.
 
@@ -73,47 +156,3 @@ def _stop_reason(ended: InFlightRequest, rest: str) -> str | int | None:
         return next(stop for stop in gconfig.stop if rest.startswith(stop))
     last = ended.token_ids[-1]
     return last if last in gconfig.stop_token_ids else None
-
-
-def score_prompts(
-    replicas: Sequence[Replica], prompts: Sequence[list[int]], num_top: int, max_tokens: int
-) -> list[PromptLogprobs]:
-    """Return the log-probabilities of each prompt's tokens. Prompts are distributed to the replicas in turn.
-
-    Args:
-        replicas: the replicas that serve.
-        prompts: token ids.
-        num_top: number of most likely tokens at each place.
-        max_tokens: most tokens of a prompt.
-
-    Returns:
-        One entry per prompt, in the order of the prompts.
-
-    Raises:
-        ConfigError: `num_top` is out of range.
-        DataError: a prompt is too long.
-    """
-    if not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise ConfigError(f"num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
-    check_lengths(prompts, max_tokens)
-    num = len(replicas)
-    shares = {replica: prompts[index::num] for index, replica in enumerate(replicas)}
-    results = together(replicas, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
-    return [results[index % num][index // num] for index in range(len(prompts))]
-
-
-def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
-    """Check that no prompt is too long.
-
-    Args:
-        prompts: token ids.
-        max_tokens: most tokens of a prompt.
-
-    Raises:
-        DataError: a prompt is too long.
-    """
-    for index, ids in enumerate(prompts):
-        if len(ids) > max_tokens:
-            raise DataError(
-                f"prompt {index} has {len(ids)} tokens, max_model_len={max_tokens + 1} leaves room for {max_tokens}"
-            )

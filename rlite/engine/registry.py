@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
-from rlite.engine.workers import EVERY_RANK, RankChoice, Worker
 from rlite.errors import ConfigError, did_you_mean
-from rlite.runtime.cluster.host import WorkerContext
-
-Kind = Literal["train", "inference"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """The options and workers of an executor.
-
-    `InferenceBackend` and `TrainBackend` add the fields that their engines need.
-    """
-
-    options: type
-    """a class, usually `rlite.config.Options`; its fields are the keywords that `build` accepts beside its own"""
-    worker: Callable[[WorkerContext, Any, Any, int], Worker]
-    """worker(context, source, options, executor_size) returns the worker; runs in the worker process"""
-    ranks: RankChoice = EVERY_RANK
-    """ranks that receive arguments and return results, among the workers that share one part of the data"""
-
+from rlite.runtime.replicas.workers import Backend, Kind
 
 B = TypeVar("B", bound=Backend)
 _backends: dict[tuple[str, str], Backend | str] = {

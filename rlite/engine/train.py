@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlite.data.microbatch_plan import sequence_flops
+from rlite.data.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.data.packs import sequence_lengths
-from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
-from rlite.engine.microbatches import BatchShare, join_values, split_batch
-from rlite.engine.redefinition import changed_methods, own_methods, redefined, sent_by_value, take_class
-from rlite.engine.train_lifecycle import TrainExecutor, TrainLifecycle
-from rlite.errors import ConfigError
-from rlite.nn.base import BaseTrainModule, is_on_meta
+from rlite.engine.microbatches import BatchShare, Loss, Weight, join_values, split_batch
+from rlite.engine.registry import find_backend
+from rlite.engine.train_backend import TrainBackend, TrainWorker
+from rlite.engine.train_state import ResumableEngine
+from rlite.engine.user_module import (
+    check_train_module,
+    redefined,
+    user_methods,
+    with_class,
+)
+from rlite.engine.weights import OnInflight, SyncReport, sync_weights
 from rlite.runtime.parallel.host_memory import DeviceUsage
+from rlite.runtime.replicas.engine import Engine
 
 YIELDING = ("forward_backward", "optimizer_step")
 """methods of the engine that the module's methods of the same names replace"""
 
 
-class RliteTrainEngine(TrainLifecycle):
+class RliteTrainEngine(ResumableEngine):
     """Trains a user-defined module; the module's methods are the engine's methods.
 
     A method's arguments are copied to every data-parallel rank, and arguments in `NeedParallel` are split. The result
@@ -43,8 +48,13 @@ class RliteTrainEngine(TrainLifecycle):
     """
 
     def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
-        super().__init__(check_train_module(module, set(dir(type(self))).difference(YIELDING)), executor)
+        checked = check_train_module(module, self._own_names())
+        super().__init__(find_backend("train", executor, TrainBackend), executor, checked)
         self._yield_to_module()
+
+    @classmethod
+    def _own_names(cls) -> set[str]:
+        return set(dir(cls)).difference(YIELDING)
 
     def _yield_to_module(self) -> None:
         """Let the module's methods replace the engine's methods of the same names."""
@@ -71,22 +81,14 @@ class RliteTrainEngine(TrainLifecycle):
             ConfigError: the new definition changes the base classes, `__init__` or `on_weights_materialized`, or an
                 engine cannot serve it. Nothing was changed.
         """
-        old = type(self.module)
-        new = redefined(old)
-        if new is old:
+        new = redefined(type(self.module))
+        if new is type(self.module):
             return []
-        changed = changed_methods(old, new)
-        take_class(self.module, new)
-        try:
-            check_train_module(self.module, set(dir(type(self))).difference(YIELDING))
-            with sent_by_value(new):
-                source = self._source()
+        with with_class(self.module, new, self._own_names()) as changed:
+            source = self._source()
             if self.is_built:
-                self._workers.call(TrainExecutor.reload_methods, source)
+                self._workers.call(TrainWorker.reload_methods, source)
                 self._set_factory(source)
-        except BaseException:
-            take_class(self.module, old)
-            raise
         self._yield_to_module()
         return changed
 
@@ -110,18 +112,38 @@ class RliteTrainEngine(TrainLifecycle):
             self._need_weights(name)
             shares = plan_shares(args, kwargs, self.num_data_ranks)
             calls = scatter(args, kwargs, self.num_data_ranks, self.dims.seq, shares=shares)
-            results = self._on_data_ranks(
-                TrainExecutor.invoke,
+            results = self._ask_each(
+                TrainWorker.invoke,
                 [(*call, name) for call in calls],
                 what=name,
                 timeout=timeout,
-                differs_in_seq=cuts_sequences(args, kwargs),
+                has_own_statistics=cuts_sequences(args, kwargs),
             )
             return gather(results, gather_of(method), shares)
 
         call.__name__ = name
         call.__doc__ = method.__doc__
         return call
+
+    @property
+    def dims(self) -> Any:
+        """Division of work over the workers: a `WorkLayout`. The executor "fsdp2" has a `ParallelDims`."""
+        return self._backend.layout(len(self.group), self.copies[0].size, self.options)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks over which batches are split."""
+        return self.dims.num_data_ranks
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the module's parameters; tied parameters count once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the driver should keep batches for this engine."""
+        return torch.device("cpu")
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
@@ -130,15 +152,13 @@ class RliteTrainEngine(TrainLifecycle):
 
         `forward` and `eval_batch` leave the mode temporarily.
         """
-        self._workers.call(TrainExecutor.set_mode, True)
+        self._workers.call(TrainWorker.set_mode, True)
 
     def eval(self) -> None:
         """Put the module into evaluation mode."""
-        self._workers.call(TrainExecutor.set_mode, False)
+        self._workers.call(TrainWorker.set_mode, False)
 
-    def train_batch(
-        self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
-    ) -> dict[str, Any]:
+    def train_batch(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
         """Make one optimizer step on a batch.
 
         The batch is balanced by tokens over ranks and packed into microbatches of at most `max_tokens_per_microbatch`.
@@ -164,11 +184,9 @@ class RliteTrainEngine(TrainLifecycle):
         Raises:
             DataError: the batch has another form, or a sequence is longer than a microbatch.
         """
-        return self._atomic(TrainExecutor.train_batch, batch, loss_fn, loss_weight_fn)
+        return self._atomic(TrainWorker.train_batch, batch, loss_fn, loss_weight_fn)
 
-    def forward_backward(
-        self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
-    ) -> dict[str, Any]:
+    def forward_backward(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
         """Accumulate the gradients of a batch, for `optimizer_step`.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
@@ -187,7 +205,7 @@ class RliteTrainEngine(TrainLifecycle):
         Raises:
             DataError: the batch has another form, or a sequence is longer than a microbatch.
         """
-        return self._atomic(TrainExecutor.forward_backward, batch, loss_fn, loss_weight_fn)
+        return self._atomic(TrainWorker.forward_backward, batch, loss_fn, loss_weight_fn)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
@@ -204,11 +222,9 @@ class RliteTrainEngine(TrainLifecycle):
             ConfigError: the module has no optimizer.
         """
         self._need_weights("optimizer_step")
-        return self._on_data_ranks(TrainExecutor.optimizer_step, [()] * self.num_data_ranks)[0]
+        return self._ask_each(TrainWorker.optimizer_step, [()] * self.num_data_ranks)[0]
 
-    def eval_batch(
-        self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
-    ) -> dict[str, float]:
+    def eval_batch(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Return the statistics of a batch as `train_batch` does, without a step, with the module in evaluation mode.
 
         Args:
@@ -216,7 +232,7 @@ class RliteTrainEngine(TrainLifecycle):
             loss_fn: as for `train_batch`.
             loss_weight_fn: as for `train_batch`.
         """
-        return self._atomic(TrainExecutor.eval_batch, batch, loss_fn, loss_weight_fn)
+        return self._atomic(TrainWorker.eval_batch, batch, loss_fn, loss_weight_fn)
 
     def forward(
         self,
@@ -240,16 +256,16 @@ class RliteTrainEngine(TrainLifecycle):
         """
         shares = self._split("forward", batch, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters) for share in shares]
-        results = self._on_data_ranks(TrainExecutor.forward, calls)
+        results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
 
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""
-        return sorted({name for names in self._workers.call(TrainExecutor.nonfinite_parameters) for name in names})
+        return sorted({name for names in self._workers.call(TrainWorker.nonfinite_parameters) for name in names})
 
     def device_usage(self) -> list[DeviceUsage]:
         """Return each worker's device and the peak memory of its process there since the last call."""
-        return self._workers.call(TrainExecutor.device_usage)
+        return self._workers.call(TrainWorker.device_usage)
 
     def step_lr_scheduler(self) -> float:
         """Advance the module's learning-rate schedule by one step.
@@ -257,13 +273,34 @@ class RliteTrainEngine(TrainLifecycle):
         Returns:
             The new learning rate.
         """
-        return self._on_data_ranks(TrainExecutor.step_lr_scheduler, [()] * self.num_data_ranks)[0]
+        return self._ask_each(TrainWorker.step_lr_scheduler, [()] * self.num_data_ranks)[0]
+
+    def p2p_weight_sync(
+        self, target: Engine, on_inflight: OnInflight = "continue", verify_checksums: bool = False
+    ) -> SyncReport:
+        """Write this engine's weights into `target` and raise its policy version by one.
+
+        Args:
+            target: an inference engine, or a train engine, with its weights on the device.
+            on_inflight: "continue" resumes generation in flight from its tokens, with a recomputed cache; "abort" ends
+                it with stop_reason "abort".
+            verify_checksums: compare every tensor at both ends afterwards.
+
+        Returns:
+            The report of the sync.
+
+        Raises:
+            ResidencyError: weights are not on the device.
+            WeightSyncError: a tensor does not match. The target then refuses to serve.
+        """
+        self._need_weights("p2p_weight_sync")
+        return sync_weights(self, target, on_inflight, verify_checksums)
 
     def _atomic(
         self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
     ) -> dict[str, Any]:
         shares = self._split(method.__name__, batch)
-        results = self._on_data_ranks(method, [(share, *functions) for share in shares])
+        results = self._ask_each(method, [(share, *functions) for share in shares])
         stats = dict(results[0])
         for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:
             values = [result.get(name, torch.empty(0)) for result in results]
@@ -274,96 +311,12 @@ class RliteTrainEngine(TrainLifecycle):
     def _split(self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None) -> list[BatchShare]:
         self._need_weights(what)
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
-        method = self.options.packing_method
-        return split_batch(what, batch, self.num_data_ranks, capacity, self._row_costs, method)
+        costs = None if self.options.balance_by == "tokens" else self._flops
+        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method)
 
-    def _on_data_ranks(
-        self,
-        method: Callable[..., Any],
-        calls: Sequence[tuple],
-        what: str | None = None,
-        timeout: float | None = None,
-        differs_in_seq: bool = False,
-    ) -> list[Any]:
-        """Call a `TrainExecutor` method on every worker.
+    def _ask_each(self, method: Callable[..., Any], calls: Sequence[tuple], **options: Any) -> list[Any]:
+        """Return the result of every data rank; see `WorkerSet.ask_each`."""
+        return self._workers.ask_each(method, calls, self.dims.num_peers, **options)
 
-        Args:
-            method: a method that the protocol declares.
-            calls: arguments for each data rank, or for each piece of sequences of each data rank.
-            what: name of the call in messages.
-            timeout: seconds; None is the session's `call_timeout`.
-            differs_in_seq: whether ranks that share sequences see different tokens, and so record different statistics.
-
-        Returns:
-            One result for each data rank.
-        """
-        num_workers, choice = len(self.group), self._backend.ranks
-        size = num_workers // len(calls)
-        dealt: list[Any] = [(args, {}) for call in calls for args in choice.deal(call, size)]
-        reporters = range(0, num_workers, size) if differs_in_seq else None
-        results = self.group.call(method.__name__, dealt, timeout=timeout, what=what, reporters=reporters)
-        num_peers = self.dims.num_peers
-        return results[range(num_peers)[choice.returns] :: num_peers]
-
-    def _row_costs(self, lengths: Sequence[int]) -> list[float] | None:
-        """Return the costs of rows that data ranks share evenly; None is the lengths of the rows.
-
-        Raises:
-            ConfigError: `balance_by` is "flops" and the module has no config.
-        """
-        if self.options.balance_by == "tokens":
-            return None
-        config = getattr(self.module, "config", None)
-        if config is None:
-            raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
-        text = config.get_text_config()
-        return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
-
-
-def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTrainModule:
-    """Return the module if an engine can serve it.
-
-    Args:
-        module: the user's module.
-        own_names: names of the engine's methods that a module must not define.
-
-    Raises:
-        ConfigError: the module has the wrong class, hides engine methods, takes `timeout`, or holds real weights.
-    """
-    name = type(module).__name__
-    if not isinstance(module, BaseTrainModule):
-        raise ConfigError(
-            f"expected a rlite.nn.BaseTrainModule, found {name}: "
-            "subclass it beside your model class, as in `class Mine(rlite.nn.HuggingFaceFsdp2TrainModule, "
-            "Qwen3ForCausalLM)`; rlite's examples/sft_from_engine.py is a whole program"
-        )
-    own = user_methods(type(module))
-    if hidden := sorted(own.keys() & own_names):
-        raise ConfigError(
-            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours "
-            "would never be called; give your methods other names"
-        )
-    if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
-        raise ConfigError(
-            f"{name}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
-            "understands as seconds to wait for its workers; give yours another name"
-        )
-    if not is_on_meta(module):
-        raise ConfigError(
-            f"{name} holds real weights; a train module travels to its workers without any. "
-            "Build it inside `with accelerate.init_empty_weights():`"
-        )
-    return module
-
-
-def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Return the public methods that the user's own classes define.
-
-    Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
-    torch call them.
-    """
-    return {
-        name: value
-        for name, value in own_methods(module).items()
-        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
-    }
+    def _num_peers(self) -> int:
+        return self.dims.num_peers

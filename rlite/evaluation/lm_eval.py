@@ -16,15 +16,14 @@ from typing import Any, TypeVar
 from rlite.data.chat.template import ChatTemplate, check_template_options
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError
+from rlite.imports import optional
 from rlite.types import GenerationHyperparameters
 
-try:
+with optional("the harness needs", "lm-eval"):
     from lm_eval import simple_evaluate, utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.tasks import TaskManager
-except ModuleNotFoundError as error:
-    raise ConfigError(f"missing package {error.name}: pip install 'rlite[lm-eval]'") from error
 
 __all__ = ["RliteLM", "TaskManager", "simple_evaluate"]
 

@@ -1,18 +1,84 @@
-"""Metrics of an evaluation. Every episode counts, also a failed one."""
+"""Metrics of an evaluation, and the difference between two models that answered the same items.
+
+Every episode counts, also a failed one. Tasks of lm-evaluation-harness keep the harness's metrics.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from statistics import NormalDist, fmean
+from typing import Any
+
+import numpy as np
 
 from rlite.errors import DataError
-from rlite.evaluation.journal import SOLVED_AT, Sample, reaches
+from rlite.evaluation.statistics import (
+    Floats,
+    clustered_standard_error,
+    difference_interval,
+    score_limits,
+    sign_flip_p_value,
+    wrong_score,
+)
 from rlite.rollout.collector.lost_groups import Selection, kind_of
+from rlite.services.record.recorder import SEPARATOR
+from rlite.trainer.held_out import SOLVED_AT, reaches
 from rlite.wording import counted
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of the model to one item, with its score.
+
+    Raises:
+        DataError: the score is not finite.
+    """
+
+    item: str
+    """name of the data item, which no other item has"""
+    sample: int
+    """number among the samples of the item, from 0"""
+    score: float | None
+    """None: the episode failed"""
+    reason: str = ""
+    """why the episode failed"""
+    truncated: bool = False
+    """a limit cut the model off"""
+    answer: str | None = None
+    """answer that the reward has named; None if it names none"""
+    length: int = 0
+    """tokens that the model wrote, in the last attempt"""
+    failed_attempts: tuple[str, ...] = ()
+    """kinds of the errors of the attempts that failed"""
+    redrawn: str = ""
+    """kind of the failure after which the model answered anew; empty if it did not"""
+
+    def __post_init__(self) -> None:
+        if self.score is not None and not math.isfinite(self.score):
+            raise DataError(
+                f"item {self.item}, sample {self.sample}: its score is {self.score}; expected a finite number, or None "
+                "with a reason"
+            )
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Sample:
+        """Return the sample of a row of the record, as `rlite.evaluation.record.row_of` makes it."""
+        return cls(
+            item=row["item"],
+            sample=row["sample"],
+            score=row.get("reward") if row.get("score") is None else row["score"],
+            reason=row["reason"],
+            truncated=bool(row.get("truncated")),
+            answer=row.get("answer"),
+            length=row.get("response_tokens") or 0,
+            failed_attempts=tuple(filter(None, (row.get("failed_attempts") or "").split(SEPARATOR))),
+            redrawn=row.get("redrawn") or "",
+        )
 
 
 def summary(
@@ -44,8 +110,8 @@ def summary(
     """
     with_error = partial(_with_error, confidence=confidence)
     items = _by_item(samples, ks)
-    finished = [sample.score for sample in samples if sample.score is not None]
-    wrong = min([0.0, *finished])
+    finished = finished_scores(samples)
+    wrong = wrong_score(finished)
     metrics = with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
         metrics["accuracy_finished"] = fmean(finished)
@@ -85,6 +151,11 @@ def is_solved(sample: Sample, solved_at: float = SOLVED_AT) -> bool:
     return sample.score is not None and reaches(sample.score, solved_at)
 
 
+def finished_scores(samples: Iterable[Sample]) -> list[float]:
+    """Return the scores of the samples that have not failed."""
+    return [sample.score for sample in samples if sample.score is not None]
+
+
 def counted_scores(samples: Iterable[Sample], wrong: float = 0.0) -> list[float]:
     """Return the scores of samples; a failed sample has the score `wrong`."""
     return [wrong if sample.score is None else sample.score for sample in samples]
@@ -120,41 +191,6 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
             votes.setdefault(sample.answer, []).append(is_solved(sample, solved_at))
     most = max(map(len, votes.values()), default=0)
     return fmean([fmean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
-
-
-def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
-    """Return the standard error of the mean of all scores, if the scores of a cluster are correlated.
-
-    sqrt(G / (G - 1) sum_g (sum_i (s_gi - mean))^2) / n, with n scores in G clusters: the cluster-robust error of a
-    regression on a constant, with the correction for few clusters. See section 2.2 of "Adding Error Bars to Evals",
-    arXiv 2411.00640. With one score in each cluster it is the usual s / sqrt(n).
-
-    Args:
-        clusters: scores of each cluster; at least two clusters.
-    """
-    groups = list(clusters)
-    n, mean = sum(map(len, groups)), fmean([score for group in groups for score in group])
-    squares = math.fsum(math.fsum(score - mean for score in group) ** 2 for group in groups)
-    return math.sqrt(squares * len(groups) / (len(groups) - 1)) / n
-
-
-def score_limits(mean: float, variance: float, n: float, z: float, size: float = 1.0) -> tuple[float, float]:
-    """Return the score interval of a mean of values between 0 and `size`, which is also right if all values are 0.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22, 1927; his interval if
-    all values are 0 or `size`.
-
-    Args:
-        mean: mean of the values.
-        variance: their variance.
-        n: number of independent values.
-        z: quantile of the normal distribution.
-        size: largest value.
-    """
-    share = z * z / n
-    middle = (mean + share * size / 2) / (1 + share)
-    half = z * math.sqrt(variance / n + share * size**2 / (4 * n)) / (1 + share)
-    return middle - half, middle + half
 
 
 def error_counts(samples: Iterable[Sample]) -> dict[str, float]:
@@ -200,3 +236,265 @@ def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: floa
         low, high = score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
         metrics |= {f"{name}_low": max(low, 0.0), f"{name}_high": min(high, 1.0)}
     return metrics
+
+
+NEAREST = math.ulp(0.0)
+"""end of an interval that begins beside 0"""
+NUM_NAMED = 5
+"""items that a message names"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The paired difference of two mean scores, such as accuracies: the second less the first."""
+
+    difference: float
+    low: float | None
+    """lower end of the confidence interval; None with a single item"""
+    high: float | None
+    """upper end of the confidence interval; None with a single item"""
+    confidence: float
+    """level of the interval"""
+    p_value: float
+    """two-sided p-value of the hypothesis that both models are equally good; the interval holds 0 if it is not below
+    1 - confidence"""
+    num_items: int
+    better: int
+    """items at which the second model has the better mean score"""
+    worse: int
+    """items at which the second model has the worse mean score"""
+    lower_is_better: bool = False
+    """true if a lower score is better, as of a perplexity"""
+
+
+def compare(
+    first: Sequence[Sample],
+    second: Sequence[Sample],
+    confidence: float = 0.95,
+    seed: int = 0,
+    lower_is_better: bool = False,
+) -> Comparison:
+    """Return the difference between two evaluations of the same items.
+
+    The samples of an item are correlated. An item therefore counts once, with the difference of its mean scores. A
+    failed sample counts 0, or the worst score of both models if that is worse than 0, so that failures of both models
+    are equal; `summary` knows one model alone. The same arguments give the same result.
+
+    Args:
+        first: samples of the first model.
+        second: samples of the second model.
+        confidence: level of the interval, between 0 and 1.
+        seed: seed of the draws.
+        lower_is_better: whether a lower score is better.
+
+    Raises:
+        DataError: there are no samples, or the items of the two differ.
+    """
+    differences = paired_differences(first, second, lower_is_better)
+    gains = -differences if lower_is_better else differences
+    p_value = sign_flip_p_value(differences, seed)
+    low, high = None, None
+    if len(differences) > 1:
+        scores = [0.0, *finished_scores([*first, *second])]
+        low, high = difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
+        low, high = _agreeing(low, high, differences.mean(), p_value < 1 - confidence)
+    return Comparison(
+        difference=float(differences.mean()),
+        low=low,
+        high=high,
+        confidence=confidence,
+        p_value=p_value,
+        num_items=len(differences),
+        better=int((gains > 0).sum()),
+        worse=int((gains < 0).sum()),
+        lower_is_better=lower_is_better,
+    )
+
+
+def _agreeing(low: float, high: float, difference: float, is_significant: bool) -> tuple[float, float]:
+    """Return the interval with 0 inside if the test does not reject equal models, else with 0 outside.
+
+    The exact test decides, because the interval is approximate.
+    """
+    if not is_significant:
+        return min(low, 0.0), max(high, 0.0)
+    return (max(low, NEAREST), high) if difference > 0 else (low, min(high, -NEAREST))
+
+
+def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False) -> Floats:
+    """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
+
+    Args:
+        first: samples of the first model.
+        second: samples of the second model.
+        lower_is_better: whether a lower score is better, which decides the score of failed samples.
+
+    Raises:
+        DataError: there are no samples, or the items of the two differ.
+    """
+    wrong = wrong_score(finished_scores([*first, *second]), lower_is_better)
+    before, after = mean_scores(first, wrong), mean_scores(second, wrong)
+    if before.keys() != after.keys():
+        unshared = {"first": before.keys() - after.keys(), "second": after.keys() - before.keys()}
+        only = [f"only the {name} has {_names(sorted(own))}" for name, own in unshared.items() if own]
+        raise DataError(f"a paired comparison needs the same items in both evaluations, and {'; '.join(only)}")
+    if not before:
+        raise DataError("a comparison without samples; expected at least one of each model")
+    return np.array([after[item] - before[item] for item in sorted(before)])
+
+
+def mean_scores(samples: Sequence[Sample], wrong: float) -> dict[str, float]:
+    """Return the mean score of each item; a failed sample has the score `wrong`."""
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        scores.setdefault(sample.item, []).extend(counted_scores([sample], wrong))
+    return {item: fmean(own) for item, own in scores.items()}
+
+
+def _names(items: Sequence[str]) -> str:
+    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
+    return f"{', '.join(items[:NUM_NAMED])}{more}"
+
+
+Lines = Sequence[Mapping[str, Any]]
+"""lines of a journal: a task that has ended, or one sample of its answers"""
+
+
+def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of tasks: TASK/METRIC and TASK/METRIC_stderr, with the harness's filter if it has a name.
+
+    A metric that is not finite, such as the standard error of a single question, is left out.
+
+    Args:
+        results: the harness's `results`, by task.
+    """
+    for task, own in results.items():
+        for key, value in own.items():
+            metric, _, name = key.partition(",")
+            if name and _is_finite(value):
+                end = "_stderr" if metric.endswith("_stderr") else ""
+                yield f"{_name(task, metric.removesuffix('_stderr'), name)}{end}", float(value)
+
+
+def directions(
+    results: Mapping[str, Mapping[str, Any]], higher_is_better: Mapping[str, Mapping[str, bool | None]]
+) -> Iterator[tuple[str, bool]]:
+    """Yield whether a higher value is better, for each metric of `task_metrics` of which the task says it.
+
+    Args:
+        results: the harness's `results`, by task.
+        higher_is_better: the harness's `higher_is_better`, by task and metric.
+    """
+    for task, own in results.items():
+        for key in own:
+            metric, _, name = key.partition(",")
+            is_higher = higher_is_better.get(task, {}).get(metric)
+            if name and is_higher is not None:
+                yield _name(task, metric, name), is_higher
+
+
+def lower_is_better(
+    samples: Mapping[str, Sequence[Mapping[str, Any]]], higher_is_better: Mapping[str, Mapping[str, bool | None]]
+) -> list[str]:
+    """Return the tasks whose score, the first metric, is better the lower it is.
+
+    Args:
+        samples: the harness's `samples`, by task.
+        higher_is_better: the harness's `higher_is_better`, by task and metric.
+    """
+    scored = {task: own[0]["metrics"][0] for task, own in samples.items() if own and own[0]["metrics"]}
+    return [task for task, metric in scored.items() if higher_is_better.get(task, {}).get(metric) is False]
+
+
+def task_values(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[float]]:
+    """Return the values of each metric, one for each question in order, by the names of `task_metrics`.
+
+    A metric with a value that is no finite number is left out.
+
+    Args:
+        samples: the harness's `samples`, by task.
+    """
+    found: dict[str, list[Any]] = {}
+    for task, own in samples.items():
+        for question in own:
+            for metric in question["metrics"]:
+                found.setdefault(_name(task, metric, question["filter"]), []).append(question[metric])
+    return {name: [float(value) for value in values] for name, values in found.items() if all(map(_is_finite, values))}
+
+
+def summary_of_tasks(lines: Lines, k: int | None = None) -> dict[str, float]:
+    """Return the metrics of all tasks. Of several samples: their means, with errors clustered by question, and pass@k.
+
+    Args:
+        lines: all lines of a journal.
+        k: largest k of pass@k; None: the number of samples.
+    """
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(line["task"] for line in lines):
+        runs = [line for line in lines if line["task"] == name]
+        metrics |= runs[0]["metrics"] if len(runs) == 1 else {**_means(runs), **dict(_passes(runs, k))}
+    return metrics
+
+
+def _means(runs: Lines) -> dict[str, float]:
+    """Return the mean of each metric over the samples.
+
+    A metric that is the mean of its values over the questions has a standard error. Of others, such as BLEU, the error
+    of a mean over samples is unknown.
+    """
+    metrics: dict[str, float] = {}
+    for name in runs[0]["metrics"]:
+        found = [run["metrics"].get(name) for run in runs]
+        if name.endswith("_stderr") or None in found:
+            continue
+        metrics[name] = math.fsum(found) / len(found)
+        if (error := _error(name, runs)) is not None:
+            metrics[f"{name}_stderr"] = error
+    return metrics
+
+
+def _error(name: str, runs: Lines) -> float | None:
+    if len({run["metrics"][name] for run in runs}) == 1 and not any(name in run["values"] for run in runs):
+        return runs[0]["metrics"].get(f"{name}_stderr")  # log-likelihoods of a group of tasks: the same in all samples
+    values = [run["values"].get(name, ()) for run in runs]
+    is_mean = [
+        len(own) > 1 and math.isclose(math.fsum(own) / len(own), run["metrics"][name], rel_tol=1e-9, abs_tol=1e-12)
+        for own, run in zip(values, runs, strict=True)
+    ]
+    return clustered_standard_error(list(zip(*values, strict=True))) if all(is_mean) else None
+
+
+def _passes(runs: Lines, k: int | None) -> Iterator[tuple[str, float]]:
+    """Yield TASK/pass@k, with its standard error, of the tasks whose scores are all 0 or 1, and better if higher."""
+    tasks: dict[str, list[Sample]] = {}
+    for sample in (Sample.of_row(row) for run in runs for row in run["rows"]):
+        tasks.setdefault(task_of(sample), []).append(sample)
+    for task in lowest_tasks(runs):
+        tasks.pop(task, None)
+    for task, own in tasks.items():
+        num_samples = min(Counter(sample.item for sample in own).values())  # fewer where a score was no number
+        if num_samples > 1 and all(sample.score in (0.0, 1.0, None) for sample in own):
+            metrics = summary(own, min(num_samples, k or num_samples))
+            yield from ((f"{task}/{name}", value) for name, value in metrics.items() if name.startswith("pass@"))
+
+
+def task_of(sample: Sample) -> str:
+    """Return the task of a sample."""
+    return sample.item.rpartition("/")[0]
+
+
+def lowest_tasks(lines: Lines) -> set[str]:
+    """Return the tasks whose score is better the lower it is.
+
+    Args:
+        lines: lines of a journal.
+    """
+    return {task for line in lines for task in line.get("lower_is_better", ())}
+
+
+def _name(task: str, metric: str, filter_name: str) -> str:
+    return f"{task}/{metric}" + ("" if filter_name == "none" else f",{filter_name}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

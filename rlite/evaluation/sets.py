@@ -1,121 +1,45 @@
-"""Evaluation of a set of prompts: its episodes, their scores, rows and samples, and its result.
+"""Sets of prompts, and their evaluation: every episode becomes a sample, and a failed episode is a wrong one.
 
-Each episode is returned as soon as it ends, so that no ended episode can be lost.
+A trainer waits for all episodes of a set (`evaluate`). The command takes each episode as it ends (`run_episodes`), so
+that no ended episode can be lost. The collector's runner runs both.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from itertools import islice
 from typing import Any, Self
 
-import pyarrow as pa
 from tensordict import TensorDict
 
-from rlite.batch import check_one_per_row
-from rlite.errors import DataError, EvaluationInterrupted, writing
-from rlite.evaluation.compare import Comparison
-from rlite.evaluation.journal import SOLVED_AT, Sample
-from rlite.evaluation.metrics import summary
-from rlite.rollout.collector.collector import RolloutCollector
-from rlite.rollout.collector.group import Ended, Group
-from rlite.rollout.collector.lost_groups import CANCELLED, RETURNED_NONE, reason_of
+import rlite
+from rlite.data.packs import check_one_per_row
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.errors import ConfigError, DataError, EvaluationInterrupted
+from rlite.evaluation.metrics import Sample, summary
+from rlite.rollout import RolloutWorkflow
+from rlite.rollout.collector.collector import RolloutCollector, evaluated
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.runner import EpisodeFailed, Episodes, status_of
-from rlite.rollout.collector.seeds import mix
-from rlite.rollout.deadlines import side_by_side
-from rlite.rollout.loop import LoopThread
-from rlite.rollout.workflow import RolloutError, RolloutWorkflow
-from rlite.services.record.files import all_files, write_table
-from rlite.services.record.recorder import SEPARATOR, TokenTexts, make_tables
-from rlite.services.record.schema import ROWS, TOKENS
+from rlite.rollout.collector.runner import Group, GroupRunner, Queue
+from rlite.rollout.episode import mix
+from rlite.runtime.replicas.engine import Engine
+from rlite.suggestions import UNNAMED, check_name
+from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
+from rlite.trainer.options import SamplingOptions, ServingOptions, SetSamplingOptions
+from rlite.trainer.run.schedule import interval, sampling_plan
+from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.types import AsyncInference
+from rlite.wording import counted
 
-
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """The samples of one model, and their metrics."""
-
-    name: str
-    """name in tables and in the record"""
-    model: str
-    """folder or hub name"""
-    metrics: Mapping[str, float]
-    """metrics from `rlite.evaluation.metrics.summary`; those of tasks are named TASK/METRIC"""
-    samples: Sequence[Sample] = field(repr=False)
-    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """settings that decided the samples"""
-    higher_is_better: Mapping[str, bool] = field(default_factory=dict, repr=False)
-    """direction of metrics: true if a higher value is better; of the metrics of tasks that say it"""
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """The result of an evaluation."""
-
-    models: Sequence[EvaluatedModel]
-    """one, or two that answered the same items"""
-    comparison: Comparison | None = None
-    """the second model less the first; None for one model, or if there is no common measure"""
-    no_comparison: str = ""
-    """why two models are not compared"""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the first model."""
-        return self.models[0].metrics
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """Samples of the first model."""
-        return self.models[0].samples
-
-    def to_json(self) -> dict[str, Any]:
-        """Return metrics and comparison as values of JSON."""
-        models = {each.name: _to_json(each) for each in self.models}
-        comparison = None
-        if self.comparison is not None:
-            first, second = (each.name for each in self.models)
-            comparison = {"first": first, "second": second, **asdict(self.comparison)}
-        reason = {"no_comparison": self.no_comparison} if self.no_comparison else {}
-        return {"models": models, "comparison": comparison, **reason}
-
-
-def _to_json(model: EvaluatedModel) -> dict[str, Any]:
-    directions = {"higher_is_better": dict(model.higher_is_better)} if model.higher_is_better else {}
-    return {"model": model.model, "metrics": dict(model.metrics), **directions}
-
-
-def score_column(trajectory: TensorDict) -> str:
-    """Return the key of a trajectory's score: `scores`, or `rewards` if the workflow gives no scores.
-
-    Raises:
-        DataError: `scores` or `rewards` is missing, or not [N].
-    """
-    key = "scores" if "scores" in trajectory else "rewards"
-    if key not in trajectory:
-        raise DataError("an evaluated trajectory has neither scores nor rewards; expected one of them")
-    check_one_per_row(trajectory, key)
-    return key
-
-
-def measured(trajectory: TensorDict) -> dict[str, Any]:
-    """Return the score of a trajectory, whether it is truncated, and its length, as fields of a `Sample`.
-
-    Raises:
-        DataError: `scores` or `rewards` is missing, or not [N].
-    """
-    return {
-        "score": float(trajectory[score_column(trajectory)][0]),
-        "truncated": "truncated" in trajectory and bool(trajectory["truncated"].any()),
-        "length": int(trajectory["loss_mask"].sum()) if "loss_mask" in trajectory else 0,
-    }
+Rows = Sequence[Mapping[str, Any]]
+Place = tuple[int, int]
+"""place of an episode: the number of its item in the data, and its number among the samples of the item"""
 
 
 @dataclass(frozen=True)
@@ -128,7 +52,7 @@ class EvaluationSet:
 
     name: str
     """"" for the only set of a run"""
-    rows: Sequence[Mapping[str, Any]]
+    rows: Rows
     """at least one"""
     workflow: RolloutWorkflow
     """makes an episode of a row, with its score"""
@@ -143,10 +67,120 @@ class EvaluationSet:
         if not len(self.rows):
             raise DataError(f"the evaluation set {self.name!r} has no rows; expected at least one")
 
-    @property
-    def num_episodes(self) -> int:
-        """Episodes of one evaluation."""
-        return len(self.rows) * self.samples
+    def plan(self, own: GeneratedOptions, test_freq: int, rewards: Collection[str] = ()) -> str:
+        """Return how many answers are generated, how they are sampled and judged, and when.
+
+        Args:
+            own: options of the set.
+            test_freq: steps between two evaluations, if the set does not say.
+            rewards: names of the run's rewards, for a set without a source of rewards.
+        """
+        sampling = self.workflow.gconfig
+        parts = [counted(len(self.rows), "prompt") + (f" x {self.samples}" if self.samples > 1 else "")]
+        if sampling is not None:
+            temperature = 0.0 if sampling.greedy else sampling.temperature
+            how = sampling_plan(temperature, sampling.top_p, sampling.top_k)
+            parts[0] += f" {how}" if temperature else f", {how}"
+            parts.append(f"at most {sampling.max_new_tokens} new tokens")
+        if own.workflow:
+            parts.append(f"workflow {own.workflow}")
+        elif names := own.reward or rewards:
+            parts.append(f"reward {' + '.join(names)}")
+        parts += [f"pass@{self.k}"] if self.k > 1 else []
+        is_first = isinstance(own, HeldOutPromptOptions) and own.first
+        return ", ".join([*parts, f"{'before step 1 and ' if is_first else ''}{interval(own.every or test_freq)}"])
+
+
+def make_set(name: str, rows: Rows, workflow: RolloutWorkflow, own: GeneratedOptions) -> EvaluationSet:
+    """Return a set of `test_data`.
+
+    Args:
+        name: name of the set.
+        rows: all rows of its table.
+        workflow: answers and scores them.
+        own: options of the set.
+
+    Raises:
+        ConfigError: the samples of a prompt are all the same.
+        DataError: there are no rows.
+    """
+    rows = rows if own.limit is None else rows[: own.limit]
+    made = EvaluationSet(name, rows, workflow, own.samples, own.largest_k, own.solved_at)
+    gconfig = workflow.gconfig
+    if made.samples > 1 and gconfig is not None and (gconfig.greedy or gconfig.temperature == 0):
+        key = key_of(name)
+        raise ConfigError(
+            f"{key}.samples={made.samples}: at temperature 0 all responses to a prompt are the same; set "
+            f"{key}.sampling.temperature above 0"
+        )
+    return made
+
+
+def make_sets(
+    options: Mapping[str, HeldOutPromptOptions],
+    sampling_of: Callable[[SetSamplingOptions], SamplingOptions],
+    workflow: RolloutWorkflow,
+    rows: Rows | Mapping[str, Rows],
+    workflows: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
+) -> dict[str, EvaluationSet]:
+    """Return the sets to evaluate on, by name.
+
+    Args:
+        options: `test_data`; a set without options has the defaults.
+        sampling_of: completes the sampling of a set without a workflow.
+        workflow: workflow of training. Its copy with the sampling for evaluation evaluates sets without a workflow.
+        rows: rows of a single set, which may be none, or of several by name.
+        workflows: workflow of all sets, or of some by name.
+
+    Raises:
+        ConfigError: a set samples several responses that are all the same, a workflow or options are of no set, or a
+            name is not valid.
+    """
+    by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
+    own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
+    if unknown := own.keys() - by_name.keys():
+        raise ConfigError(
+            f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
+        )
+    asked = {name for name, chosen in options.items() if name != UNNAMED or chosen.path is not None}
+    if unknown := asked - by_name.keys():
+        key = key_of(sorted(unknown)[0])
+        raise ConfigError(
+            f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"
+        )
+    found = {}
+    for name, table in by_name.items():
+        check_name(KEY, name)
+        chosen, ours = options.get(name, HeldOutPromptOptions()), own.get(name)
+        sampling = sampling_of(chosen.sampling) if ours is None else chosen.sampling
+        found[name] = make_set(name, table, _sampled(workflow if ours is None else ours, sampling), chosen)
+    return found
+
+
+def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions) -> RolloutWorkflow:
+    """Return the workflow with the sampling options that are set; a workflow without a `gconfig` stays as it is."""
+    if workflow.gconfig is None or (wanted := sampling.gconfig(workflow.gconfig)) == workflow.gconfig:
+        return workflow
+    return workflow.sampled_by(wanted)
+
+
+def reported_metrics(
+    sets: Mapping[str, EvaluationSet], metrics: Sequence[str], of_steps: Sequence[str] = ()
+) -> ReportedMetrics:
+    """Return the metrics that a run shows: of evaluations the first, and at the end also the largest pass@k.
+
+    Args:
+        sets: the sets.
+        metrics: metrics of every set, the most important first.
+        of_steps: metrics of every step.
+    """
+    compared, evaluated = metrics_of(sets, metrics), metrics_of(sets, metrics)
+    for name, each in sets.items():
+        compared += [metric_of(name, f"{kind}@{each.k}") for kind in ("pass", "majority") if each.k > 1]
+        evaluated += [metric_of(name, f"pass@{k}") for k in range(1, each.k + 1)]
+        evaluated += [metric_of(name, metric) for metric in (f"majority@{each.k}", "truncated")]
+    headlines = metrics_of(sets, metrics[:1])
+    return ReportedMetrics(of_steps=of_steps, headlines=headlines, compared=compared, evaluated=evaluated)
 
 
 @dataclass(frozen=True)
@@ -185,7 +219,7 @@ def evaluate(
         is_interrupted: becomes true when the evaluation is to end early.
 
     Raises:
-        DataError: the tokens come from several policy versions.
+        DataError: the tokens come from several policy versions, or a trajectory has no score.
         EvaluationInterrupted: the evaluation was interrupted.
     """
     episodes = collector.evaluate(chosen.rows, chosen.workflow, chosen.samples, is_interrupted=is_interrupted)
@@ -213,24 +247,44 @@ def evaluate_each(
 def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
     """Return one sample for each episode of an evaluation.
 
-    Its score is `scores` of the trajectory, or `rewards` if the workflow gives no scores.
+    Raises:
+        DataError: `scores` or `rewards` of a trajectory is missing, or not [N].
+    """
+    # two rows may have the same id
+    return [sample_of_episode(ended, str(ended.group)) for ended in episodes]
 
-    Args:
-        episodes: the result of `RolloutCollector.evaluate`.
+
+def sample_of_episode(ended: Ended, item: str) -> Sample:
+    """Return the sample of an episode. Its score is `scores` of the trajectory, or `rewards` without scores.
+
+    Raises:
+        DataError: `scores` or `rewards` of the trajectory is missing, or not [N].
+    """
+    [episode] = ended.episodes
+    own: dict[str, Any] = {"item": item, "sample": ended.first_sample}
+    own |= {"failed_attempts": tuple(episode.failed_attempts), "redrawn": episode.redrawn}
+    if ended.reason or (trajectory := episode.trajectory) is None:
+        return Sample(**own, score=None, reason=ended.reason, length=ended.num_tokens.get(0, 0))
+    return Sample(
+        **own,
+        answer=episode.answer,
+        score=float(trajectory[score_column(trajectory)][0]),
+        truncated="truncated" in trajectory and bool(trajectory["truncated"].any()),
+        length=int(trajectory["loss_mask"].sum()) if "loss_mask" in trajectory else 0,
+    )
+
+
+def score_column(trajectory: TensorDict) -> str:
+    """Return the key of a trajectory's score: `scores`, or `rewards` if the workflow gives no scores.
 
     Raises:
         DataError: `scores` or `rewards` is missing, or not [N].
     """
-    return [_sample(ended) for ended in episodes]
-
-
-def _sample(ended: Ended) -> Sample:
-    [episode] = ended.episodes
-    own: dict[str, Any] = {"item": str(ended.group), "sample": ended.first_sample}  # two rows may have the same id
-    own |= {"failed_attempts": tuple(episode.failed_attempts), "redrawn": episode.redrawn}
-    if ended.reason or (trajectory := episode.trajectory) is None:
-        return Sample(**own, score=None, reason=ended.reason, length=ended.num_tokens.get(0, 0))
-    return Sample(**own, answer=episode.answer, **measured(trajectory))
+    key = "scores" if "scores" in trajectory else "rewards"
+    if key not in trajectory:
+        raise DataError("an evaluated trajectory has neither scores nor rewards; expected one of them")
+    check_one_per_row(trajectory, key)
+    return key
 
 
 def _check_one_version(episodes: Sequence[Ended], name: str) -> None:
@@ -244,217 +298,79 @@ def _check_one_version(episodes: Sequence[Ended], name: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of an episode in an evaluation."""
-
-    item: int
-    """number of the item in the data"""
-    sample: int
-    """number among the samples of the item"""
-
-
-@dataclass(frozen=True)
-class EndedEpisode:
-    """An episode that has ended."""
-
-    place: Place
-    group: Group
-    """holds the episode alone"""
-    reason: str = ""
-    """why it failed"""
-    error: BaseException | None = None
-    """the exception behind the reason"""
-
-    @property
-    def has_succeeded(self) -> bool:
-        """True if there is a trajectory."""
-        return self.group.episodes[0].trajectory is not None
-
-
-@dataclass(frozen=True)
-class EpisodeRunner:
-    """Runs episodes of a workflow, a bounded number at a time.
+def run_episodes(
+    engine: AsyncInference,
+    chosen: EvaluationSet,
+    places: Sequence[Place],
+    options: CollectorOptions,
+    on_end: Callable[[Ended], None],
+) -> None:
+    """Run some episodes of a set, a bounded number at a time. The first error of the engine, or of `on_end`, ends all.
 
     The random numbers of an episode depend on the seed and on its place alone, not on the episodes that ran before.
-    """
-
-    engine: AsyncInference
-    workflow: RolloutWorkflow
-    items: Sequence[Mapping[str, Any]]
-    options: CollectorOptions
-    """time-out and number of attempts"""
-    seed: int
-    max_concurrent: int
-    """episodes that run at the same time"""
-
-    def run(self, places: Sequence[Place], on_end: Callable[[EndedEpisode], None]) -> None:
-        """Run the episodes of these places. The first error of the engine, or of `on_end`, ends all.
-
-        Args:
-            places: are started in this order.
-            on_end: called for each episode in the order of their ends, one call at a time, in a thread of its own.
-
-        Raises:
-            RolloutError: user code has ended the event loop of the episodes.
-            CallTimeout: user code blocks the event loop for longer than an episode may take.
-        """
-        loop = LoopThread("evaluation", lambda _: None, block_limit=self.options.request_timeout)
-        taker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation-taker")
-
-        has_failed = False
-
-        def take_unless_failed(ended: EndedEpisode) -> None:
-            nonlocal has_failed
-            if has_failed:  # waiting episodes are no longer started
-                return
-            try:
-                on_end(ended)
-            except BaseException:
-                has_failed = True
-                raise
-
-        async def take(ended: EndedEpisode) -> None:
-            await asyncio.get_running_loop().run_in_executor(taker, take_unless_failed, ended)
-
-        running = loop.submit(self._run_all(iter(places), min(self.max_concurrent, len(places)), take))
-        try:
-            loop.result(running)
-        except CancelledError as error:
-            raise RolloutError("the evaluation was stopped: user code has ended the episodes' event loop") from error
-        finally:
-            running.cancel()
-            loop.stop()
-            loop.join()
-            taker.shutdown()
-
-    async def _run_all(
-        self, places: Iterator[Place], count: int, take: Callable[[EndedEpisode], Awaitable[None]]
-    ) -> None:
-        async def work() -> None:
-            for place in places:
-                await take(await self._episode(place))
-
-        await side_by_side([work() for _ in range(count)])
-
-    async def _episode(self, place: Place) -> EndedEpisode:
-        seed = mix(mix(self.seed, place.item), place.sample)
-        group = Group(place.item, self.items[place.item], self.workflow, size=1, seed=seed, first_sample=place.sample)
-        try:
-            found = await Episodes(group, self.engine, self.options, Counter()).run()
-        except EpisodeFailed as failed:
-            return EndedEpisode(place, group, reason_of(failed.error), failed.error)
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            return EndedEpisode(place, group, CANCELLED)  # by the workflow
-        return EndedEpisode(place, group, "" if found else RETURNED_NONE)
-
-
-Row = dict[str, Any]
-"""a row of ROWS, whose `tokens` are rows of TOKENS; plain values, which JSON keeps"""
-
-
-def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool) -> Row:
-    """Return the row of an episode. The columns of its sample exist even if the record cannot read the trajectory.
 
     Args:
-        episode: has ended.
-        item: id of its data item.
-        texts: decodes its sequences.
-        has_tokens: keep the tokens, too.
+        engine: serves the model.
+        chosen: the set.
+        places: places of the episodes, which begin in this order.
+        options: seed, limits, time-out and number of attempts.
+        on_end: called in this thread for each episode soon after its end; `group` is the item's index.
 
     Raises:
-        DataError: `scores` or `rewards` of the trajectory is missing, or not [N].
+        RolloutError: user code has ended the event loop of the episodes.
+        CallTimeout: user code blocks the event loop for longer than an episode may take.
     """
-    place, group = episode.place, episode.group
-    trajectory = group.episodes[0].trajectory
-    own = {} if trajectory is None else _sample_columns(trajectory)
-    status = "evaluated" if episode.has_succeeded else status_of(episode.reason, episode.error)
-    ended = replace(group.ended(status, episode.reason), group=place.item, item=item)
-    tables = make_tables(0, [ended], texts, {0})
-    (row,) = tables["rows"].to_pylist()
-    row |= own
-    return row | {"tokens": tables["tokens"].to_pylist()} if has_tokens else row
-
-
-def _sample_columns(trajectory: TensorDict) -> Row:
-    """Return the columns of a row that its sample needs.
-
-    Raises:
-        DataError: `scores` or `rewards` is missing, or not [N].
-    """
-    made = measured(trajectory)
-    column = {"scores": "score", "rewards": "reward"}[score_column(trajectory)]
-    truncated = {"truncated": made["truncated"]} if "truncated" in trajectory else {}
-    return {column: made["score"], "response_tokens": made["length"], **truncated}
-
-
-def sample_of(row: Row) -> Sample:
-    """Return the sample of a row."""
-    return Sample(
-        item=row["item"],
-        sample=row["sample"],
-        score=row.get("reward") if row.get("score") is None else row["score"],
-        reason=row["reason"],
-        truncated=bool(row.get("truncated")),
-        answer=row.get("answer"),
-        length=row.get("response_tokens") or 0,
-        failed_attempts=tuple(filter(None, (row.get("failed_attempts") or "").split(SEPARATOR))),
-        redrawn=row.get("redrawn") or "",
-    )
-
-
-def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
-    """Write the record of an evaluation, in the order of items and samples. A former record of the name is replaced.
-
-    Each file is replaced at once, so that a reader finds the former record or this one.
-
-    Args:
-        folder: holds `record/`.
-        name: name of the evaluation.
-        rows: rows of all samples of the evaluation.
-
-    Raises:
-        DataError: a value has another type than its column. The former record is left.
-        StorageError: a file cannot be written.
-    """
-    ordered = sorted(rows, key=lambda row: (row["group"], row["sample"]))
-    tokens = [own for row in ordered for own in row.get("tokens", ())]
+    limit = options.max_concurrent_rollouts or len(places)
+    groups = (_group(chosen, *place, options.seed or 0) for place in places)
+    queue, under_way = Queue(RolloutLedger(max_concurrent=limit), is_training=False), list[Group]()
+    runner = GroupRunner(engine, options, (queue,))
     try:
-        table = pa.Table.from_pylist([_with_pairs(row) for row in ordered], schema=ROWS)
-        table_of_tokens = pa.Table.from_pylist(tokens, schema=TOKENS)
-    except (pa.ArrowException, OverflowError) as error:
-        raise DataError(f"the samples of {name} cannot be recorded, a value is damaged: {error}") from error
-    written = [write_table(folder, source_of(name), 0, "rows", table)]
-    if tokens:
-        written.append(write_table(folder, source_of(name), 0, "tokens", table_of_tokens))
-    remove_record(folder, name, keep=written)
+        while True:
+            begun = list(islice(groups, 2 * limit - len(under_way)))  # more than may run: some wait for their turn
+            under_way += begun
+            if not under_way:
+                return
+            runner.submit(queue, begun)
+            runner.wait_until(lambda: any(group.has_ended for group in under_way), deadline=None)  # noqa: B023
+            with runner.changed:
+                ended = [group for group in under_way if group.has_ended]
+                runner.consume(queue, [group for group in ended if group.loss is None])
+            under_way = [group for group in under_way if group not in ended]
+            for group in ended:
+                on_end(evaluated(group, group.id, chosen.samples))
+    finally:
+        runner.loop.close()
 
 
-def remove_record(folder: Path, name: str, keep: Collection[Path] = ()) -> None:
-    """Remove the record of an evaluation.
+def _group(chosen: EvaluationSet, item: int, sample: int, seed: int) -> Group:
+    id, seed = item * chosen.samples + sample, mix(mix(seed, item), sample)
+    return Group(id, chosen.rows[item], chosen.workflow, size=1, seed=seed, first_sample=sample)
+
+
+def serving_engine(
+    model: str,
+    options: ServingOptions,
+    max_model_len: int | None,
+    seed: int,
+    group: str = "",
+    colocate_with: Engine | None = None,
+) -> RliteInferenceEngine:
+    """Return an engine of the current session that serves a model on all devices.
 
     Args:
-        folder: holds `record/`.
-        name: name of the evaluation.
-        keep: files that stay.
+        model: folder or hub name of the checkpoint.
+        options: the engine's options.
+        max_model_len: longest sequence, in tokens; None is the engine's default.
+        seed: seed of requests without a seed of their own.
+        group: beginning of the options' keys, for messages.
+        colocate_with: engine on the same devices.
 
     Raises:
-        StorageError: a file cannot be removed.
+        ConfigError: the replicas do not divide the devices.
     """
-    for file in all_files(folder):
-        if file.source == source_of(name) and file.path not in keep:
-            with writing(file.path):
-                file.path.unlink(missing_ok=True)
-
-
-def source_of(name: str) -> str:
-    """Return the source in the record of an evaluation."""
-    return f"eval.{name}"
-
-
-def _with_pairs(row: Row) -> Row:
-    """Return a row whose maps have pairs again, which JSON does not tell from lists."""
-    maps = {name: row[name] for name in ("reward_parts", "data") if row.get(name) is not None}
-    return row | {name: [(key, value) for key, value in pairs] for name, pairs in maps.items()}
+    world = len(rlite.current_session().devices)
+    if world % options.tp_size:
+        raise ConfigError(f"{group}tp_size={options.tp_size} does not divide {world} devices")
+    engine = RliteInferenceEngine(model, executor=options.executor)
+    engine.build(**options.build_options(world), max_model_len=max_model_len, seed=seed, colocate_with=colocate_with)
+    return engine

@@ -1,27 +1,20 @@
-"""Train modules: ordinary `torch.nn.Module`s that carry an algorithm and stay on meta until an engine builds them.
-
-Device of new parameters: meta, or a real one regardless of the caller's context.
-
-`accelerate.init_empty_weights` patches `nn.Module.register_parameter` for the whole process, and `torch.device("meta")`
-is a mode of the thread. Code that builds a model inside a caller's context has to state what it wants.
-"""
+"""Train modules: ordinary `torch.nn.Module`s that carry an algorithm and stay on meta until an engine builds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlite.algorithms.logprobs import gather_logprobs_entropy, next_token
-from rlite.algorithms.on_logprobs import TokenLogprobs
-from rlite.algorithms.replay import KeptIds, replayed_logprobs
+from rlite.algorithms.kept_ids import KeptIds, kept_logprobs
+from rlite.algorithms.logits import gather_logprobs_entropy
+from rlite.algorithms.logprobs import TokenLogprobs, next_token
 from rlite.errors import ConfigError
 
 CheckpointSource = str | Path | Mapping[str, Tensor]
@@ -218,7 +211,7 @@ class BaseTrainModule(nn.Module):
         logprobs, entropies = gather_logprobs_entropy(logits, labels, temperature)
         if (kept := KeptIds.of_pack(data)) is None:
             return TokenLogprobs(logprobs, entropies)
-        return TokenLogprobs(replayed_logprobs(logits, labels, temperature, kept, logprobs), entropies, logprobs)
+        return TokenLogprobs(kept_logprobs(logits, labels, temperature, kept, logprobs), entropies, logprobs)
 
     @property
     def device(self) -> torch.device:
@@ -229,35 +222,3 @@ class BaseTrainModule(nn.Module):
 def is_on_meta(module: nn.Module) -> bool:
     """Return True if no parameter of `module` holds memory."""
     return all(parameter.is_meta for parameter in module.parameters())
-
-
-@contextmanager
-def real_tensors(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Make parameters and buffers on `device` inside the block, even within `init_empty_weights` or a device mode.
-
-    Yields:
-        None.
-    """
-    patched = nn.Module.register_parameter, nn.Module.register_buffer
-    nn.Module.register_parameter = _original(patched[0], "Module.register_parameter")  # type: ignore[method-assign]
-    nn.Module.register_buffer = _original(patched[1], "Module.register_buffer")  # type: ignore[method-assign]
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        nn.Module.register_parameter, nn.Module.register_buffer = patched  # type: ignore[method-assign]
-
-
-def meta_parameters() -> AbstractContextManager[None]:
-    """Return a context in which new parameters are on meta and cost nothing; buffers (rotary `inv_freq`) stay real."""
-    return init_empty_weights(include_buffers=False)
-
-
-def _original(function: Callable[..., Any], qualname: str) -> Callable[..., Any]:
-    """Return torch's own method below any number of patches, each of which keeps its predecessor in its closure."""
-    while function.__qualname__ != qualname:
-        inner = [c.cell_contents for c in function.__closure__ or () if callable(c.cell_contents)]
-        function = next(
-            f for f in inner if getattr(f, "__qualname__", "") == qualname or getattr(f, "__closure__", None)
-        )
-    return function

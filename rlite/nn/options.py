@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -10,6 +9,7 @@ from annotated_types import Ge, Lt
 
 from rlite.config import Count, FinitePositive, Options
 from rlite.errors import ConfigError
+from rlite.imports import lacking
 
 ALL_LINEAR = "all-linear"
 
@@ -30,8 +30,8 @@ class LoraOptions(Options):
         """Yield a message for layers that cannot be meant, and for a missing package."""
         if not self.target_modules or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
             yield f"target_modules={self.target_modules}: expected names of layers, or {ALL_LINEAR} alone"
-        if importlib.util.find_spec("peft") is None:
-            yield "adapters need the package peft: pip install 'rlite[lora]'"
+        if message := lacking("adapters need", "lora", "peft"):
+            yield message
 
 
 def check_liger_installed() -> None:
@@ -40,8 +40,5 @@ def check_liger_installed() -> None:
     Raises:
         ConfigError: a package is missing.
     """
-    if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"use_liger_kernel=true needs {' and '.join(missing)}: pip install 'rlite[liger]', on a machine with GPUs; "
-            "or leave it out"
-        )
+    if message := lacking("use_liger_kernel=true needs", "liger", "liger_kernel", "triton"):
+        raise ConfigError(f"{message}, on a machine with GPUs; or leave it out")

@@ -1,137 +1,47 @@
 """The one place that opens model folders, which are the work of strangers.
 
-No code of a folder runs, and nobody is asked whether it may. A folder that cannot be used ends in one message. The
-tensors of a checkpoint are compared with the model's, so that none is left out unnoticed.
+No code of a folder runs, and nobody is asked whether it may. A folder that cannot be used ends in one message.
+
+Device of a new model's parameters: `accelerate.init_empty_weights` patches `nn.Module.register_parameter` for the whole
+process, and `torch.device("meta")` is a mode of the thread. Code that builds a model inside a caller's context states
+what it wants, by `real_tensors` and `meta_parameters`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import textwrap
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
-from rlite.nn.architecture import rope_parts, summary
-from rlite.nn.base import meta_parameters, real_tensors
 from rlite.nn.folders import model_folder
 from rlite.runtime.parallel.shards import CheckpointReader
-from rlite.wording import counted
-
-PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-_QUANTISED = re.compile(r"scale|zero|absmax|quant|packed|g_idx|_blocks$|SCB$")
-_REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
-"""buffers of old checkpoints that every class computes itself"""
-
-
-def check_plain(config: Any, path: str | Path) -> None:
-    """Refuse a checkpoint whose config says that its weights are quantised.
-
-    Args:
-        config: the config of the checkpoint.
-        path: the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: the weights are quantised.
-    """
-    for part in (config, config.get_text_config()):
-        for key in ("quantization_config", "compression_config"):
-            if (found := vars(part).get(key)) is not None:
-                method = found.get("quant_method") if isinstance(found, Mapping) else None
-                raise CheckpointError(f"{path}: {_quantised(f'its config has {key}, method {method}')}")
-
-
-def check_fit(
-    reader: Any,
-    expected: Collection[str],
-    path: str | Path,
-    model: nn.Module,
-    leaves_out: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Refuse a checkpoint with tensors that the model would leave out or read as other numbers.
-
-    The code that reads the tensors refuses missing ones and other shapes.
-
-    Args:
-        reader: a `CheckpointReader`, or another reader of its interface.
-        expected: the checkpoint's names of the model's parameters.
-        path: the checkpoint, for messages.
-        model: the model; of a transformers class, tied names and names to ignore are known.
-        leaves_out: whether the model leaves out a tensor of this name on purpose.
-
-    Raises:
-        CheckpointError: the message names a tensor and the remedy.
-    """
-    names = set(reader.names())
-    problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)
-    problem = problem or _left_over(reader, sorted(names.difference(expected)), model, leaves_out)
-    if problem:
-        raise CheckpointError(f"{path}: {problem}")
-
-
-def _other_type(reader: Any, names: Iterable[str]) -> str | None:
-    wrong = next((name for name in names if reader.dtype(name) not in PLAIN), None)
-    return wrong and _quantised(f"{wrong} is of type {reader.dtype(wrong)}")
-
-
-def _untied(reader: Any, names: Collection[str], model: nn.Module) -> str | None:
-    for name, source in _tied(model).items():
-        if {name, source} <= set(names) and not torch.equal(reader.read(name), reader.read(source)):
-            return (
-                f"the config ties {name} to {source}, and the file holds two different tensors. Set "
-                '"tie_word_embeddings": false in config.json, or write the folder again with save_pretrained()'
-            )
-    return None
-
-
-def _left_over(reader: Any, names: Iterable[str], model: nn.Module, leaves_out: Callable[[str], bool]) -> str | None:
-    """Return a text about the tensors that the model neither has nor makes itself, None if there are none."""
-    tied, buffers = _tied(model), dict(model.named_buffers())
-    ignored = [_REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]
-
-    def is_known(name: str) -> bool:
-        if name in tied or leaves_out(name) or any(re.search(pattern, name) for pattern in ignored):
-            return True
-        return name in buffers and torch.equal(reader.read(name).to(buffers[name]), buffers[name])
-
-    left = [name for name in names if not is_known(name)]
-    if scale := next(filter(_QUANTISED.search, left), None):
-        return _quantised(f"it holds {scale}")
-    if not left:
-        return None
-    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # the class that FSDP extends
-    return (
-        f"it holds {counted(len(left), 'tensor')} that {own.__name__} does not have, such as {left[0]}; they "
-        "would be left out. Use a model whose class has them, or a checkpoint without them"
-    )
-
-
-def _tied(model: nn.Module) -> Mapping[str, str]:
-    """Return tied parameters of a transformers model, each with the name of the parameter that it is tied to."""
-    return model.get_expanded_tied_weights_keys(all_submodels=True) if isinstance(model, PreTrainedModel) else {}
-
-
-def _quantised(reason: str) -> str:
-    return (
-        f"the checkpoint is quantised ({reason}); rlite reads float32, float16 and bfloat16. Use the original, or "
-        "write one: load the model with transformers, call dequantize() and save_pretrained()"
-    )
-
 
 logger = getLogger(__name__)
 _warn_once = cache(logger.warning)
@@ -148,6 +58,23 @@ MAX_SIZE, MAX_LAYERS = 2**31, 1_000
 ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 _LAYERS = re.compile(r"(^|_)(n_)?(layers?|depth|experts)$")
 _NO_CODE: Mapping[str, Any] = {"trust_remote_code": False}
+
+
+def check_plain(config: Any, path: str | Path) -> None:
+    """Refuse a checkpoint whose config says that its weights are quantised.
+
+    Args:
+        config: the config of the checkpoint.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the weights are quantised.
+    """
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if (found := vars(part).get(key)) is not None:
+                method = found.get("quant_method") if isinstance(found, Mapping) else None
+                raise CheckpointError(f"{path}: {quantised(f'its config has {key}, method {method}')}")
 
 
 def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
@@ -399,3 +326,118 @@ def _expect_few_added_tokens(folder: Path) -> None:
         if (folder / name).exists():
             count = len(json.loads((folder / name).read_bytes()).get(key) or ())
             _expect(count <= MAX_ADDED_TOKENS, f"{name} adds {count} tokens, expected at most {MAX_ADDED_TOKENS}")
+
+
+def quantised(reason: str) -> str:
+    """Return the message for a checkpoint whose weights are quantised."""
+    return (
+        f"the checkpoint is quantised ({reason}); rlite reads float32, float16 and bfloat16. Use the original, or "
+        "write one: load the model with transformers, call dequantize() and save_pretrained()"
+    )
+
+
+def summary(error: BaseException) -> str:
+    """Return an error's message in one line, with its kind if it is not rlite's own."""
+    text = textwrap.shorten(str(error), 200, placeholder=" ...")
+    return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"
+
+
+def rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the rotary parameters of a config: of all layers, and by kind of layer."""
+    rope = vars(config).get("rope_parameters") or {}
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+
+
+def padding_token(tokenizer: Any, vocab_size: int, ends: Collection[int]) -> int | None:
+    """Return the id of a token for padding with which no row ends, preferably the tokenizer's own; None without one.
+
+    transformers scores the last token that is not the padding: of a row that ends with it, the one before.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: size of the model's vocabulary.
+        ends: ids of tokens with which rows end.
+    """
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    named = [i for i in added if "pad" in tokenizer.added_tokens_decoder[i].content.lower()]
+    known = [tokenizer.pad_token_id, *named, tokenizer.unk_token_id, tokenizer.bos_token_id, *added]
+    return next((token for token in known if token is not None and token not in ends and token < vocab_size), None)
+
+
+def causal_lm_class(path: str | Path, carrier: type) -> Any:
+    """Return a subclass of the train module `carrier` and the causal language model of the checkpoint at `path`.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this type.
+    """
+    return _carried_class(path, carrier, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
+
+
+def score_class(path: str | Path, carrier: type) -> Any:
+    """Return a subclass of the score module `carrier` and the sequence classification of the checkpoint at `path`.
+
+    Raises:
+        ConfigError: transformers has no sequence classification for this type of model.
+    """
+    return _carried_class(
+        path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classification for models"
+    )
+
+
+def _carried_class(path: str | Path, carrier: type, classes: Mapping[type, type], what: str) -> Any:
+    config = load_config(path)
+    check_plain(config, path)
+    if type(config) not in classes:
+        raise ConfigError(f"{path}: transformers has no {what} of type {config.model_type!r}")
+    model = classes[type(config)]
+    return type(f"{carrier.__name__}{model.__name__}", (carrier, model), {})
+
+
+@contextmanager
+def real_tensors(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Make parameters and buffers on `device` inside the block, even within `init_empty_weights` or a device mode.
+
+    Yields:
+        None.
+    """
+    patched = nn.Module.register_parameter, nn.Module.register_buffer
+    nn.Module.register_parameter = _original(patched[0], "Module.register_parameter")  # type: ignore[method-assign]
+    nn.Module.register_buffer = _original(patched[1], "Module.register_buffer")  # type: ignore[method-assign]
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        nn.Module.register_parameter, nn.Module.register_buffer = patched  # type: ignore[method-assign]
+
+
+def meta_parameters() -> AbstractContextManager[None]:
+    """Return a context in which new parameters are on meta and cost nothing; buffers (rotary `inv_freq`) stay real."""
+    return init_empty_weights(include_buffers=False)
+
+
+def _original(function: Callable[..., Any], qualname: str) -> Callable[..., Any]:
+    """Return torch's own method below any number of patches, each of which keeps its predecessor in its closure."""
+    while function.__qualname__ != qualname:
+        inner = [c.cell_contents for c in function.__closure__ or () if callable(c.cell_contents)]
+        function = next(
+            f for f in inner if getattr(f, "__qualname__", "") == qualname or getattr(f, "__closure__", None)
+        )
+    return function
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Show no progress bars of transformers inside the block, and no deprecation warnings.
+
+    Yields:
+        None.
+    """
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+            yield
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()

@@ -28,11 +28,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from rlite.errors import why_not_written, writing
+from rlite.observability.stats_tracker import complete, finish, is_traced, span, stage, task, trace_by
 
 logger = logging.getLogger(__name__)
 MAX_EVENTS = 2_000_000
@@ -52,7 +53,6 @@ Key = tuple[str, int]
 """kind and number of spans that belong to no thread"""
 Inner = Sequence[tuple[str, float, float]]
 """spans inside another one: name, start and end"""
-P = ParamSpec("P")
 
 
 class Tracer:
@@ -111,6 +111,15 @@ class Tracer:
             for label, start, end in inner:
                 start, end = max(start, started), min(end, ended)
                 self._add("X", label, start, row, {}, dur=max(end - start, 0.0) * 1e6)
+
+    def span(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context that records the block's time on this thread's row."""
+        started = time.perf_counter()
+        return _ending(lambda **raised: self.complete(name, started, time.perf_counter(), **{**args, **raised}))
+
+    def task(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context that records the block's time on its own row."""
+        return _ending(functools.partial(self.end, self.begin(name, args)))
 
     def instant(self, name: str, /, **args: Any) -> None:
         """Record an event of this moment, drawn across all rows; `args` are shown with it."""
@@ -320,7 +329,6 @@ def _ending(end: Callable[..., None]) -> Iterator[None]:
 
 
 _tracer: Tracer | None = None
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def start(path: str | Path, max_events: int = MAX_EVENTS) -> None:
@@ -328,12 +336,14 @@ def start(path: str | Path, max_events: int = MAX_EVENTS) -> None:
     global _tracer
     stop()
     _tracer = Tracer(path, max_events)
+    trace_by(_tracer)
 
 
 def stop() -> None:
     """End the trace, if there is one, and close its file."""
     global _tracer
     tracer, _tracer = _tracer, None
+    trace_by(None)
     if tracer is not None:
         tracer.close()
 
@@ -341,41 +351,18 @@ def stop() -> None:
 atexit.register(stop)
 
 
-def is_on() -> bool:
-    """Return True from `start` to `stop`, also if the trace has ended early because it could not be written."""
-    return _tracer is not None
+def instant(name: str, /, **args: Any) -> None:
+    """Record an event of this moment, drawn across all rows; `args` are shown with it."""
+    if (tracer := _tracer) is not None:
+        tracer.instant(name, **args)
 
 
-def span(name: str, /, **args: Any) -> AbstractContextManager[None]:
-    """Return a context that records the block's time on this thread's row; `args` are shown with it."""
-    if (tracer := _tracer) is None:
-        return _NOTHING
-    started = time.perf_counter()
-    return _ending(lambda **raised: tracer.complete(name, started, time.perf_counter(), **{**args, **raised}))
+def flush() -> None:
+    """Write the events recorded so far."""
+    if (tracer := _tracer) is not None:
+        tracer.flush()
 
 
-def task(name: str, /, **args: Any) -> AbstractContextManager[None]:
-    """Return a context that records the block's time on its own row, for blocks that wait on an event loop."""
-    if (tracer := _tracer) is None:
-        return _NOTHING
-    return _ending(functools.partial(tracer.end, tracer.begin(name, args)))
-
-
-def _if_on(method: Callable[Concatenate[Tracer, P], None]) -> Callable[P, None]:
-    """Return a function that calls the method of the trace under way, and does nothing if there is none."""
-
-    @functools.wraps(method)
-    def record(*args: P.args, **kwargs: P.kwargs) -> None:
-        if (tracer := _tracer) is not None:
-            method(tracer, *args, **kwargs)
-
-    return record
-
-
-complete = _if_on(Tracer.complete)
-instant = _if_on(Tracer.instant)
-stage = _if_on(Tracer.stage)
-finish = _if_on(Tracer.finish)
-flush = _if_on(Tracer.flush)
+is_on = is_traced
 
 __all__ = ["Tracer", "complete", "finish", "flush", "instant", "is_on", "span", "stage", "start", "stop", "task"]

@@ -7,25 +7,22 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
+    from rlite.errors import RolloutError
     from rlite.rollout.chat.conversation import Conversation, MultiTurnWorkflow
     from rlite.rollout.chat.transcript import Transcript
     from rlite.rollout.collector.collector import RolloutCollector
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
     from rlite.rollout.environments.gym import GymEnvironment
-    from rlite.rollout.environments.step import (
-        Environment,
+    from rlite.rollout.environments.step import Environment
+    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
+    from rlite.rollout.failures import (
         EnvironmentCrash,
         EnvironmentFailure,
         EnvironmentInvalid,
         EnvironmentMemory,
         EnvironmentRaised,
         EnvironmentTimeout,
-    )
-    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
-    from rlite.rollout.rewards.adapters import from_trl, from_verl
-    from rlite.rollout.rewards.function import RewardFunction
-    from rlite.rollout.rewards.score import (
         RewardCrash,
         RewardError,
         RewardInvalid,
@@ -33,12 +30,42 @@ if TYPE_CHECKING:
         RewardRaised,
         RewardTimeout,
     )
+    from rlite.rollout.joined import pad_trajectories
+    from rlite.rollout.rewards.adapters import from_trl, from_verl
+    from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
-    from rlite.rollout.trajectories import check_trajectory, pad_trajectories
-    from rlite.rollout.workflow import RolloutError, RolloutWorkflow, SingleTurnWorkflow, trajectory
+    from rlite.rollout.trajectories import check_trajectory
+    from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 # lazy, so that a reward process imports no torch
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.errors": "RolloutError",
+        "rlite.rollout.chat.conversation": "Conversation MultiTurnWorkflow",
+        "rlite.rollout.chat.transcript": "Transcript",
+        "rlite.rollout.collector.collector": "RolloutCollector",
+        "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
+        "rlite.rollout.collector.options": "CollectorOptions",
+        "rlite.rollout.environments.gym": "GymEnvironment",
+        "rlite.rollout.environments.step": "Environment",
+        "rlite.rollout.environments.workflow": "EnvironmentWorkflow GymWorkflow",
+        "rlite.rollout.failures": (
+            "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
+            "EnvironmentTimeout RewardCrash RewardError RewardInvalid RewardMemory RewardRaised "
+            "RewardTimeout"
+        ),
+        "rlite.rollout.joined": "pad_trajectories",
+        "rlite.rollout.rewards.adapters": "from_trl from_verl",
+        "rlite.rollout.rewards.function": "RewardFunction",
+        "rlite.rollout.scripted": "ScriptedEngine",
+        "rlite.rollout.tools.toolbox": "Tool",
+        "rlite.rollout.tools.workflow": "ToolUseWorkflow",
+        "rlite.rollout.trajectories": "check_trajectory",
+        "rlite.rollout.workflow": "RolloutWorkflow SingleTurnWorkflow trajectory",
+        "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
+    },
+)

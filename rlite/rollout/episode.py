@@ -1,102 +1,30 @@
-"""One episode as a record shows it: how far it came, and where its time went.
+"""One episode: its view of the engine, with random numbers of its own, and what a record shows of it.
 
-Tokens that an attempt of an episode has read and written so far, for the record of an episode without trajectory.
+Random numbers depend on what is generated, not on when: they are keyed by seed, policy version, item, sample and turn.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 from tensordict import TensorDict
 
-from rlite.rollout.trajectories import TokenHistory, from_columns
-from rlite.types import TokenChunk
+from rlite.errors import RolloutError
+from rlite.rollout.attempts import AttemptHistory, Draw, Draws, chunks_of
+from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
-
-class AttemptHistory:
-    """The requests of one attempt of an episode, and the answers to them as they arrive.
-
-    A request whose prompt begins with an earlier prompt and its answer continues that sequence.
-
-    Args:
-        sequences: token histories, if the attempt has some already.
-    """
-
-    def __init__(self, sequences: Sequence[TokenHistory] = ()) -> None:
-        self._sequences = list(sequences)
-        self._open: set[TokenHistory] = set()
-        """sequences to which an answer is arriving"""
-
-    @contextmanager
-    def turn(self, prompt: list[int]) -> Iterator[Callable[[TokenChunk], None]]:
-        """Note a request, whose answer arrives inside of the block.
-
-        Args:
-            prompt: ids of its tokens.
-
-        Yields:
-            A function that takes the answer, chunk by chunk.
-        """
-        history = next((each for each in reversed(self._sequences) if self._is_continued(each, prompt)), None)
-        if history is None:
-            history = TokenHistory()
-            self._sequences.append(history)
-        history.read(prompt[len(history.tokens) :])
-        self._open.add(history)
-        try:
-            yield partial(_write, history)
-        finally:
-            self._open.discard(history)
-
-    def arrays(self) -> list[dict[str, np.ndarray]]:
-        """Return ids, mask, versions and log-probabilities of each sequence; the model wrote where the mask is true."""
-        return [_arrays(each) for each in list(self._sequences) if each.tokens]
-
-    def state_dict(self) -> list[dict[str, list[Any]]]:
-        """Return plain values."""
-        return [{name: column.tolist() for name, column in columns.items()} for columns in self.arrays()]
-
-    @classmethod
-    def from_state(cls, state: Sequence[dict[str, list[Any]]]) -> AttemptHistory:
-        """Return the history that was saved."""
-        return cls([_history(**columns) for columns in state])
-
-    def _is_continued(self, history: TokenHistory, prompt: list[int]) -> bool:
-        """Return whether a prompt begins with a sequence to which no answer is arriving."""
-        tokens, count = history.tokens, len(history.tokens)
-        # most sequences differ in the last token: it is compared first
-        return history not in self._open and prompt[count - 1 : count] == tokens[-1:] and prompt[:count] == tokens
-
-
-def _write(history: TokenHistory, chunk: TokenChunk) -> None:
-    versions = [chunk.version] * len(chunk.token_ids)
-    history.write(chunk.token_ids, chunk.logprobs, versions, chunk.finish_reason or "abort")
-
-
-def _arrays(history: TokenHistory) -> dict[str, np.ndarray]:
-    count = len(history.tokens)  # another thread may append meanwhile, the tokens at last
-    return {
-        "ids": np.array(history.tokens[:count], np.int32),
-        "mask": np.array(history.loss_mask[:count], bool),
-        "versions": np.array(history.versions[:count], np.int32),
-        "logprobs": np.array(history.logprobs[:count], np.float32),
-    }
-
-
-def _history(ids: list[int], mask: list[bool], versions: list[int], logprobs: list[float]) -> TokenHistory:
-    return TokenHistory(ids, mask, logprobs, versions, rewards=[0.0] * len(ids), kept_ids=[()] * len(ids))
-
-
-Span = tuple[str, float, float]
-"""name, start and end, in seconds after the group's submission"""
-PLAIN = ("started", "ended", "ended_at", "failure", "redrawn", "answer")
-"""attributes of an episode that are saved as they are"""
+Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
+REFUSAL_DELAY = 1.0
+"""seconds until a request of an attempt that is over is refused"""
 
 
 class Episode:
@@ -114,12 +42,14 @@ class Episode:
         self.ended: float | None = None
         self.ended_at: float | None = None
         """Unix time of the end"""
-        self.spans: list[Span] = []
-        """waits for the engine (`generate`) and for rewards (`reward`)"""
+        self.spans: list[tuple[str, float, float]] = []
+        """waits for the engine (`generate`) and for rewards (`reward`): name, start and end"""
+        self.num_tokens = 0
+        """tokens that the current attempt has generated so far"""
         self.trajectory: TensorDict | None = None
         """checked, as soon as the episode has succeeded"""
         self.attempt = AttemptHistory()
-        """tokens of the last attempt; empty as soon as there is a trajectory"""
+        """tokens of the last attempt, if they are kept; empty as soon as there is a trajectory"""
         self.failure = ""
         """error of the last attempt, if no attempt was left"""
         self.failed_attempts: list[str] = []
@@ -135,8 +65,8 @@ class Episode:
         self.started = self.now()
 
     def begin_attempt(self) -> None:
-        """Forget what an earlier attempt has written and answered."""
-        self.attempt = AttemptHistory()
+        """Begin another attempt: forget what an earlier one has written and answered."""
+        self.attempt, self.num_tokens = AttemptHistory(), 0
         self.answer = self._answered_by = None
 
     def take_trajectory(self, trajectory: TensorDict | None) -> None:
@@ -170,36 +100,6 @@ class Episode:
             name: generate or reward.
         """
         return _OpenSpan(self, name)
-
-    def seconds(self, *names: str) -> float:
-        """Return the time in which spans of these names were open; overlapping spans count once."""
-        total = end = 0.0
-        for _, began, ended in sorted(
-            (span for span in list(self.spans) if span[0] in names), key=lambda span: span[1]
-        ):
-            total += max(0.0, ended - max(began, end))
-            end = max(end, ended)
-        return total
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but the trajectory, as plain values."""
-        return {
-            **{name: getattr(self, name) for name in PLAIN},
-            "spans": [list(span) for span in list(self.spans)],
-            "failed_attempts": list(self.failed_attempts),
-            "attempt": self.attempt.state_dict(),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], trajectory: Mapping[str, Any] | None) -> Episode:
-        """Return the episode that was saved, with the columns of its trajectory."""
-        episode = cls(time.monotonic())
-        vars(episode).update({name: state[name] for name in PLAIN if name in state})
-        episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
-        episode.trajectory = None if trajectory is None else from_columns(trajectory)
-        episode.failed_attempts = state.get("failed_attempts", [])
-        episode.attempt = AttemptHistory.from_state(state.get("attempt", ()))
-        return episode
 
     def now(self) -> float:
         """Return the seconds after the group's submission."""
@@ -258,3 +158,172 @@ def in_reward() -> Iterator[None]:
     episode = _current.get()
     with nullcontext() if episode is None else episode.span("reward"):
         yield
+
+
+def mix(seed: int, number: int) -> int:
+    """Return a 63-bit seed made of two numbers (splitmix64)."""
+    mask = 2**64 - 1
+    z = (seed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1
+
+
+def group_seed(seed: int | None, version: int, position: int) -> int | None:
+    """Return the seed of a group, if there is a seed.
+
+    Args:
+        seed: the collector's, from its options.
+        version: policy version at the submission.
+        position: the item's, among the submitted ones. A resumed run submits the same items at the same positions.
+    """
+    return None if seed is None else mix(mix(seed, version), position)
+
+
+class SampleInference:
+    """The engine as one attempt at an episode sees it: episodes of one item draw different random numbers.
+
+    A request without a seed gets one from the episode's seed and the turn, if the episode has a seed. A request with a
+    seed keeps it in the first episode of its item, and gets a different one in each other episode. A request that an
+    earlier attempt has made gets the answer of that attempt, see `rlite.rollout.attempts`.
+
+    A request that truncates asks for `kept_ids`, if the episode is trained on and the engine offers them.
+
+    Args:
+        engine: generates; its other attributes are available, too.
+        episode: counts the tokens, and the waits for the engine.
+        draws: of the episode's attempts.
+        sample: number of the episode among those of its item.
+        seed: of the episode; None leaves the random numbers to the order of requests.
+        affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
+        is_trained: the episode is trained on.
+        keeps_tokens: whether the episode also keeps the tokens.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncInference,
+        episode: Episode,
+        draws: Draws,
+        sample: int = 0,
+        seed: int | None = None,
+        affinity: str | None = None,
+        is_trained: bool = False,
+        keeps_tokens: bool = False,
+    ) -> None:
+        self._engine, self._episode, self._draws = engine, episode, draws
+        self._sample, self._seed, self._affinity = sample, seed, affinity
+        self._has_kept_ids = is_trained and "kept_ids" in getattr(engine, "extras", ())
+        self._keeps_tokens = keeps_tokens
+        self._turns = itertools.count()
+        self._is_over = False
+
+    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use an engine's other attributes
+        return getattr(self._engine, name)
+
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
+        """Return the engine's answer to a request with this episode's seed."""
+        await self._check_open()
+        with self._turn(request, False, on_chunk) as (draw, note):
+            if isinstance(draw.answer, LLMResponse):
+                answer = copied(draw.answer)
+                for chunk in chunks_of(answer):
+                    note(chunk)
+                return replace(answer, metadata=dict(request.metadata))
+            response = await self._engine.agenerate(self._own(request, draw.seed), note)
+            draw.answer = None if response.stop_reason == "abort" else copied(response, tuple)
+            return response
+
+    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the engine's answer to a request with this episode's seed."""
+        await self._check_open()
+        with self._turn(request, True) as (draw, note):
+            if isinstance(draw.answer, list):
+                for chunk in draw.answer:
+                    note(chunk)
+                    yield copied(chunk)
+                return
+            written: list[TokenChunk] = []
+            async with aclosing(self._engine.stream(self._own(request, draw.seed))) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    note(chunk)
+                    written.append(copied(chunk, tuple))
+                    draw.answer = None if chunk.finish_reason in (None, "abort") else written
+                    yield chunk
+
+    def end(self) -> None:
+        """End the attempt: further requests are refused."""
+        self._is_over = True
+
+    async def _check_open(self) -> None:
+        """Refuse requests after the attempt's end. The delay keeps a loop that ignores errors from turning quickly.
+
+        Raises:
+            RolloutError: The attempt has ended.
+        """
+        if self._is_over:
+            await asyncio.sleep(REFUSAL_DELAY)
+            raise RolloutError("the attempt at this episode has ended; its requests are no longer answered")
+
+    @contextmanager
+    def _turn(
+        self, request: LLMRequest, is_stream: bool, on_chunk: OnChunk | None = None
+    ) -> Iterator[tuple[Draw, OnChunk]]:
+        """Record a wait for the engine, which answers a request inside of the block.
+
+        Yields:
+            The draw of the request, and a function that takes the tokens as they arrive.
+
+        Raises:
+            CancelledError: The wait was cancelled.
+            GeneratorExit: The stream was closed.
+        """
+        draw, episode = self._draw(request, is_stream), self._episode
+        kept = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
+        try:
+            with episode.span("generate"), kept as write:
+                yield draw, partial(self._note, draw, [take for take in (write, on_chunk) if take is not None])
+        except (asyncio.CancelledError, GeneratorExit):
+            draw.has_begun = True
+            raise
+
+    def _note(self, draw: Draw, takers: Sequence[OnChunk], chunk: TokenChunk) -> None:
+        self._episode.num_tokens += len(chunk.token_ids)
+        draw.has_begun |= bool(chunk.token_ids)
+        for take in takers:
+            take(chunk)
+
+    def _draw(self, request: LLMRequest, is_stream: bool) -> Draw:
+        seed, version = self._seed_of(request), self._engine.get_version()
+        key = hash((is_stream, tuple(request.input_ids), request.gconfig, tuple(request.extras)))
+        draw = Draw(key, seed, None if seed is None and not request.gconfig.greedy else version)
+        if self._draws.earlier:
+            draw = self._draws.again(draw, version)
+        self._draws.own.append(draw)
+        return draw
+
+    def _seed_of(self, request: LLMRequest) -> int | None:
+        turn, seed = next(self._turns), request.gconfig.seed
+        if seed is None:
+            return None if self._seed is None else mix(self._seed, turn)
+        return mix(seed, self._sample) if self._sample > 0 else seed
+
+    def _own(self, request: LLMRequest, seed: int | None) -> LLMRequest:
+        extras = request.extras
+        if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
+            extras = (*extras, "kept_ids")
+        gconfig = request.gconfig if seed == request.gconfig.seed else replace(request.gconfig, seed=seed)
+        return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
+
+
+def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Answer:
+    """Return an answer, or a chunk of one, with lists of its own.
+
+    Args:
+        answer: answer or chunk.
+        kind: `tuple` for an answer that is kept, since Python's garbage collector does not look at tuples of numbers.
+    """
+    own = copy.copy(answer)
+    columns = {name: kind(values) for name, values in vars(own).items() if isinstance(values, list | tuple)}
+    vars(own).update(columns, extras={name: kind(column) for name, column in answer.extras.items()})
+    return own

@@ -6,8 +6,7 @@ A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -17,9 +16,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, RAGGED, with_keys
-from rlite.data.packs import check_ragged, is_ragged_value
+from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, RAGGED
+from rlite.data.packs import check_ragged, with_keys
 from rlite.errors import DataError
+from rlite.rollout.kept_ids import check_kept_ids
 from rlite.rollout.rewards.score import Reward
 from rlite.types import LLMResponse, StopReason
 
@@ -119,35 +119,11 @@ class TokenHistory:
         self.tokens += tokens  # at last: the thread that writes the record counts by them
 
 
-def from_columns(columns: Mapping[str, Any]) -> TensorDict:
-    """Return a trajectory that was saved as a mapping of its columns."""
-    return TensorDict(dict(columns), batch_size=[len(columns["input_ids"])])
-
-
 def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
     """Return columns [count] for values of a whole trajectory, and for the parts of a reward that has parts."""
     parts = [value.parts for value in values.values() if isinstance(value, Reward)]
     named = {f"{NAMED_REWARD}{name}": part for own in parts for name, part in own.items()}
     return {key: torch.full((count,), value, dtype=torch.float32) for key, value in (values | named).items()}
-
-
-def join_histories(histories: Sequence[TokenHistory], num_turns: int) -> TensorDict:
-    """Return the sequences of one episode as the rows of one trajectory.
-
-    Args:
-        histories: at least one, each with a turn of the model.
-        num_turns: the turns of the episode.
-
-    Returns:
-        A TensorDict of batch size [k] with the keys of `rlite.rollout.workflow.trajectory`, `token_rewards` [k, L],
-        `sequence_index` [k] from 0, `num_turns` [k], and `rewards` [k], the sum of the token rewards of all rows.
-    """
-    count = len(histories)
-    rows = pad_trajectories([history.row(has_rewards=True) for history in histories]).exclude("group_ids")
-    reward = math.fsum(reward for history in histories for reward in history.rewards)
-    rows["sequence_index"] = torch.arange(count)
-    rows["num_turns"] = torch.full((count,), num_turns)
-    return rows.update(of_trajectory(count, rewards=reward))
 
 
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
@@ -162,93 +138,48 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """
     if not isinstance(trajectory, TensorDict):
         raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
-    missing = [key for key in ("input_ids", "attention_mask") if key not in trajectory]
-    if missing:
-        raise DataError(f"{what} has no {' and no '.join(missing)}; expected input_ids and attention_mask [1, L]")
+    if (fault := next(_faults(trajectory), None)) is not None:
+        raise DataError(f"{what}{fault}")
+    check_ragged(trajectory, what)
+    if "kept_ids" in trajectory:
+        check_kept_ids(trajectory, what)
+
+
+def _faults(trajectory: TensorDict) -> Iterator[str]:
+    """Yield what is wrong with the columns of a trajectory; the caller reads the first."""
+    if missing := [key for key in ("input_ids", "attention_mask") if key not in trajectory]:
+        yield f" has no {' and no '.join(missing)}; expected input_ids and attention_mask [1, L]"
     shape = trajectory["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
-        raise DataError(f"{what}: input_ids has shape {list(shape)}; expected [1, L] with L > 0")
+        yield f": input_ids has shape {list(shape)}; expected [1, L] with L > 0"
     for key, value in trajectory.items():
         if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise DataError(
-                f"{what}: {key} is {found}; expected a tensor, {list(shape)} per token or [{shape[0]}] per row"
-            )
+            yield f": {key} is {found}; expected a tensor, {list(shape)} per token or [{shape[0]}] per row"
         if key in PER_TOKEN and value.shape != shape:
-            raise DataError(f"{what}: {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same")
+            yield f": {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same"
         if key == "rewards" and value.shape not in (shape[:1], shape):
-            raise DataError(
-                f"{what}: rewards has shape {list(value.shape)}; expected [{shape[0]}], one for each row, or "
-                f"{list(shape)}, one for each token"
-            )
+            expected = f"[{shape[0]}], one for each row, or {list(shape)}, one for each token"
+            yield f": rewards has shape {list(value.shape)}; expected {expected}"
         is_part = str(key).startswith(NAMED_REWARD)
         if value.is_floating_point() and not is_part and not value.isfinite().all():
-            raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
+            yield f": {key} holds a value that is not finite: {value.flatten()[:8].tolist()}"
     for key in sorted(INTEGER & set(trajectory.keys())):
         if trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool:
-            raise DataError(f"{what}: {key} is {_describe(trajectory[key])}; expected whole numbers")
+            yield f": {key} is {_describe(trajectory[key])}; expected whole numbers"
     mask = trajectory["attention_mask"].bool()
     if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
-        raise DataError(f"{what}: attention_mask must be ones and then zeros (right padding), and not all zeros")
+        yield ": attention_mask must be ones and then zeros (right padding), and not all zeros"
     if "loss_mask" in trajectory:
         chosen = trajectory["loss_mask"].bool()
         if (chosen & ~mask).any():
-            raise DataError(f"{what}: loss_mask selects positions that attention_mask leaves out")
+            yield ": loss_mask selects positions that attention_mask leaves out"
         if (trajectory["loss_mask"] != chosen).any():
-            raise DataError(f"{what}: loss_mask holds other values than ones and zeros")
-    check_ragged(trajectory, what)
-    if "kept_ids" in trajectory:
-        _check_kept_ids(trajectory, what)
+            yield ": loss_mask holds other values than ones and zeros"
     if "sequence_index" in trajectory:
         index = trajectory["sequence_index"]
         if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
-            raise DataError(f"{what}: sequence_index is {index.tolist()}; expected the rows counted from 0")
-
-
-def _check_kept_ids(trajectory: TensorDict, what: str) -> None:
-    """Check that each token is among its kept ids, and that these are not negative.
-
-    Raises:
-        DataError: they do not fit.
-    """
-    counts, width = trajectory["kept_counts"].long(), trajectory["kept_ids"].shape[1]
-    values = trajectory["kept_ids"][is_ragged_value(counts, width)]
-    owners = torch.arange(counts.numel()).repeat_interleave(counts.flatten())
-    tokens = trajectory["input_ids"].flatten()
-    num_own = torch.zeros_like(tokens).index_add(0, owners, (values == tokens[owners]).long())
-    if (wrong := ((counts.flatten() > 0) & (num_own != 1)).nonzero()[:, 0]).numel():
-        row, position = divmod(int(wrong[0]), counts.shape[1])
-        raise DataError(
-            f"{what}: token {int(tokens[wrong[0]])} at position {position} of row {row} is not among its kept_ids, or "
-            "occurs twice; expected the ids among which it was drawn"
-        )
-    if (values < 0).any():
-        raise DataError(f"{what}: kept_ids holds {int(values.min())}; expected token ids")
-
-
-def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
-    """Pad trajectories of any lengths on the right, into one batch with the rows in order.
-
-    Keys that are [k, L, ...] in every trajectory become [N, max L, ...], padded with 0 (`versions` with -1). Keys of
-    equal shape beyond the rows are concatenated to [N, ...]. Ragged keys are padded to the widest row, and a trajectory
-    without them has no values.
-
-    Args:
-        trajectories: at least one, all with the same keys.
-        group_ids: one per trajectory, for all of its rows; default: its index.
-
-    Returns:
-        A TensorDict of batch size [N], with `group_ids` [N] int64.
-
-    Raises:
-        DataError: Keys are missing or too many, or shapes or types do not fit together. The message names the key and
-            the trajectory.
-    """
-    if not trajectories:
-        raise DataError("pad_trajectories: the list is empty; expected at least one trajectory")
-    for index, trajectory in enumerate(trajectories):
-        check_trajectory(trajectory, f"trajectory {index}")
-    return pad_checked(trajectories, group_ids)
+            yield f": sequence_index is {index.tolist()}; expected the rows counted from 0"
 
 
 def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
@@ -312,11 +243,6 @@ def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
     return frozenset(
         (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key not in free
     )
-
-
-def join_batches(batches: Sequence[TensorDict]) -> TensorDict:
-    """Return the rows of all batches as one batch, padded to one width. Rows keep their `group_ids`."""
-    return with_keys(pad_trajectories(batches), group_ids=torch.cat([batch["group_ids"] for batch in batches]))
 
 
 def trajectory_index(batch: TensorDict) -> Tensor:

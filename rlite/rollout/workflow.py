@@ -9,30 +9,21 @@ from typing import Any, Self
 
 from tensordict import TensorDict
 
-from rlite.data.chat.answers import end_of, special_ids
-from rlite.data.chat.ends import plain_text
+from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
-from rlite.data.tokens import bounded_tokens, raw_prompts
-from rlite.errors import DataError, RliteError
-from rlite.rollout.deadlines import beside_loop
-from rlite.rollout.rewards.function import RewardFunction, WeightedRewards
+from rlite.errors import DataError, EngineAborted
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import WeightedRewards, as_reward_function
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
-
-
-class RolloutError(RliteError, RuntimeError):
-    """Rollouts cannot continue, or one of them cannot be finished; the message has the reason."""
-
-
-class EngineAborted(RolloutError):
-    """The engine ended a completion before its end."""
 
 
 class RolloutWorkflow(ABC):
     """Generates one trajectory from one data item. The collector adds concurrency, retries, time-outs and staleness."""
 
     needs_prompt: bool = True
-    """true if a trainer checks beforehand that every row has a prompt, in one of `rlite.data.prompts.PROMPT_KEYS`"""
+    """true if a trainer checks beforehand that every row has a prompt, in one of `rlite.data.rows.PROMPT_KEYS`"""
     gconfig: GenerationHyperparameters | None = None
     """sampling parameters. A trainer computes the loss for them, and evaluates a greedy copy of the workflow; None
     makes it use its own options"""
@@ -161,13 +152,6 @@ class SingleTurnWorkflow(PromptWorkflow):
         completion = self.tokenizer.decode(said, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))
-
-
-def as_reward_function(
-    reward_fn: RewardFunction | WeightedRewards | Callable[..., Any],
-) -> RewardFunction | WeightedRewards:
-    """Return a RewardFunction or WeightedRewards unchanged, or a RewardFunction made from a function."""
-    return reward_fn if isinstance(reward_fn, RewardFunction | WeightedRewards) else RewardFunction(reward_fn)
 
 
 def reward_arguments(

@@ -5,7 +5,8 @@
     end   ──> on_end
 
 They are called in the process that runs the loop: the driver, which under torchrun is rank 0, and never in a worker.
-This module imports no torch.
+The console, the record, sinks, traces and alarms observe a run through the same interface: a
+`rlite.trainer.run.observer.Observer` is a callback that sees more of the run. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ class Callbacks:
     def __init__(self, given: Sequence[str | Callback]) -> None:
         self.failure: CallbackError | None = None
         """first error that a callback raised"""
-        self._by_name: dict[str, Callback] = {}
+        self.by_name: dict[str, Callback] = {}
         seen: Counter[str] = Counter()
         for each in given:
             name, callback = self._made(each)
             seen[name] += 1
-            self._by_name[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
+            self.by_name[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
 
     def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> dict[str, float]:
         """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called.
@@ -118,7 +119,7 @@ class Callbacks:
             The metrics that the callbacks have added or changed.
         """
         added: dict[str, float] = {}
-        for name, callback in self._by_name.items():
+        for name, callback in self.by_name.items():
             with self._blamed(name, f"{event} at step {run.step}"):
                 given = {**metrics, **added}
                 getattr(callback, event)(run, own := dict(given))
@@ -130,7 +131,7 @@ class Callbacks:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every callback by name. An unavailable state is {}, and its error becomes `failure`."""
         states: dict[str, Any] = {}
-        for name, callback in self._by_name.items():
+        for name, callback in self.by_name.items():
             states[name] = {}
             with self._blamed(name, "state_dict"):
                 states[name] = json.loads(json.dumps(callback.state_dict()))
@@ -145,12 +146,12 @@ class Callbacks:
         Raises:
             CallbackError: a callback does not take its state.
         """
-        for name in states.keys() & self._by_name.keys():
+        for name in states.keys() & self.by_name.keys():
             with self._blamed(name, "load_state_dict"):
-                self._by_name[name].load_state_dict(states[name])
+                self.by_name[name].load_state_dict(states[name])
         if self.failure is not None:
             raise self.failure
-        return states.keys() == self._by_name.keys()
+        return states.keys() == self.by_name.keys()
 
     def _made(self, given: str | Callback) -> tuple[str, Callback]:
         name, callback = (given, None) if isinstance(given, str) else (type(given).__name__, given)

@@ -8,7 +8,7 @@ their own: this trainer with other defaults, and without a reference.
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import run_module
+from rlite.assembly.command import run_module
 from rlite.trainer.supervised_options import DpoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
@@ -18,7 +18,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.data.sft import preference_rows
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import DpoLoss

@@ -8,8 +8,8 @@ each sequence, and the KL to the reference as a loss.
 
 from __future__ import annotations
 
-from rlite.trainer.preset_options import GrpoConfig
-from rlite.trainer.run.command import run_module
+from rlite.assembly.command import run_module
+from rlite.assembly.presets import GrpoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     run_module("grpo", GrpoConfig)

@@ -7,7 +7,7 @@ A row of data holds a `completion` to a `prompt` or to `messages`, and a `label`
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import run_module
+from rlite.assembly.command import run_module
 from rlite.trainer.supervised_options import KtoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
@@ -21,13 +21,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.algorithms import kto_reference_point
-from rlite.batch import with_keys
+from rlite.data.packs import with_keys
 from rlite.data.sft import labelled_rows, longest_mismatch, mismatched
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
-from rlite.trainer.losses import KtoLoss, OwnLogprobs
+from rlite.trainer.losses import KtoLoss
 from rlite.trainer.model.modules import Reference
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 from rlite.trainer.supervised import SupervisedTrainer
 
 DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"

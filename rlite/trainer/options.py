@@ -5,6 +5,7 @@ Options of the sampling of responses, in training, in evaluations and on the com
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,10 +16,10 @@ from rlite import config
 from rlite.arguments import named
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
 from rlite.data.source import Source
+from rlite.errors import did_you_mean
+from rlite.generation import LARGEST, SMALLEST, GenerationHyperparameters
 from rlite.imports import import_own_code
-from rlite.services.console.sinks.base import sink_problems
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.types import LARGEST, SMALLEST, GenerationHyperparameters
 
 RESERVED_TEMPLATE_OPTIONS = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -156,6 +157,26 @@ class LaunchOptions(AnnouncedOptions):
         for name in names:
             import_own_code(name)
         return names
+
+
+SINKS = {"jsonl": "JsonlSink", "tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
+"""name of a sink, of its module and of the package that it needs -> its class, which takes the run"""
+_BUILTIN = {"jsonl"}
+"""sinks that need no package"""
+
+
+def sink_problems(names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each sink that is unknown, or whose package is missing."""
+    for name in names:
+        if name not in SINKS:
+            yield f"unknown metric sink {name!r}; {did_you_mean(name, SINKS)}"
+        elif name not in _BUILTIN and importlib.util.find_spec(name) is None:
+            yield missing_sink(name)
+
+
+def missing_sink(name: str) -> str:
+    """Return that the package of a sink is missing, and how to install it."""
+    return f"metric sink {name!r} needs the package {name}: pip install 'rlite[{name}]'"
 
 
 class RunOptions(Options):

@@ -7,7 +7,7 @@ A row of data holds `chosen` and `rejected` answers to a `prompt` or to `message
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import run_module
+from rlite.assembly.command import run_module
 from rlite.trainer.supervised_options import RmConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
@@ -19,8 +19,7 @@ from typing import Any
 from rlite.data.sft import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
-from rlite.nn.pretrained import load_tokenizer
-from rlite.nn.score import padding_token
+from rlite.nn.pretrained import load_tokenizer, padding_token
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.model.modules import critic_module
 from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer

@@ -9,7 +9,8 @@ A row of data holds `prompt` and `response`, or `messages`, of which every turn 
 
 from __future__ import annotations
 
-from rlite.trainer.run.command import ProgramObjects, run_module
+from rlite.assembly.command import run_module
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.supervised_options import SftConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
@@ -20,18 +21,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlite.assembly import supervised as assembly
+from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.sets import Evaluation, EvaluationSet
-from rlite.nn.pretrained import load_tokenizer
+from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import Evaluation, EvaluationSet, reported_metrics
+from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopping
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.answered_sets import Generation, read_generated, stopping
-from rlite.trainer.held_out.options import GeneratedOptions, prefixed
-from rlite.trainer.held_out.prompt_sets import ACCURACIES, answers_plan, reported_metrics, topic_of
-from rlite.trainer.invalid_evaluations import InvalidEvaluations
+from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.run.evaluation_record import EvaluationRecord
-from rlite.trainer.run.report import ReportedMetrics
+from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.schedule import topic_of
+from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 
 
@@ -66,7 +68,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.generated = generated or {}
         super().__init__(options, rows, test_rows, callbacks)
         self.generated = {name: stopping(each, self._new_end_ids) for name, each in self.generated.items()}
-        self.generation = Generation(options, self.engine, self.generated)
+        self.generation = AnsweringEngine(
+            options.generation, options.actor.model_name, options.trainer.seed, self.engine, self.generated
+        )
         self.record = EvaluationRecord(options.trainer, self.run)
         sets = {name: own for name, own in options.test_data.items() if own.is_generated}
         self.invalid = InvalidEvaluations(sets, self.run)
@@ -91,23 +95,16 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Begin as every trainer does, then place the engine that answers prompts, if there are some."""
         super().start()
         self.generation.build()
-        if self.generated:
-            self.record.open(load_tokenizer(self.options.actor.model_name))
 
-    def fit(self) -> dict[str, float]:
-        """Train to the last step, and close the record.
-
-        Returns:
-            The metrics of the last step.
-        """
-        with self.record:
-            return super().fit()
+    def observers(self) -> Sequence[Observer]:
+        """Return who observes the run, with the record of answers."""
+        return assembly.make_observers(self, self._repeated, self.record)
 
     def evaluation_plan(self) -> dict[str, str]:
         """Return what is evaluated and when, as text by topic."""
         own, test_freq = self.options.test_data, self.options.trainer.test_freq
         answers = {
-            topic_of(name): answers_plan(each, own.get(name, GeneratedOptions()), test_freq)
+            topic_of(name): each.plan(own.get(name, GeneratedOptions()), test_freq)
             for name, each in self.generated.items()
         }
         return super().evaluation_plan() | answers
@@ -117,11 +114,10 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         metrics, self.answered = super().evaluate_due(), []
         due = [each for name, each in self.generated.items() if self.schedule.is_due(name)]
         if due and not self.run.is_interrupted:
-            with self.run.evaluation_time.measured():
-                found = self.generation.evaluate(due, self.run.step, lambda: self.run.is_interrupted)
+            found = self.generation.evaluate(due, self.run.step, lambda: self.run.is_interrupted)
+            self.run.answered(self.run.step, found)
             for each in found:
                 metrics |= prefixed(each.set.name, each.metrics)
-                self.record.evaluation(each.set.name, self.run.step, each.episodes)
             self.schedule.mark(each.set.name for each in found)
             self.answered = [each.without_episodes() for each in found]
         return metrics
@@ -134,11 +130,6 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def set_names(self) -> list[str]:
         """The names of the sets that the run evaluates, by losses or by answers."""
         return [*super().set_names, *self.generated]
-
-    def _save(self) -> None:
-        self.record.before_checkpoint()
-        super()._save()
-        self.record.after_checkpoint()
 
     @classmethod
     def read_further(cls, options: SftConfig, given: ProgramObjects) -> dict[str, Any]:

@@ -8,8 +8,8 @@ or to `messages`.
 
 from __future__ import annotations
 
-from rlite.trainer.preset_options import SimpoConfig
-from rlite.trainer.run.command import run_module
+from rlite.assembly.command import run_module
+from rlite.assembly.presets import SimpoConfig
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
     run_module("simpo", SimpoConfig)

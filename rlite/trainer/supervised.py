@@ -1,45 +1,36 @@
-"""The loop and the command of the trainers that learn from rows (sft, rm, dpo, kto)."""
+"""The step of the trainers that learn from rows (sft, rm, dpo, kto)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from tensordict import TensorDict
 from torch import Tensor
 
 import rlite
-from rlite import config
-from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.template import CLOCK, check_template_options
-from rlite.data.formats.table import RowKind
+from rlite.assembly import supervised as assembly
 from rlite.data.loader import BatchLoader, StreamLoader
-from rlite.data.packs import sequence_lengths
-from rlite.data.rows import Rows, converted, described, read_source
-from rlite.data.source import Source
-from rlite.data.streaming.table import StreamedTable
-from rlite.data.tokens import TokenRows, mixed
-from rlite.errors import ConfigError, EvaluationInterrupted, StreamedDataError
-from rlite.nn.pretrained import end_ids, load_tokenizer
+from rlite.data.readers.formats import RowKind
+from rlite.data.tokens import TokenRows
+from rlite.errors import ConfigError, EvaluationInterrupted
 from rlite.observability import stats_tracker
 from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out.options import HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
-from rlite.trainer.held_out.prompt_sets import EvaluationSchedule, losses_plan, topic_of
+from rlite.trainer.held_out import HeldOutOptions, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
-from rlite.trainer.prompt_lengths import model_limit, vocab_size_of
+from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.command import NOTHING, ProgramObjects
-from rlite.trainer.run.launch import serve_if_worker, session_of
-from rlite.trainer.run.report import ReportedMetrics, data_plan, model_plan
-from rlite.trainer.run.training_run import TrainingRun, loss_stats, started_at, step_metrics
+from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.schedule import EvaluationSchedule, losses_plan, topic_of
+from rlite.trainer.run.training_run import Judged, ReportedMetrics, TrainerLoop, TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
-from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
 SHOWN_OF_PAIRS = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", "lr", "grad_norm")
@@ -60,7 +51,7 @@ class BatchLoss(Protocol):
         """Return the weight of a pack's mean."""
 
 
-class SupervisedTrainer(ABC, Generic[C]):
+class SupervisedTrainer(TrainerLoop, Generic[C]):
     """Trainer of one model on token rows. A subclass names the model, the loss and the kind of rows.
 
     Needs a session: call `rlite.init()` first.
@@ -72,8 +63,6 @@ class SupervisedTrainer(ABC, Generic[C]):
         callbacks: callbacks besides those of `trainer.callbacks`.
     """
 
-    name: ClassVar[str]
-    """name of the command"""
     key: ClassVar[Literal["actor", "critic"]] = "actor"
     """key of the model in the config"""
     data_key: ClassVar[str] = "data"
@@ -112,9 +101,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
         module: Any = self.engine.module
         module.further_end_ids = self._new_end_ids
-        reported = self.reported_metrics()
-        check_evaluated(trainer, reported.evaluated)
-        self.run = TrainingRun(options, reported, self.loader.num_batches, True, callbacks)
+        self.reported = self.reported_metrics()
+        check_evaluated(trainer, self.reported.evaluated)
+        self.run = TrainingRun(options, self.loader.num_batches, True, callbacks)
+        self._batches: Iterator[TensorDict] = iter(())
+        self._judged_at = -1
+        """step after which sets were evaluated last"""
         every = {name: options.test_data.get(name, HeldOutOptions()).every for name in self.set_names}
         self.schedule = EvaluationSchedule(self.run, {name: own or trainer.test_freq for name, own in every.items()})
         self.build_options = self._build_options()
@@ -179,75 +171,15 @@ class SupervisedTrainer(ABC, Generic[C]):
                 rows.stream.check("capacity", check)
         return options
 
-    def fit(self) -> dict[str, float]:
-        """Train to the last step.
+    # -- a step --------------------------------------------------------------------------------------------------
 
-        Returns:
-            The metrics of the last step.
+    def _next_batch(self) -> TensorDict | None:
+        """Return the next rows to learn."""
+        return next(self._batches, None)
 
-        Raises:
-            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
-        """
-        with self.run.held:
-            self.start()
-            metrics = self._evaluate_owed()
-            try:
-                for batch in self.loader:
-                    if self.run.is_over:
-                        break
-                    with stats_tracker.record_timing("step"):
-                        stats = self.update(self.prepare(batch))
-                    metrics = self.finish_step(batch, stats)
-            except StreamedDataError:
-                self.run.save_before_bad_data(self._save)
-                raise
-            self.run.close()
-        return metrics
-
-    def start(self) -> None:
-        """Build the engine, resume if asked, and report the plan."""
-        self.engine.build(**self.build_options)
-        facts = self.run.restore(self.engine)
-        if facts:
-            self.loader.load_state_dict(facts["loader"])
-            self.schedule.resume(facts.get("owed", ()))
-            self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
-        self.run.open()
-        self.run.show_plan(f"rlite {self.name}", self.plan)
-        self.engine.train()
-        if self.reference is not None:
-            self.reference.build(self.build_options)
-
-    def plan(self) -> dict[str, str]:
-        """Return how a step's work is divided, as text by topic."""
-        session, dims, model, trainer = rlite.current_session(), self.engine.dims, self.model, self.options.trainer
-        lengths, num_items, stream = self.rows.lengths, self.options.data.batch_size, self.rows.stream
-        if stream is None or stream.is_whole:
-            num_items = min(num_items, len(self.rows))
-        data_ranks = counted(dims.num_data_ranks, "data rank")
-        form = f"{self.rows.form}; " if self.rows.form else ""
-        if stream is not None:
-            form = f"{stream}; {form}at the beginning "
-        batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
-        return {
-            **model_plan(model.model_name, self.engine, model.max_grad_norm),
-            "loss": self.describe_loss(),
-            "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-            "data": f"{form}{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
-            f"{self.rows.tally}",
-            **data_plan(self.options.data),
-            **({} if self.rows.ends is None else self.rows.ends.describe(self._new_end_ids)),
-            "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
-            f"{model.max_length_per_device * dims.pack_factor} tokens",
-            "run": f"{self.loader} = {self.run.total_steps}, "
-            f"checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
-            **self.evaluation_plan(),
-        }
-
-    def evaluation_plan(self) -> dict[str, str]:
-        """Return what is evaluated and when, as text by topic."""
-        every = self.schedule.intervals
-        return {topic_of(name): losses_plan(len(rows), every[name]) for name, rows in self.test_sets.items()}
+    def learn(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+        """Return a batch and its statistics, after an update of the model."""
+        return batch, self.update(self.prepare(batch))
 
     def prepare(self, batch: TensorDict) -> TensorDict:
         """Return a batch with all keys that the loss reads."""
@@ -264,6 +196,10 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.engine.step_lr_scheduler()
         return loss_stats(stats)
 
+    def _finish(self, learnt: tuple[TensorDict, Mapping[str, float]]) -> dict[str, float]:
+        """Return the metrics of a step after its end."""
+        return self.finish_step(*learnt)
+
     def finish_step(self, batch: TensorDict, stats: Mapping[str, float]) -> dict[str, float]:
         """Count the step, evaluate and save if due, and log.
 
@@ -274,47 +210,62 @@ class SupervisedTrainer(ABC, Generic[C]):
         Returns:
             The step's metrics.
         """
-        self.run.step += 1
-        metrics = {**stats, **step_metrics(self.engine, sequence_lengths(batch))}
-        metrics |= self._judged()
-        self.run.log(metrics)
-        if self.run.is_over and (metrics_at_end := self._judged()):  # a callback or a threshold has ended the run
-            self.run.log_evaluation(metrics_at_end)
-            metrics |= metrics_at_end
-        if self.run.is_save_due():
-            self._save()
-        return metrics
+        return self._end_step(batch, lambda: {**stats, **step_metrics(batch)})
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Build the engine, resume if asked, and report the plan."""
+        self.engine.build(**self.build_options)
+        facts = self.run.restore(self.engine)
+        if facts:
+            self.loader.load_state_dict(facts["loader"])
+            self.schedule.resume(facts.get("owed", ()))
+            self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
+        self._batches = iter(self.loader)
+        self.run.observers = self.observers()
+        self.run.open()
+        self.engine.train()
+        if self.reference is not None:
+            self.reference.build(self.build_options)
+
+    def observers(self) -> Sequence[Observer]:
+        """Return who observes the run: sinks, the console and others."""
+        return assembly.make_observers(self, self._repeated)
+
+    def plan(self) -> dict[str, str]:
+        """Return how a step's work is divided, as text by topic."""
+        return assembly.make_plan(self)
+
+    def evaluation_plan(self) -> dict[str, str]:
+        """Return what is evaluated and when, as text by topic."""
+        every = self.schedule.intervals
+        return {topic_of(name): losses_plan(len(rows), every[name]) for name, rows in self.test_sets.items()}
 
     def _save(self) -> None:
         owed = self.schedule.due() if self.run.is_interrupted else []
         self.run.save(loader=self.loader.state_dict(), owed=owed)
 
-    def _evaluate_owed(self) -> dict[str, float]:
-        """Make the evaluations that the checkpoint of an interrupted run lacks.
+    def _save_evaluated(self, folder: Path) -> None:
+        """Write the model, which was evaluated as it is now, into a folder."""
+        self.engine.save(folder)
 
-        Returns:
-            The metrics.
+    def _is_evaluation_due(self, is_saving: bool) -> bool:
+        """Return whether a set is due and the run is not interrupted.
+
+        Sets that are due because an evaluation has ended the run are evaluated before the save, in a line of their own.
         """
-        was_over = self.run.is_over
-        metrics = self._judged() if self.schedule.has_owed else {}
-        self.run.end_if_interrupted()  # the checkpoint still owes these evaluations
-        if metrics:
-            self.run.log_evaluation(metrics)
-        if self.run.is_over and (metrics or not was_over):  # the last step owed them, or a threshold was reached
-            self._save()
-        return metrics
+        if not self.schedule.intervals or (self._judged_at == self.run.step and not is_saving):
+            return False
+        return not self.run.is_interrupted and bool(self.schedule.due())
 
-    def _judged(self) -> dict[str, float]:
-        """Evaluate the sets that are due, and keep the best model.
-
-        Returns:
-            The metrics.
-        """
-        evaluation = self.evaluate_due()
-        if valid := self.without_invalid(evaluation):
-            self.run.save_best(valid)
-            self.run.evaluated(valid)
-        return evaluation | self.run.evaluation_time.take() if evaluation else evaluation
+    def _evaluate_sets(self) -> Judged:
+        """Return what `evaluate_due` has found."""
+        due, self._judged_at = self.schedule.due(), self.run.step
+        metrics = self.evaluate_due()
+        if not self.run.is_interrupted:
+            self.schedule.mark(due)
+        return Judged(metrics, self.without_invalid(metrics), self.run.step)
 
     def without_invalid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
         """Return the metrics of the newest evaluations from which the best model is chosen."""
@@ -325,8 +276,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         metrics: dict[str, float] = {}
         with suppress(EvaluationInterrupted):
             for name in filter(self.schedule.is_due, self.test_sets):
-                with self.run.evaluation_time.measured():
-                    metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
+                metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
                 self.schedule.mark([name])
         return metrics
 
@@ -359,10 +309,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the numbers of elements of metrics of a batch that are means over something else than the loss."""
         return {}
 
+    # -- the command ---------------------------------------------------------------------------------------------
+
     @classmethod
     def main(cls, argv: Sequence[str]) -> None:
         """Run the trainer from the command line."""
-        cls.train(config.load(cls.config_class, argv))
+        assembly.main(cls, argv)
 
     @classmethod
     def train(cls, options: C, given: ProgramObjects = NOTHING) -> dict[str, float]:
@@ -375,12 +327,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         Returns:
             The metrics of the last step.
         """
-        serve_if_worker(options)
-        with CLOCK.fixed(started_at(options)):
-            rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
-            further = cls.read_further(options, given)
-            with session_of(options):
-                return cls(options, rows, test_rows, given.callbacks, **further).fit()
+        return assembly.train(cls, options, given)
 
     @classmethod
     def read_further(cls, options: C, given: ProgramObjects) -> dict[str, Any]:
@@ -391,51 +338,3 @@ class SupervisedTrainer(ABC, Generic[C]):
             given: objects of a program, in place of what the options name.
         """
         return {}
-
-
-def read_tokens(
-    options: SupervisedConfig,
-    model_name: str,
-    tokenise: Callable[..., TokenRows],
-    kind: RowKind,
-    given: ProgramObjects = NOTHING,
-) -> tuple[TokenRows, dict[str, TokenRows]]:
-    """Return the token rows of options.data, and of each set of options.test_data.
-
-    Args:
-        options: the trainer's config.
-        model_name: checkpoint with the tokenizer.
-        tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
-        kind: what the rows are for.
-        given: rows of a program, in place of those of the paths.
-    """
-    tokenizer, data = load_tokenizer(model_name), options.data
-    ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
-    check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
-    template_options = {
-        **data.chat_template_options,
-        **({"last_turn_only": True} if data.last_turn_only else {}),
-        "escape_special_tokens": data.escape_special_tokens,
-    }
-
-    def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
-        made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
-        return replace(made, form=described(table, tokenizer))
-
-    def tokens(source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
-        return tokens_of(read_source(given.source(source), kind), source, ends, limit)
-
-    sources = data.sources("data")
-    if data.streaming:
-        own = given.source(sources[""])
-        stream = StreamedTable(own, lambda rows: tokens_of(converted(rows, own, kind), own, ends), data.shuffle_buffer)
-        rows = replace(stream.first, stream=stream)
-    else:
-        parts = {name: tokens(source, ends) for name, source in sources.items()}
-        rows = mixed(parts, data.weights) if data.mixture else parts[""]
-    ends.is_settled = True
-    sets = {name: each for name, each in options.test_data.items() if not each.is_generated}
-    tests = held_out_sources(sets, data.columns, data.system_prompt)
-    return replace(rows, ends=ends), {
-        name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()
-    }

@@ -12,7 +12,7 @@ import rlite
 from rlite.config import Count, FinitePositive, Options, Rate
 from rlite.registry import algorithms
 from rlite.suggestions import single_or_named
-from rlite.trainer.held_out.options import GeneratedOptions, HeldOutOptions, key_of
+from rlite.trainer.held_out import GeneratedOptions, HeldOutOptions, key_of
 from rlite.trainer.model.options import FrozenModelOptions, LayoutOptions, ModelOptions
 from rlite.trainer.options import LaunchOptions, RecordOptions, RunOptions, ServingOptions, TableOptions
 from rlite.trainer.run.best import check_evaluated

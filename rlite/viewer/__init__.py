@@ -10,4 +10,9 @@ from rlite import lazy
 if TYPE_CHECKING:
     from rlite.viewer.frames import RunFrames, load
 
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.viewer.frames": "RunFrames load",
+    },
+)

@@ -1,14 +1,10 @@
-"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file.
-
-Prompts of a run: which were tried, by the set that they come from, and the answers to one of them.
-
-The results of an evaluation of finished models, with the prompts on which two of them differ.
-"""
+"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,24 +12,93 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.arguments import flat
-from rlite.viewer.advisories import RECENT, advisories
-from rlite.viewer.query import Query, UnknownPlace, jsonable
-from rlite.viewer.results import (
-    columns,
-    evaluated_scores,
-    known_scores,
-    lost_rows,
-    means_by_step,
-    of_steps,
-    plain_row,
-    rounded,
-    segments_with,
-    select,
-    statuses_by_step,
-    train_rewards,
-)
+from rlite.errors import DataError
+from rlite.evaluation.statistics import wrong_score
+from rlite.viewer import arrow
+from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
+
+MAX_WHOLE = 2**63 - 1
+"""largest number of a group"""
+
+
+class UnknownPlace(DataError):
+    """A page asks for a run, a source, a step or a rollout that does not exist."""
+
+
+class Query:
+    """Parameters of a question, checked when they are read.
+
+    Args:
+        parameters: names and values; a name may come several times.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, str]]) -> None:
+        self._values: defaultdict[str, list[str]] = defaultdict(list)
+        for name, value in parameters:
+            self._values[name].append(value.encode(errors="replace").decode())  # halves of surrogate pairs
+
+    def has(self, name: str) -> bool:
+        """Return whether a parameter is given."""
+        return name in self._values
+
+    def text(self, name: str) -> str:
+        """Return a parameter; an empty text if it is not given."""
+        return self._values[name][0] if self.has(name) else ""
+
+    def texts(self, name: str) -> list[str]:
+        """Return all values of a parameter."""
+        return self._values.get(name, [])
+
+    def whole(self, name: str) -> int:
+        """Return a parameter that is a whole number from 0 to MAX_WHOLE.
+
+        Raises:
+            DataError: it is missing, or no such number.
+        """
+        try:
+            found = int(self.text(name))
+        except ValueError:
+            found = -1
+        if not 0 <= found <= MAX_WHOLE:
+            raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
+        return found
+
+    def number(self, name: str) -> float | None:
+        """Return a parameter that is a number, or None if it is not given.
+
+        Raises:
+            DataError: it is no finite number.
+        """
+        if not self.has(name):
+            return None
+        try:
+            found = float(self.text(name))
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
+        return found
+
+
+def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: None) -> Any:
+    """Return a value of which `json.dumps(..., allow_nan=False)` makes JSON. Values of unknown types become texts.
+
+    Args:
+        value: any value.
+        not_finite: what stands for a number that is not finite; nothing by default.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else not_finite(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item, not_finite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item, not_finite) for item in value]
+    return str(value)
+
 
 MAX_ITEMS = 500
 MAX_PROMPT = 160
@@ -75,21 +140,16 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
     known = prompts(run)
     texts = [_shown(known.get(place), hits.get(place), text) for place in _places(kept)]
-    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
+    return {"items": {**arrow.columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
 
 
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
-    """Return the rows of one prompt, by source.
-
-    Args:
-        run: the run.
-        query: `item` and its `set`.
-    """
+    """Return the rows of one prompt, by source."""
     chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
     return [
-        {"source": source, "columns": columns(table)}
+        {"source": source, "columns": arrow.columns(table)}
         for source in chosen
-        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
+        if (table := arrow.select(run.record.table(source), item=query.text("item"))).num_rows
     ]
 
 
@@ -136,7 +196,7 @@ def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str],
             if left <= 0:
                 return found, True
             left -= table.nbytes
-            for row, prompt in segments_with(text, table, "prompt"):
+            for row, prompt in arrow.segments_with(text, table, "prompt"):
                 name = items_of.get((table["step"][row].as_py(), table["group"][row].as_py()))
                 if name is not None and (run.set_of(source), name) not in found:
                     found[run.set_of(source), name] = _around(prompt, text)
@@ -175,7 +235,7 @@ def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
     table = run.record.table(source)
     steps = pc.unique(table["step"]).to_pylist()
     chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
-    items_of = _items_of_groups(of_steps(table, chosen))
+    items_of = _items_of_groups(arrow.of_steps(table, chosen))
     found: dict[str, str] = {}
     for texts in run.record.segments(source, chosen):
         first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
@@ -191,11 +251,7 @@ MAX_DIFFERENT = 20
 
 
 def results(run: ViewedRun) -> dict[str, Any] | None:
-    """Return metrics by model, the comparison of two models, and the prompts on which they differ; None for training.
-
-    Args:
-        run: the run.
-    """
+    """Return metrics by model, the comparison of two models, and the prompts where they differ; None for training."""
     if not run.results.models:
         return None
     names = [name for name in run.results.models if f"eval.{name}" in run.record.sources]
@@ -219,11 +275,11 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
     sources = [f"eval.{name}" for name in (first, second)]
     if len({run.set_of(source) for source in sources}) > 1:
         return []
-    scores = [known_scores(run.record.table(source)) for source in sources]
+    scores = [arrow.known_scores(run.record.table(source)) for source in sources]
     is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
-    worst, worst_of = (max, pc.max) if is_lowest_best else (min, pc.min)
+    worst_of = pc.max if is_lowest_best else pc.min
     extremes = [worst_of(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
-    one, other = (_means(run, source, worst(0.0, *extremes)) for source in sources)
+    one, other = (_means(run, source, wrong_score(extremes, is_lowest_best)) for source in sources)
     both = [(item, one[item], other[item]) for item in one.keys() & other.keys() if one[item] != other[item]]
     both.sort(key=lambda each: (-abs(each[2] - each[1]), each[0]))
     known = prompts(run) if both else {}
@@ -235,9 +291,9 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
 
 
 def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
-    """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.compare`."""
+    """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.metrics`."""
     table = run.record.table(source)
-    scores = pa.table({"item": table["item"], "score": pc.fill_null(known_scores(table), wrong)})
+    scores = pa.table({"item": table["item"], "score": pc.fill_null(arrow.known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])
     return dict(zip(means["item"].to_pylist(), means["score_mean"].to_pylist(), strict=True))
 
@@ -306,7 +362,9 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
     means = {
-        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
+        source: arrow.means_by_step(
+            table, arrow.train_rewards(table) if source == TRAIN else arrow.evaluated_scores(table)
+        )
         for source, table in tables.items()
     }
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
@@ -317,8 +375,10 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         "phases": run.metrics.phases(),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
-        "statuses_by_step": statuses_by_step(table),
-        "advisories": advisories(run.metrics, dict(_value_counts(recent["status"])), num_steps, run.config),
+        "statuses_by_step": arrow.statuses_by_step(table),
+        "advisories": advisories(
+            run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
+        ),
     }
 
 
@@ -330,14 +390,14 @@ def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
     steps = sorted(pc.unique(table["step"]).to_pylist())
     last = run.metrics.last_step
     chosen = [step for step in steps if not last or step <= last][-RECENT:]
-    return of_steps(table, chosen), len(chosen)
+    return arrow.of_steps(table, chosen), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, step = _source(run, query), query.whole("step")
-    rows = select(run.record.table(source), step=step)
+    rows = arrow.select(run.record.table(source), step=step)
     wanted = [name for name in query.texts("columns") if name in rows.column_names]
-    return {"columns": columns(rows.select(wanted) if wanted else rows)}
+    return {"columns": arrow.columns(rows.select(wanted) if wanted else rows)}
 
 
 def _sample(run: ViewedRun, query: Query) -> Any:
@@ -350,13 +410,8 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
-    """Return the answer to the question for one rollout, in values that JSON has.
-
-    Args:
-        row: the rollout's row.
-        sequences: its recorded sequences.
-    """
-    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
+    """Return the answer to the question for one rollout, in values that JSON has."""
+    return jsonable({"row": arrow.plain_row(row), "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -384,7 +439,7 @@ def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
     """Yield the first hit of each rollout."""
     told: set[int] = set()
-    for row, found in segments_with(text, table) if text else ():
+    for row, found in arrow.segments_with(text, table) if text else ():
         if row not in told:
             told.add(row)
             place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
@@ -412,29 +467,29 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = run.record.table(_source(run, query))
-    lost = lost_rows(table)
+    lost = arrow.lost_rows(table)
     kinds = _amounts(lost, "kind")
     return {
         "rollouts": table.num_rows,
         "lost": lost.num_rows,
         "statuses": dict(_value_counts(table["status"])),
-        "by_step": statuses_by_step(table),
+        "by_step": arrow.statuses_by_step(table),
         "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
         "num_kinds": kinds.num_rows,
     }
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
-    lost = lost_rows(run.record.table(_source(run, query)))
-    reasons = _amounts(select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    lost = arrow.lost_rows(run.record.table(_source(run, query)))
+    reasons = _amounts(arrow.select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
     return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
 
 
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = lost_rows(run.record.table(_source(run, query)))
-    own = select(table, status=query.text("status"), reason=query.text("reason"))
+    table = arrow.lost_rows(run.record.table(_source(run, query)))
+    own = arrow.select(table, status=query.text("status"), reason=query.text("reason"))
     offset = query.whole("offset")
-    return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
+    return {"columns": arrow.columns(own.slice(offset, PAGE)), "number": own.num_rows}
 
 
 def _amounts(lost: pa.Table, key: str) -> pa.Table:
@@ -464,7 +519,7 @@ def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
     made = {name: sequence[name] for name in ("sequence", "ids", "mask", "versions")}
     made["pieces"] = [text[start:end] for start, end in zip(offsets, ends, strict=False)]
     made["before"] = text[: offsets[0]] if offsets else text
-    return made | {name: rounded(sequence[name]) for name in TOKEN_VALUES}
+    return made | {name: arrow.rounded(sequence[name]) for name in TOKEN_VALUES}
 
 
 def _source(run: ViewedRun, query: Query) -> str:

@@ -15,9 +15,8 @@ import pyarrow.compute as pc
 from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.services.record.reader import Place
-from rlite.viewer.answers import answer, sample_answer
+from rlite.viewer.answers import Query, answer, sample_answer
 from rlite.viewer.page import single_page
-from rlite.viewer.query import Query
 from rlite.viewer.run import ViewedRun
 from rlite.wording import counted
 

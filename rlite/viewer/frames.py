@@ -10,14 +10,13 @@ from typing import Any
 import pyarrow as pa
 
 from rlite.errors import ConfigError
+from rlite.imports import optional
 from rlite.services.record.reader import SEGMENTS
-from rlite.viewer.results import PARTS, reward_parts
+from rlite.viewer.arrow import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
 
-try:
+with optional("DataFrames need", "view"):
     import pandas as pd
-except ModuleNotFoundError as error:
-    raise ConfigError("DataFrames need the package pandas: pip install 'rlite[view]'") from error
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
-from rlite.viewer.answers import OF_TRACE, answer
+from rlite.imports import optional
+from rlite.viewer.answers import OF_TRACE, Query, UnknownPlace, answer
 from rlite.viewer.page import TYPES, assets, served_page
-from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import Change, ViewedRun
 
-try:
+with optional("the page needs", "view", "; or write it to a file: --export FILE.html"):
     from aiohttp import web
 
     from rlite.services.endpoint.connections import Listener, RefusalLog
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        "the page needs the package aiohttp: pip install 'rlite[view]'; or write it to a file: --export FILE.html"
-    ) from error
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +125,6 @@ class PageServer:
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             hint = "wrong or missing token: open the address that `rlite view` has printed"
             return web.json_response({"error": hint}, status=401)
-        self._listener.trust(request.transport)
         with self._listener.busy(request.transport):
             response = await handler(request)
         if self._listener.is_full:  # the place is another client's turn

@@ -104,11 +104,7 @@ class Layout:
 
 
 def layout(events: Sequence[Event]) -> Layout:
-    """Return the lanes of a trace.
-
-    Args:
-        events: events of the trace.
-    """
+    """Return the lanes of a trace."""
     return Layout(lanes_of(events), flights_of(events))
 
 

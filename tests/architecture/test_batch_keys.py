@@ -23,10 +23,10 @@ PACKS = {"data"}
 OTHERS = {
     "rlite/data/sft.py": {"completion", "messages", "prompt", "tools"},
     "rlite/backends/fsdp2/batch_runner.py": {"params"},
-    "rlite/evaluation/sets.py": {
-        *("answer", "failed_attempts", "group", "item", "reason", "redrawn", "response_tokens", "reward", "sample"),
-        *("score", "tokens"),
+    "rlite/evaluation/metrics.py": {
+        *("answer", "failed_attempts", "item", "reason", "redrawn", "response_tokens", "reward", "sample", "score"),
     },
+    "rlite/evaluation/record.py": {"group", "response_tokens", "sample", "tokens"},
     "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
@@ -60,7 +60,7 @@ def modules() -> list[Path]:
     parts = ("rollout/chat", "rollout/collector", "rollout/environments", "rollout/tools", "services/endpoint")
     folders = (*parts, "assembly/evaluate", "evaluation", "trainer", "engine", "backends", "nn", "algorithms")
     files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
-    files += ["services/record/recorder.py", "services/checkpoints.py"]
+    files += ["services/record/recorder.py", "trainer/run/checkpoints.py"]
     found = [path for folder in folders for path in (ROOT / "rlite" / folder).rglob("*.py")]
     return [*found, *(ROOT / "rlite" / name for name in files)]
 

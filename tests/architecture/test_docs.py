@@ -55,3 +55,26 @@ def test_every_algorithm_is_documented_with_its_options(table: Mapping[str, Any]
         told = next(paragraph for paragraph in paragraphs if f"`{name}`" in paragraph)
         options = options_of(table[name]).keys() - set(given)
         assert [option for option in options if f"`{option}" not in told] == [], name
+
+
+STORY = ROOT / "docs" / "life-of-a-token.md"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_of_the_library_that_a_page_names_exist(path: Path) -> None:
+    named = re.findall(r"`(rlite/[\w./*]+)`", path.read_text())
+    assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
+
+
+def test_functions_in_the_life_of_a_token_stand_in_the_files_that_it_names() -> None:
+    """A name that follows a file, `NAME` (`rlite/FILE.py`), is defined or used there."""
+    told = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`\s+\(`(rlite/[\w/]+\.py)`", STORY.read_text())
+    assert len(told) >= 8, "each phase names its function"
+    missing = [(name, file) for name, file in told if name.split(".")[-1] not in defined(ROOT / file)]
+    assert missing == []
+
+
+def defined(file: Path) -> set[str]:
+    """Names of the functions and classes of a file."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}

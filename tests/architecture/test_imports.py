@@ -17,8 +17,8 @@ HOMES = {
     "ray": "rlite/runtime/cluster/ray/",
     "vllm": "rlite/backends/vllm/",
     "sglang": "rlite/backends/sglang/",
-    "peft": "rlite/nn/lora.py",
-    "liger_kernel": "rlite/nn/liger.py",
+    "peft": "rlite/backends/models/lora.py",
+    "liger_kernel": "rlite/backends/models/liger.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": (

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import ast
 import compileall
+import importlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def names_for_type_checkers(init: Path) -> list[str]:
+    """Names that a package imports under `if TYPE_CHECKING:`."""
+    checked = [node for node in ast.parse(init.read_text()).body if isinstance(node, ast.If)]
+    imports = [each for node in checked if ast.unparse(node.test) == "TYPE_CHECKING" for each in node.body]
+    found = [
+        f"{node.module}.{name.name}={name.asname or name.name}"
+        for node in imports
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    ]
+    return sorted(found)
+
+
+LAZY = [path for path in (ROOT / "rlite").rglob("__init__.py") if "lazy.exports" in path.read_text()]
+
+
+@pytest.mark.parametrize("init", LAZY, ids=lambda path: str(path.parent.relative_to(ROOT)))
+def test_lazy_names_are_those_that_type_checkers_see(init: Path) -> None:
+    call = next(node for node in ast.walk(ast.parse(init.read_text())) if ast.unparse(node).startswith("lazy.exports"))
+    assert isinstance(call, ast.Call)
+    spelled = [
+        (home, *name.split("=")) for home, names in ast.literal_eval(call.args[1]).items() for name in names.split()
+    ]
+    loaded = sorted(f"{home}.{original[-1] if original else name}={name}" for home, name, *original in spelled)
+    assert loaded == names_for_type_checkers(init)
+    package = importlib.import_module(".".join(init.parent.relative_to(ROOT).parts))
+    assert all(hasattr(package, name) for name in package.__all__)
 
 
 @pytest.mark.parametrize("statement", ["from rlite import stats_tracker", "import rlite; rlite.stats_tracker.export()"])
@@ -22,11 +55,10 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
-    import nothing
     from xml import sax
     from lazily.home import pear, plum as prune
 
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(__name__, {"xml": "sax", "lazily.home": "pear prune=plum"})
 """
 PROGRAM = """
 import sys

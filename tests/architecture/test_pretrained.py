@@ -8,8 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OPENING = {"from_pretrained", "from_config", "get_class_from_dynamic_module"}
 OWN = {
-    "rlite/nn/huggingface.py": "super().from_pretrained(path, *args, **kwargs)",
-    "rlite/nn/score.py": "cls.from_pretrained(path)",
+    "rlite/backends/models/huggingface.py": "super().from_pretrained(path, *args, **kwargs)",
     "rlite/trainer/model/modules.py": "cls.from_pretrained(path)",
 }
 """calls of the train module's own `from_pretrained`, which reads its config there"""

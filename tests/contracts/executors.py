@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlite.backends.embedded.replica import PumpedWorker
+from rlite.backends.serving.pump import PumpedWorker
 from rlite.backends.sglang.replica import ServerWorker
 from rlite.backends.vllm.backend import FetchedWorker
 from rlite.engine.registry import register_executor

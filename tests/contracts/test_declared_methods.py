@@ -14,26 +14,28 @@ import torch
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.engine import inference_executor, transport, workers
-from rlite.engine.inference_executor import InferenceBackend
 from rlite.engine.registry import find_backend, registered_executors
-from rlite.engine.train_lifecycle import TrainExecutor
+from rlite.engine.train_backend import TrainWorker
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
+from rlite.runtime.replicas import replica, transport, workers
+from rlite.runtime.replicas.replica import InferenceBackend
 from tests.contracts.executors import EXECUTORS, declared, installed_executors, recorded_calls
 from tests.tiny import build_model_dir
 
-ENGINE = Path(inspect.getfile(workers)).parent
-BACKENDS = ENGINE.parent / "backends"
+REPLICAS = Path(inspect.getfile(workers)).parent
+LIBRARY = REPLICAS.parents[1]
+BACKENDS = LIBRARY / "backends"
 CALLERS = [
-    *ENGINE.glob("*.py"),
-    *(path for part in ("replicas/*.py", "*/replica.py", "vllm/*.py") for path in BACKENDS.glob(part)),
+    *(LIBRARY / "engine").glob("*.py"),
+    *REPLICAS.glob("*.py"),
+    *(path for part in ("*/replica.py", "vllm/*.py") for path in BACKENDS.glob(part)),
 ]
-HANDLES = (workers.Resident, inference_executor.Replica)
+HANDLES = (workers.Resident, replica.Replica)
 CALLS = {"call", "ask", "keep", "cast"}
 
 
-@pytest.mark.parametrize("path", sorted(CALLERS), ids=lambda path: path.relative_to(ENGINE.parent).as_posix())
+@pytest.mark.parametrize("path", sorted(CALLERS), ids=lambda path: path.relative_to(LIBRARY).as_posix())
 def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
@@ -42,7 +44,7 @@ def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
     assert strings == []
 
 
-@pytest.mark.parametrize("protocol", [*(tested.worker for tested in EXECUTORS.values()), TrainExecutor, *HANDLES])
+@pytest.mark.parametrize("protocol", [*(tested.worker for tested in EXECUTORS.values()), TrainWorker, *HANDLES])
 def test_every_declared_method_says_what_it_does(protocol: type) -> None:
     assert [name for name in declared(protocol) if not inspect.getdoc(getattr(protocol, name))] == []
 

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
 from rlite.engine import registry
-from rlite.engine.inference_executor import InferenceBackend, InFlightRequest
-from rlite.engine.registry import Backend, find_backend
+from rlite.engine.registry import find_backend
 from rlite.errors import ConfigError, DataError, ResidencyError, RliteError, UnknownOptionError, WeightSyncError
+from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
+from rlite.runtime.replicas.workers import Backend
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, SequenceRequest, TokenChunk
 from tests.contracts.executors import EXECUTORS, installed_executors
 from tests.integration.modules import Qwen3Policy, on_meta
@@ -225,7 +226,7 @@ def test_a_request_goes_on_from_the_tokens_that_another_replica_made(engine: Rli
         token_ids=whole.output_tokens[:7],
         logprobs=whole.output_logprobs[:7],
     )
-    engine._router.route([[rest]])
+    engine._replicas.router.route([[rest]])
     rest.done.result(timeout=60)
     assert rest.token_ids == whole.output_tokens
     assert rest.logprobs == pytest.approx(whole.output_logprobs, abs=1e-4)

@@ -24,15 +24,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.replicas.router import Router
 from rlite.backends.sglang.options import SglangOptions, server_arguments
 from rlite.backends.sglang.replica import SglangReplica
 from rlite.backends.sglang.server import CallRefused, ServerProcess
 from rlite.backends.sglang.worker import SglangWorker
-from rlite.engine.inference_executor import InFlightRequest
-from rlite.engine.workers import Executor
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
+from rlite.runtime.cluster.launcher import GroupRequest
 from rlite.runtime.cluster.session import current_session
+from rlite.runtime.replicas.replica import InFlightRequest
+from rlite.runtime.replicas.router import Router
+from rlite.runtime.replicas.workers import WorkerSet
 from rlite.types import SequenceRequest
 from tests import forked_python
 from tests.contracts import sglang_wheel as wheel
@@ -231,7 +232,7 @@ def test_scoring_ends_with_a_server_that_hangs(engine: RliteInferenceEngine, pat
 
 
 def is_server_of(engine: RliteInferenceEngine, process: psutil.Process) -> bool:
-    port = int(engine._replicas[0]._endpoint.url.rpartition(":")[2])  # type: ignore[attr-defined]
+    port = int(engine._replicas.all[0]._endpoint.url.rpartition(":")[2])  # type: ignore[attr-defined]
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return any(connection.laddr.port == port for connection in process.net_connections("tcp4"))
     return False
@@ -239,8 +240,9 @@ def is_server_of(engine: RliteInferenceEngine, process: psutil.Process) -> bool:
 
 def replica_of(name: str, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
     launcher = current_session().launcher
-    group = launcher.start(name, launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
-    return SglangReplica(Executor(0, group, 1), options, router.replica_failed)
+    request = GroupRequest(name, launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
+    group = launcher.start(request)
+    return SglangReplica(WorkerSet(0, group, 1), options, router.replica_failed)
 
 
 @pytest.mark.slow

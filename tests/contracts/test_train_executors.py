@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from rlite import NeedParallel, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.engine.registry import find_backend, register_executor, registered_executors
-from rlite.engine.train_lifecycle import TrainBackend, TrainExecutor
+from rlite.engine.train_backend import TrainBackend, TrainWorker
 from rlite.errors import ConfigError, ResidencyError, RliteError
 from rlite.runtime.parallel.dims import ParallelDims
 from tests import third_party_pipeline as pipeline
@@ -358,7 +358,7 @@ def test_release_gives_the_devices_back(build: Build, executor: str) -> None:
 
 
 def declared() -> set[str]:
-    return {name for name in dir(TrainExecutor) if not name.startswith("_")} | {"arena", "staged"}
+    return {name for name in dir(TrainWorker) if not name.startswith("_")} | {"arena", "staged"}
 
 
 class Guarded:
@@ -369,7 +369,7 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._names:
-            raise AssertionError(f"{name} is not declared in TrainExecutor")
+            raise AssertionError(f"{name} is not declared in TrainWorker")
         return getattr(self._worker, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -411,14 +411,14 @@ def test_engine_and_weight_sync_call_nothing_that_is_not_declared(build: Build, 
 
 
 def test_every_declared_operation_says_what_it_does() -> None:
-    members = inspect.getmembers(TrainExecutor, inspect.isfunction)
+    members = inspect.getmembers(TrainWorker, inspect.isfunction)
     assert [name for name, member in members if not name.startswith("_") and not member.__doc__] == []
 
 
 @every_executor
 def test_every_declared_operation_is_there_with_its_parameters(executor: str) -> None:
     worker: Any = find_backend("train", executor, TrainBackend).worker
-    for name, member in inspect.getmembers(TrainExecutor, inspect.isfunction):
+    for name, member in inspect.getmembers(TrainWorker, inspect.isfunction):
         if not name.startswith("_"):
             assert list(inspect.signature(getattr(worker, name)).parameters) == list(
                 inspect.signature(member).parameters

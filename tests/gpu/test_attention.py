@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.nn.attention import PackedLayout, packed_attention
+from rlite.backends.models.attention import PackedLayout, packed_attention
 from rlite.runtime.parallel.context_parallel import ContextShare
 
 pytestmark = pytest.mark.gpu

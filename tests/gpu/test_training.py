@@ -14,8 +14,8 @@ from torch import Tensor
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.base import Engine
 from rlite.runtime.cluster.group import apply_on_processes
+from rlite.runtime.replicas.engine import Engine
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss

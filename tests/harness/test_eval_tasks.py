@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 import rlite
 from rlite.cli import main
-from rlite.evaluation.metrics import clustered_standard_error
+from rlite.evaluation.statistics import clustered_standard_error
 from rlite.services.record.files import record_files
 from tests.harness.conftest import MAX_MODEL_LEN
 

@@ -15,6 +15,7 @@ import yaml
 
 from rlite.errors import ConfigError
 from rlite.services.recovery import reporting
+from rlite.trainer.run.interruption import has_begun
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: end(out, options["at_sigterm"]))
     starts = out / "starts"
     with starts.open("a") as file:
-        file.write(f"{os.getpid()} {int(reporting.has_begun())}\n")
+        file.write(f"{os.getpid()} {int(has_begun())}\n")
     print(f"start {len(starts.read_text().splitlines())}")
     done = len(list(out.glob("done-*")))
     for step in range(done, options["steps"]):

@@ -8,11 +8,11 @@ import rlite
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout import SingleTurnWorkflow
+from rlite.trainer.options import SamplingOptions as Sampling
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.engines import divide_devices
 from rlite.trainer.rl.options import ActorOptions, PolicyLossOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.options import SamplingOptions as Sampling
+from rlite.trainer.rl.placement import divide_devices
 from tests.integration.rewards import digits
 from tests.recorded import recorded
 from tests.tiny import build_model_dir
@@ -91,7 +91,8 @@ def test_a_restart_loses_and_repeats_no_prompt(model, tmp_path, session):
     assert counters.waiting + counters.running + counters.ready >= 4, "what ran ahead goes on"
     after = steps(second, 16)
     assert sorted(number for numbers in before + after for number in numbers) == [row["number"] for row in ROWS]
-    second.record.before_checkpoint()
+    for observer in second.run.observers:
+        observer.before_save(second.run)
     rows = recorded(tmp_path)
     places = [(row["group"], row["sample"]) for row in rows]
     assert len(set(places)) == len(places) == 20 * 4 * 8, "each rollout once"

@@ -13,10 +13,11 @@ from tensordict import TensorDict
 from rlite import RliteTrainEngine
 from rlite.engine.microbatches import split_batch
 from rlite.errors import ConfigError
-from rlite.trainer.losses import OwnLogprobs, PolicyLoss, ValueLoss
+from rlite.trainer.losses import ValueLoss
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.evaluation import with_selected
+from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.statistics import with_selected
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world
 
@@ -141,7 +142,7 @@ def test_workers_send_the_values_of_tokens_and_no_padding(models: dict[str, Path
     arguments = (OwnLogprobs(), False) if method == "forward" else (loss, loss.weight)
     engine = RliteTrainEngine(policy_module(models["qwen2"]))
     engine.build(tensor_parallel_size=2, max_tokens_per_microbatch=1000)
-    shares = split_batch(method, batch, 2, 1000, lambda lengths: None)
+    shares = split_batch(method, batch, 2, 1000)
     found = engine.group.call(method, [((share, *arguments), {}) for share in shares])
     engine.release()
     sent = found if method == "forward" else [result["entropies"] for result in found]

@@ -21,10 +21,10 @@ from transformers import AutoModelForSequenceClassification
 from rlite import RliteTrainEngine
 from rlite.errors import CheckpointError, DamagedCheckpointError
 from rlite.runtime.storage import huggingface, sharded
-from rlite.services.checkpoints import Checkpoints
 from rlite.trainer.losses import ValueLoss, own_values
 from rlite.trainer.model.modules import critic_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.run.checkpoints import Checkpoints
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir

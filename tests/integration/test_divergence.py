@@ -20,11 +20,12 @@ from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CheckpointError, DivergedError
 from rlite.rollout import SingleTurnWorkflow
 from rlite.runtime.cluster.group import apply_on_processes
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
+from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig
 from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import distinct
 from tests.tiny import build_model_dir

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.replicas.elastic import TargetInFlight
 from rlite.errors import ConfigError, PlacementError
+from rlite.runtime.replicas.scaling import TargetInFlight
 from rlite.types import LLMRequest
 from tests.integration.modules import LlamaPolicy, on_meta
 from tests.integration.test_lost_replicas import answers, requests

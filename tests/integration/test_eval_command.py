@@ -17,8 +17,7 @@ import pytest
 import rlite
 from rlite.cli import main
 from rlite.errors import UnknownOptionError
-from rlite.evaluation.compare import compare
-from rlite.evaluation.journal import Sample
+from rlite.evaluation.metrics import Sample, compare
 from rlite.services.record.files import record_files
 from rlite.services.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 from rlite.viewer.run import UNFINISHED, open_runs

@@ -23,18 +23,11 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.held_out import HeldOutPromptOptions
+from rlite.trainer.options import SamplingOptions, SetSamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.engines import without_evaluation
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    HeldOutPromptOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-    SetSamplingOptions,
-)
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.placement import without_evaluation
 from tests import forked_python
 from tests.integration.rewards import digits
 from tests.integration.signals import interrupted, terminate
@@ -300,7 +293,7 @@ def test_devices_for_evaluation_are_apart_from_the_others() -> None:
             rollout=RolloutOptions(tp_size=tp_size),
             trainer=TrainerOptions(**given),
         )
-        return without_evaluation(world, options)
+        return without_evaluation(world, options.trainer, tp_size)
 
     assert divided(8) == (8, 0)
     assert divided(8, evaluate="beside") == (7, 1)

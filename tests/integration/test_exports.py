@@ -21,15 +21,16 @@ from transformers import (
 
 import rlite
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.models.lora import merge_adapter
 from rlite.config import load
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
 from rlite.errors import ConfigError
-from rlite.nn.lora import merge_adapter
-from rlite.nn.transformers_warnings import quiet_transformers
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.kto import KtoConfig, KtoTrainer
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.nn.pretrained import quiet_transformers
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.kto import KtoTrainer
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, RmConfig, SftConfig
 from tests.tiny import build_model_dir
 
 IDS = torch.tensor([[11, 12, 13, 200, 7, 91, 4, 77, 8]])

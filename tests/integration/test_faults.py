@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.base import Engine
 from rlite.errors import CallTimeout, ResidencyError, RliteError, WorkerDied, WorkerError
 from rlite.runtime.cluster import group
+from rlite.runtime.replicas.engine import Engine
 from tests import forked_python
 from tests.integration.modules import Policy, on_meta
 from tests.integration.worlds import MARK, environment, free_port, process_of, processes_with, ray_session

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 import rlite
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.weight_sync import sync_weights
+from rlite.engine.weights import sync_weights
 from rlite.errors import ConfigError, PlacementError, RliteError, WorkerError
 from tests import forked_python
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, on_meta

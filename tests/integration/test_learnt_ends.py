@@ -14,10 +14,11 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.backends.vllm import worker as vllm_worker
 from rlite.config import load
 from rlite.nn.pretrained import end_ids
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.kto import KtoConfig, KtoTrainer
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.kto import KtoTrainer
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, RmConfig, SftConfig
 from tests.tiny import build_model_dir
 
 OTHER = byte_tokenizer().convert_tokens_to_ids("<|endoftext|>")

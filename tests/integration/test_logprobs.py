@@ -18,7 +18,7 @@ from rlite.nn import BaseTrainModule, linear_logprobs
 from rlite.runtime.parallel.processes import subgroup
 from tests.integration.modules import LlamaPolicy, Policy, Qwen2Policy, make_batch, num_counted, on_meta
 from tests.integration.worlds import world
-from tests.replay import kept_columns, kept_sets, pairs_of, sets_of_pack, written_out
+from tests.kept_ids import kept_columns, kept_sets, pairs_of, sets_of_pack, written_out
 
 Build = Callable[..., RliteTrainEngine]
 
@@ -144,7 +144,7 @@ def test_loss_on_log_probabilities_equals_loss_on_logits_without_making_logits(
     assert engine.last_width() == 259
 
 
-def replayed(tokens: TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def over_kept_ids(tokens: TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss with gradients of its own for all three."""
     mask, count = data["loss_mask"], data["loss_mask"].sum()
     per_token = -tokens.logprobs - 0.1 * tokens.entropy**2 + 0.2 * tokens.full_logprobs**2
@@ -154,14 +154,14 @@ def replayed(tokens: TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[
 
 class Replayed(Counted):
     def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
-        return replayed(tokens, data)
+        return over_kept_ids(tokens, data)
 
 
-def replayed_of_logits(logits: Tensor, data: dict[str, Any]) -> Any:
+def over_kept_ids_of_logits(logits: Tensor, data: dict[str, Any]) -> Any:
     logprobs, entropy = from_logits(logits, data)
     labels = next_token(data["input_ids"], data["cu_seqlens"])
     kept = written_out(logits, labels, sets_of_pack(data), 0.7)
-    return replayed(TokenLogprobs(kept, entropy, logprobs), data)
+    return over_kept_ids(TokenLogprobs(kept, entropy, logprobs), data)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def replayed_of_logits(logits: Tensor, data: dict[str, Any]) -> Any:
         (Scaled, 2, {"sp_size": 2}),
     ],
 )
-def test_kept_ids_are_replayed_in_any_layout_as_by_a_softmax_over_them(
+def test_kept_ids_count_in_any_layout_as_by_a_softmax_over_them(
     build: Build, models: dict[str, Path], module: type, size: int, layout: dict[str, int]
 ) -> None:
     path = models["llama" if issubclass(module, LlamaPolicy) else "qwen2"]
@@ -185,7 +185,7 @@ def test_kept_ids_are_replayed_in_any_layout_as_by_a_softmax_over_them(
     options = {"param_dtype": "float64", "max_tokens_per_microbatch": 40}
     engine = build(on_meta(module, path), size, **layout, **options)
     expected = build(on_meta(module, path), 1, colocate_with=engine, **options)
-    theirs = expected.train_batch(batch, replayed_of_logits, num_counted)
+    theirs = expected.train_batch(batch, over_kept_ids_of_logits, num_counted)
     ours = engine.train_batch(batch, Replayed(), num_counted)
     for name in ("loss", "grad_norm", "kept", "entropy", "full"):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-9), name
@@ -234,10 +234,10 @@ def test_a_vocabulary_in_parts_gives_every_rank_the_results_of_the_whole(build: 
     for num_tokens in (0, 1, 26):
         hidden, weight = torch.randn(num_tokens, 4).double(), torch.randn(13, 4).double()
         labels = torch.arange(num_tokens) % 13  # both sides of every border are among them
-        direct, of_whole_logits, whole_replayed = module.both_ways(hidden.clone(), weight, labels, [0, 13])
-        for rank, (ours, of_logits, replayed) in enumerate(engine.both_ways(hidden, weight, labels, borders)):
+        direct, of_whole_logits, whole_kept = module.both_ways(hidden.clone(), weight, labels, [0, 13])
+        for rank, (ours, of_logits, kept) in enumerate(engine.both_ways(hidden, weight, labels, borders)):
             part = slice(borders[rank], borders[rank + 1])
             torch.testing.assert_close(ours, [*direct[:3], direct[3][part]])
             torch.testing.assert_close(of_logits, [*of_whole_logits[:2], of_whole_logits[2][:, part]])
             torch.testing.assert_close(ours[:2], of_logits[:2])
-            torch.testing.assert_close(replayed, [*whole_replayed[:4], whole_replayed[4][part]])
+            torch.testing.assert_close(kept, [*whole_kept[:4], whole_kept[4][part]])

@@ -18,27 +18,20 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
-from rlite.engine.weight_sync import Transport, sync_weights
+from rlite.engine.weights import Transport, sync_weights
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.rollout.workflow import SingleTurnWorkflow
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.losses import OwnLogprobs
+from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    AdvantageOptions,
-    KlOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-)
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
 from tests.integration.rewards import digits
 from tests.integration.worlds import world

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoTokenizer
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.replicas.router import ReplicaLost
 from rlite.errors import ResidencyError, WorkerDied
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.runtime.replicas.router import ReplicaLost
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
 from tests.integration.worlds import kill, process_of, ray_session

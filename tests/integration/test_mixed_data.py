@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import rlite
+from rlite.assembly.supervised import read_tokens
 from rlite.config import load
 from rlite.observability import stats_tracker
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.supervised import read_tokens
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.supervised_options import DpoConfig
 from tests.tiny import build_model_dir
 
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
@@ -69,7 +70,7 @@ def test_killed_run_on_a_mixture_resumes_bit_identically(tmp_path: Path) -> None
         with stats_tracker.record_timing("step"):
             stats = killed.update(killed.prepare(batch))
         killed.finish_step(batch, stats)
-    killed.run.held.close()
+    killed.run.saved.held.close()
     trainer(tmp_path, tmp_path / "killed").fit()
     assert len(steps(tmp_path / "whole")) == 9
     assert steps(tmp_path / "killed") == steps(tmp_path / "whole")

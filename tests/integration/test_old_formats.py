@@ -27,16 +27,15 @@ from rlite.arguments import flat, read_saved
 from rlite.cli import main
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn import LoraOptions
+from rlite.runtime.storage.texts import FileStore
 from rlite.services.console.sinks.jsonl import read_metrics
 from rlite.services.record.files import record_files
 from rlite.services.record.reader import RecordReader
-from rlite.services.recovery.record import FileStore, load_record
-from rlite.trainer.dpo import DpoConfig
-from rlite.trainer.kto import KtoConfig
+from rlite.services.recovery.record import load_record
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.sft import SftConfig
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from rlite.viewer.export import export
 from rlite.viewer.run import UNFINISHED, open_runs
 from tests import forked_python

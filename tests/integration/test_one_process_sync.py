@@ -14,12 +14,12 @@ import torch
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.base import Engine
-from rlite.engine.transport import OwnTensor, open_handle, share
-from rlite.engine.weight_sync import Transport, sync_weights
+from rlite.engine.weights import Transport, sync_weights
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.processes import process_identity
 from rlite.runtime.parallel.shared_memory import SharedMemoryReader
+from rlite.runtime.replicas.engine import Engine
+from rlite.runtime.replicas.transport import OwnTensor, open_handle, share
 from tests.integration.modules import POLICIES, on_meta
 
 

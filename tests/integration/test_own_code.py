@@ -17,9 +17,10 @@ from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CallbackError
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig
 from tests import forked_python
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir

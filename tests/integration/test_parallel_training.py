@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
+from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.lora import ALL_LINEAR
-from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.nn.options import ALL_LINEAR
+from rlite.nn.pretrained import score_class
 from rlite.runtime.parallel.fsdp import local_tensor
 from rlite.trainer.losses import DpoLoss, RewardModelLoss
 from rlite.trainer.model.modules import policy_module
@@ -295,7 +296,7 @@ def test_value_reward_and_dpo_losses_are_independent_of_the_layout(models: dict[
     batches = [make_batch(LENGTHS), pairs_batch(1), pairs_batch(2)]
     score_losses = [(squared_error, num_counted), (rm, rm.weight), (rm, rm.weight)]
     cases = [
-        (lambda: score_module(models[kind], Critic), batches, score_losses),
+        (lambda: on_meta(score_class(models[kind], Critic), models[kind]), batches, score_losses),
         (lambda: on_meta(POLICIES[kind], models[kind]), batches[1:], [(dpo, dpo.weight)] * 2),
     ]
     for make_module, data, losses in cases:

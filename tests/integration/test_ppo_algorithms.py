@@ -12,7 +12,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.batch import KEYS
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.rl.options import (
     ActorOptions,
     AdvantageOptions,
@@ -22,7 +22,6 @@ from rlite.trainer.rl.options import (
     PpoConfig,
     PromptOptions,
     RolloutOptions,
-    SamplingOptions,
 )
 from tests.tiny import build_model_dir
 

@@ -12,21 +12,14 @@ from transformers import AutoModelForCausalLM
 import rlite
 from rlite import cli
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.batch import with_keys
 from rlite.config import load
+from rlite.data.packs import with_keys
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.observability import stats_tracker, trace
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import EvaluationSamplingOptions, SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import (
-    ActorOptions,
-    EvaluationSamplingOptions,
-    PpoConfig,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-)
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.integration.rewards import digits
 from tests.recorded import recorded
 from tests.tiny import build_model_dir
@@ -297,7 +290,7 @@ def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_
     (warning,) = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
     assert "the evaluation at step 1 has no such metric (accuracy, accuracy_finished, num_errors, pass@1, " in warning
     assert (tmp_path / "best").is_dir()
-    assert learner.run._best.value == 2.0, "the highest, of what is no loss, and a number"
+    assert learner.run.best.value == 2.0, "the highest, of what is no loss, and a number"
 
 
 def test_the_logged_reward_is_that_of_all_answers_and_not_of_those_trained_on(model, tmp_path, session):

@@ -25,9 +25,9 @@ from rlite.control import JobHandle, JobResult, command
 from rlite.control.entry import JobEntry, save_entry
 from rlite.control.job import job_of
 from rlite.control.spec import JobSpec
-from rlite.owner import Owner
 from rlite.runtime.cluster.process_tree import find
 from rlite.runtime.cluster.ray.fleet import Fleet
+from rlite.runtime.owner import Owner
 from tests import forked_python
 from tests.integration.worlds import environment, processes_with
 

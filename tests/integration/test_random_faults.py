@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.faults import PER_JOB, TURNS, Row, draw, draw_batch, missing, read_log, run, table
 from benchmarks.faults_jobs import JOBS
-from rlite.services.recovery.faults import KINDS, PHASES
+from rlite.testing import KINDS, PHASES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

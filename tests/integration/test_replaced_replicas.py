@@ -13,10 +13,10 @@ import ray
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.engine.transport import Layout
-from rlite.engine.weight_sync import Sync
+from rlite.engine.weights import Sync
 from rlite.errors import WorkerDied
 from rlite.runtime.cluster.session import current_session
+from rlite.runtime.replicas.transport import Layout
 from rlite.types import LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
 from tests.integration.test_lost_replicas import BUILD, answers, requests

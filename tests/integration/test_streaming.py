@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 import rlite
+from rlite.assembly.supervised import read_tokens
 from rlite.config import load
-from rlite.data.streaming.table import WINDOW
+from rlite.data.readers.streaming import WINDOW
 from rlite.errors import CheckpointError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer import ppo
-from rlite.trainer.sft import SftConfig, SftTrainer
-from rlite.trainer.supervised import read_tokens
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.supervised_options import SftConfig
 from tests.recorded import recorded
 from tests.tiny import build_model_dir
 
@@ -82,7 +83,7 @@ def test_killed_run_resumes_bit_identically(tmp_path: Path, capsys: pytest.Captu
         with stats_tracker.record_timing("step"):
             stats = killed.update(killed.prepare(batch))
         killed.finish_step(batch, stats)
-    killed.run.held.close()
+    killed.run.saved.held.close()
     trainer(tmp_path, "killed", *settings).fit()
     assert len(steps(tmp_path / "whole")) == 6
     assert_same(tmp_path / "killed", tmp_path / "whole")

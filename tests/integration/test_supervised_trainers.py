@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import rlite
 from rlite import cli, viewer
+from rlite.assembly.presets import CpoConfig, OrpoConfig, SimpoConfig
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
 from rlite.data.loader import BatchLoader
@@ -30,13 +31,14 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker
 from rlite.runtime.cluster.session import Session
-from rlite.trainer.cpo import CpoConfig, CpoTrainer
-from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.kto import KtoConfig, KtoTrainer
-from rlite.trainer.orpo import OrpoConfig, OrpoTrainer
-from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.sft import SftConfig, SftTrainer
-from rlite.trainer.simpo import SimpoConfig, SimpoTrainer
+from rlite.trainer.cpo import CpoTrainer
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.kto import KtoTrainer
+from rlite.trainer.orpo import OrpoTrainer
+from rlite.trainer.rm import RmTrainer
+from rlite.trainer.sft import SftTrainer
+from rlite.trainer.simpo import SimpoTrainer
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, RmConfig, SftConfig
 from tests import forked_python
 from tests.integration.signals import interrupted, terminate
 from tests.integration.worlds import environment

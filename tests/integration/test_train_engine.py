@@ -19,9 +19,9 @@ from rlite.data.packs import lazy_pack as pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.runtime.cluster.group import apply_on_processes
-from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import frozen_build_options
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 from tests.integration.modules import (
     LlamaPolicy,
     Policy,

@@ -9,9 +9,9 @@ from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, RewardFunction, ToolUseWorkflow
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat
 from rlite.trainer import ppo
-from rlite.trainer.options import TrainerOptions
+from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.recorded import recorded, said
 from tests.tiny import build_model_dir
 

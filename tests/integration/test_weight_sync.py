@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
-from rlite.engine import transport as transport_module
-from rlite.engine import weight_sync as weight_sync_module
-from rlite.engine.base import Engine, Weights
-from rlite.engine.weight_sync import Transport, make_plan, sync_weights
-from rlite.engine.workers import Worker
+from rlite.engine import weights as weight_sync_module
+from rlite.engine.weights import Transport, make_plan, sync_weights
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.shards import Box
+from rlite.runtime.replicas import transport as transport_module
+from rlite.runtime.replicas.engine import Engine, Weights
+from rlite.runtime.replicas.workers import Worker
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
 from tests.integration.modules import POLICIES, Policy, next_token_logprobs, on_meta
 from tests.integration.worlds import world
@@ -241,7 +241,7 @@ def test_equal_replicas_and_later_syncs_share_a_plan(
 def test_one_source_sends_to_one_target_at_a_time(
     engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    monkeypatch.setattr(weight_sync_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
+    monkeypatch.setattr(transport_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
     train = engines.train(models["qwen2"], size=2)
     targets = [engines.serve(models["qwen2"], 2), engines.serve(models["qwen2"], 1)]
     with ThreadPoolExecutor(2) as pool:
@@ -255,7 +255,7 @@ def test_one_source_sends_to_one_target_at_a_time(
 def test_one_target_receives_from_one_source_at_a_time(
     engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
+    monkeypatch.setattr(transport_module.make_buckets, "__defaults__", (2**16,))  # bytes; several buckets
     sources = [engines.train(models["qwen2"], size=2) for _ in range(2)]
     sources[1].scale_weights(1.5)
     target = engines.train(models["qwen2"], size=2)

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 import rlite
-from rlite.engine.base import Engine
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.cluster.guard import marked
+from rlite.runtime.replicas.engine import Engine
 from tests import forked_python
 
 ROOT = Path(__file__).parents[2]

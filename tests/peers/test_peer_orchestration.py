@@ -20,7 +20,7 @@ import torch
 
 from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.spec import RLRoleType
-from rlite.control.workload import WorkloadFactory
+from rlite.control.workers import WorkloadFactory
 from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.placement import Device
 from tests.peers import conftest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlite.engine.inference_executor import Capabilities, InferenceBackend
-from rlite.engine.workers import RankChoice
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.workers import RankChoice
 from tests.third_party_executor.replica import PushedReplica
 from tests.third_party_executor.worker import PushingWorker
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from rlite.engine.inference_executor import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
-from rlite.engine.workers import Executor, Worker
 from rlite.errors import RliteError, WorkerError
+from rlite.runtime.replicas.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.runtime.replicas.workers import Worker, WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
 
@@ -28,8 +28,8 @@ class PushedWorker(ServingWorker, Protocol):
 class PushedReplica(WorkerReplica):
     """Listens to one worker. Its thread ends with the connection."""
 
-    def __init__(self, executor: Executor, options: Any, on_failure: OnFailure) -> None:
-        super().__init__(executor)
+    def __init__(self, workers: WorkerSet, options: Any, on_failure: OnFailure) -> None:
+        super().__init__(workers)
         self._on_failure = on_failure
         self._in_flight = InFlightTable()
         self._sending = threading.Lock()
@@ -38,8 +38,8 @@ class PushedReplica(WorkerReplica):
         self._is_closing = False
         self._may_score = threading.Event()
         self._may_score.set()
-        port, secret = executor.ask(PushedWorker.address)
-        self._socket = socket.create_connection((executor.group.devices[executor.ranks[0]].ip, port), timeout=30)
+        port, secret = workers.ask(PushedWorker.address)
+        self._socket = socket.create_connection((workers.group.devices[workers.ranks[0]].ip, port), timeout=30)
         self._socket.settimeout(None)
         self._send({"secret": secret})
         self._thread = threading.Thread(target=self._listen, name="pushed tokens", daemon=True)
@@ -84,7 +84,7 @@ class PushedReplica(WorkerReplica):
 
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         self._may_score.wait()
-        return self.executor.ask(PushedWorker.prompt_logprobs, list(prompts), num_top)
+        return self.workers.ask(PushedWorker.prompt_logprobs, list(prompts), num_top)
 
     def close(self) -> None:
         self._is_closing = True
@@ -113,7 +113,7 @@ class PushedReplica(WorkerReplica):
         error: Exception = RliteError("the inference engine was released while this request was in flight")
         if not self._is_closing:
             try:
-                self.executor.call(Worker.memory_bytes)  # raises WorkerDied with the name of who died
+                self.workers.call(Worker.memory_bytes)  # raises WorkerDied with the name of who died
                 error = WorkerError("the worker closed the connection")
             except WorkerError as died:
                 error = died

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rlite.engine.workers import Part
 from rlite.errors import ConfigError
-from rlite.nn.base import real_tensors
+from rlite.nn.pretrained import real_tensors
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.replicas.workers import Part
 from rlite.types import PromptLogprobs
 
 

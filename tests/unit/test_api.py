@@ -13,12 +13,13 @@ import pytest
 import rlite
 from rlite import api
 from rlite.assembly.commands.options import GenerateConfig
+from rlite.assembly.workflows import own_rewards
 from rlite.errors import ConfigError, DataError, UnknownOptionError
-from rlite.rollout.rewards.function import RewardFunction, WeightedRewards
-from rlite.trainer.held_out.options import HeldOutPromptOptions
-from rlite.trainer.held_out.prompt_sets import own_rewards
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import WeightedRewards
+from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.run.command import NOTHING
+from rlite.trainer.run.program_objects import NOTHING
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlite.batch import INTEGER, KEYS, PER_TOKEN, check_has, with_keys
+from rlite.batch import INTEGER, KEYS, PER_TOKEN
+from rlite.data.packs import check_has, with_keys
 from rlite.errors import DataError
 
 

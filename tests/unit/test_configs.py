@@ -6,13 +6,11 @@ import jsonschema
 import pytest
 import yaml
 
+from rlite.assembly.presets import GrpoConfig
 from rlite.config import load, schema
 from rlite.errors import ConfigError
-from rlite.trainer.dpo import DpoConfig
-from rlite.trainer.preset_options import GrpoConfig
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rm import RmConfig
-from rlite.trainer.sft import SftConfig
+from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = CONFIGS / "dr_grpo.yaml"

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
+from rlite.assembly.trainers import TRAINERS
 from rlite.cli import COMMANDS
 from rlite.config import describe, load
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.suggestions import ELSEWHERE, nearest_key
-from rlite.trainer.presets import TRAINERS
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_a_pause_is_answered_when_the_scheduler_has_nothing_to_do() -> None:
 
 
 def test_the_sampler_can_be_replaced_and_finds_requests_and_positions() -> None:
+    assert "logprobs_mode" in attributes("v1/sample/sampler.py", "Sampler")
     assert {"logits", "sampling_metadata"} <= parameters("v1/sample/sampler.py", "Sampler", "forward")
     assert {"sampled_token_ids", "logprobs_tensors"} <= fields("v1/outputs.py", "SamplerOutput")
     assert {"logprob_token_ids", "logprobs", "selected_token_ranks"} <= fields("v1/outputs.py", "LogprobsTensors")
@@ -132,5 +133,10 @@ def test_weights_can_be_reloaded_in_place_from_tensors() -> None:
 def test_names_are_read_from_the_sources() -> None:
     assert {"model", "worker_extension_cls", "kv_cache_memory_bytes", "enforce_eager"} <= options.engine_arguments()
     assert {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"} <= options.architectures()
-    assert {32, 64, 128} <= options.cpu_head_sizes()
-    assert 16 not in options.cpu_head_sizes()
+
+
+def test_the_head_sizes_of_the_cpu_build_are_those_of_the_table() -> None:
+    methods = ast.walk(module("v1/attention/backends/cpu_attn.py"))
+    (method,) = [n for n in methods if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
+    stated = [n.value for n in ast.walk(method) if isinstance(n, ast.Constant) and isinstance(n.value, int)]
+    assert tuple(stated) == options.CPU_HEAD_SIZES

@@ -1,18 +1,28 @@
-"""Define the table of the estimators of outcomes, and calls of its estimators."""
+"""Compute advantages: the table of estimators of outcomes, the estimator behind GRPO, and tokens as a table of actions.
+
+Statistics are computed in float64. In float32 the mean of eight rewards of 0.7 is not 0.7, and the rounding error
+divided by itself looks like an advantage. Equal rewards give exactly 0. No function here carries a gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.results import check_result
-from rlite.algorithms.shapes import GroupIds, Sequences
+from rlite.algorithms.calls import Configured, check_result
+from rlite.algorithms.reduce import sequence_index
+from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Sequences, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table
+
+Level = Literal["group", "batch"]
+Singleton = Literal["zero", "raw"]
 
 AdvantageFunction = Callable[..., Tensor]
 ADVANTAGES: Table[AdvantageFunction] = Table("advantage", given=("rewards", "group_ids"))
@@ -38,7 +48,7 @@ def register_advantage(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[A
 
 
 def outcome_advantages(
-    estimator: str | AdvantageFunction,
+    estimator: str | AdvantageFunction | Configured,
     rewards: Float[Tensor, "*kinds sequences"],
     group_ids: GroupIds,
     *,
@@ -50,7 +60,7 @@ def outcome_advantages(
     """Return the advantage of every sequence.
 
     Args:
-        estimator: a name of `ADVANTAGES`, or a function with the same signature.
+        estimator: a name of `ADVANTAGES`, a function with the same signature, or either with its options.
         rewards: one per sequence, `[N]`; for "gdpo" one row per kind of reward, `[K, N]`.
         group_ids: equal for the responses to one prompt, `[N]`.
         lengths: action tokens of each sequence, `[N]`, for estimators that need them.
@@ -64,40 +74,211 @@ def outcome_advantages(
         OwnCodeError: the estimator is the user's, and raised an exception.
         UnknownOptionError: the estimator has no such option.
     """
+    configured = Configured.of(ADVANTAGES, estimator, options or {})
     given = {"lengths": lengths, "greedy_rewards": greedy_rewards}
-    name = ADVANTAGES.name_of(estimator)
-    needed = {key: given[key] for key in ADVANTAGES.needs.get(name, ())}
+    needed = {key: given[key] for key in configured.needs}
     if missing := [key for key, value in needed.items() if value is None]:
-        raise ConfigError(f"advantage {name} needs {', '.join(missing)}")
-    note = f", called at the start with {len(rewards)} example rewards," if is_example else ""
-    own = rewards.clone(), group_ids.clone()  # the function may write into them
-    what, advantages = ADVANTAGES.call(estimator, options or {}, *own, note=note, **needed)
-    return check_result(what, advantages, [*rewards.reshape(-1, *group_ids.shape)], is_deep=not is_example).detach()
+        raise ConfigError(f"advantage {configured.name} needs {', '.join(missing)}")
+    if is_example:
+        what = f"{configured.what}, called at the start with {len(rewards)} example rewards,"
+        configured = replace(configured, what=what)
+    advantages = configured(rewards.clone(), group_ids.clone(), **needed)  # the function may write into them
+    like = [*rewards.reshape(-1, *group_ids.shape)]
+    return check_result(configured.what, advantages, like, is_deep=not is_example).detach()
 
 
-def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
-    """Return whether a group's advantages depend only on this group, and are 0 if its rewards are equal.
+@register_advantage("dr_grpo")
+def group_advantages(
+    rewards: Sequences,
+    group_ids: GroupIds,
+    *,
+    norm_std: bool = False,
+    eps: float = 1e-6,
+    unbiased: bool = True,
+    singleton: Singleton = "zero",
+) -> Sequences:
+    """Return the advantage of every sequence over the mean of its group.
 
-    The estimator is run on examples, so the answer also holds for user-defined functions.
+    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
+    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
+
+    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
 
     Args:
-        estimator: a name of `ADVANTAGES`, or a function with the same signature.
-        options: keyword arguments of the estimator.
-        group_size: sequences in a group, at least 2.
+        rewards: one per sequence, `[N]`.
+        group_ids: equal for the responses to one prompt, `[N]`; groups may have any size and order.
+        norm_std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+        unbiased: divide the variance by n - 1 instead of n.
+        singleton: advantage of a group of one: "zero", or its reward, "raw".
+    """
+    std: Level | None = "group" if norm_std else None
+    return normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
+
+
+register_advantage("grpo")(partial(group_advantages, norm_std=True))
+
+
+@register_advantage("normalized")
+@torch.no_grad()
+def normalize_rewards(
+    rewards: Sequences,
+    group_ids: GroupIds,
+    *,
+    mean: Level | None = "group",
+    std: Level | None = None,
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    std_about: Literal["baseline", "own_mean"] = "baseline",
+    eps: float = 1e-6,
+    singleton: Singleton = "zero",
+) -> Sequences:
+    """Return normalised rewards as the advantage of every sequence.
+
+    A = (R - mean) / (std + eps), the family to which GRPO, Dr. GRPO and RLOO belong.
+
+    Args:
+        rewards: one per sequence, `[N]`.
+        group_ids: equal for the responses to one prompt, `[N]`.
+        mean: "group" or "batch"; None subtracts no mean.
+        std: "group" or "batch"; None does not divide.
+        leave_one_out: leave the sequence itself out of the mean.
+        unbiased: divide the variance by n - 1 instead of n.
+        std_about: point from which the deviation is measured: the baseline that was subtracted, or the mean of the
+            level that `std` names.
+        eps: added to the deviation.
+        singleton: "raw" gives a group of one its reward unchanged. "zero" applies the formula, 0 with mean "group".
 
     Raises:
-        ConfigError: the estimator returns something else than one advantage for each sequence.
-        OwnCodeError: the estimator is the user's, and raised an exception.
+        ConfigError: rewards and group_ids are not both `[N]`.
     """
-    mixed = torch.arange(group_size) % 2
-    groups = torch.stack([torch.full_like(mixed, value) for value in (0, 1, -2)] + [mixed, 3 * mixed - 1]).double()
-    lengths = torch.arange(1, groups.numel() + 1).view(groups.shape)
+    groups = group_indices(rewards, group_ids)
+    levels = {"group": groups, "batch": torch.zeros_like(groups)}
+    scores = rewards.double()
+    centred = scores
+    if mean is not None:
+        ids = levels[mean]
+        count, total = sum_over_set(torch.ones_like(scores), ids), sum_over_set(scores, ids)
+        baseline = (total - scores) / (count - 1).clamp(min=1) if leave_one_out else total / count
+        centred = torch.where(_are_equal_in_set(scores, ids), 0.0, scores - baseline)
+    if std is not None:
+        ids = levels[std]
+        count = sum_over_set(torch.ones_like(scores), ids)
+        distance = centred if std_about == "baseline" else scores - sum_over_set(scores, ids) / count
+        variance = sum_over_set(distance.square(), ids) / (count - int(unbiased)).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    return as_advantages(with_singletons(centred, scores, groups, singleton), rewards)
 
-    def advantages(chosen: slice) -> Tensor:
-        ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
-        rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
-        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
 
-    together = advantages(slice(None))
-    alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])
-    return torch.allclose(together, alone) and not together[: 3 * group_size].any()
+def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) -> Int[Tensor, " sequences"]:
+    """Return the number of each sequence's group, counted from 0, `[N]`.
+
+    Args:
+        rewards: one per sequence, `[N]`.
+        group_ids: equal for the responses to one prompt, `[N]`.
+
+    Raises:
+        ConfigError: rewards and group_ids are not both `[N]`.
+    """
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        raise ConfigError(
+            f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
+        )
+    return torch.unique(group_ids, return_inverse=True)[1]
+
+
+def sum_over_set(x: Float[Tensor, "sequences *any"], ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences *any"]:
+    """Return for each member the sum over its set. `ids` number the sets from 0."""
+    return torch.zeros_like(x).index_add(0, ids, x)[ids]
+
+
+def as_advantages(wide: Float[Tensor, "*any"], rewards: Shaped[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return float64 values in the rewards' dtype, or in float32 for whole-number rewards."""
+    return wide.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def with_singletons(advantages: Tensor, scores: Tensor, groups: Tensor, singleton: Singleton) -> Tensor:
+    """Return advantages in which a group of one has its own score, if `singleton` is "raw".
+
+    Args:
+        advantages: one per sequence, `[N]`.
+        scores: rewards in float64, `[N]`.
+        groups: number of each sequence's group, from 0, `[N]`.
+        singleton: "zero" changes nothing.
+    """
+    if singleton == "zero":
+        return advantages
+    return torch.where(sum_over_set(torch.ones_like(scores), groups) == 1, scores, advantages)
+
+
+def max_over_set(x: Sequences, ids: Int[Tensor, " sequences"]) -> Sequences:
+    """Return for each member the greatest value of its set."""
+    return torch.zeros_like(x).scatter_reduce(0, ids, x, "amax", include_self=False)[ids]
+
+
+def _are_equal_in_set(x: Sequences, ids: Int[Tensor, " sequences"]) -> Bool[Tensor, " sequences"]:
+    return max_over_set(x, ids) == -max_over_set(-x, ids)
+
+
+ActionTable = Float[Tensor, "rows columns"]
+
+
+class ActionTokens(NamedTuple):
+    """The positions of the action tokens, flat and in a dense table `[sequences, most actions of a sequence]`.
+
+    An estimator that steps over a sequence's actions steps over the table's columns, regardless of gaps between
+    actions.
+    """
+
+    tokens_at: Int[Tensor, " actions"]
+    rows: Int[Tensor, " actions"]
+    columns: Int[Tensor, " actions"]
+    num_rows: int
+    num_columns: int
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, mask: Mask, cu_seqlens: CuSeqlens | None) -> ActionTokens:
+        """Return the positions of the tokens with mask 1.
+
+        Args:
+            mask: action tokens, `[T]` or `[B, L]`.
+            cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        """
+        index = sequence_index(mask, cu_seqlens).flatten()
+        num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        tokens_at = mask.flatten().bool().nonzero().squeeze(-1)
+        tokens_at = tokens_at[index[tokens_at] < num_rows]
+        rows = index[tokens_at]
+        counts = torch.bincount(rows, minlength=num_rows)
+        columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        return cls(tokens_at, rows, columns, num_rows, int(counts.max()) if num_rows else 0, mask.shape)
+
+    def table(self, x: Tensor) -> ActionTable:
+        """Return the tokens' values as a table in float64, 0 after each sequence's last action."""
+        dense = torch.zeros(self.num_rows, self.num_columns, dtype=torch.float64, device=x.device)
+        dense[self.rows, self.columns] = x.flatten()[self.tokens_at].double()
+        return dense
+
+    def tokens(self, table: ActionTable) -> Tokens:
+        """Return a table's values at the positions of their tokens; 0 at other tokens."""
+        flat = table.new_zeros(self.shape.numel())
+        flat[self.tokens_at] = table[self.rows, self.columns]
+        return flat.view(self.shape)
+
+
+@torch.no_grad()
+def last_action_rewards(scores: Sequences, mask: Mask, *, cu_seqlens: CuSeqlens | None = None) -> Tokens:
+    """Return rewards of tokens: each sequence's score on its last token in the mask, and 0 on other tokens.
+
+    Args:
+        scores: one per sequence, `[N]`. A sequence without a token in the mask loses its score.
+        mask: action tokens, `[T]` or `[B, L]`.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    index = sequence_index(mask, cu_seqlens).flatten()
+    places = torch.arange(len(index), device=index.device).masked_fill(~mask.flatten().bool(), -1)
+    last = places.new_full((len(scores) + 1,), -1).scatter_reduce(0, index, places, "amax")[:-1]
+    rewards = scores.new_zeros(len(index) + 1)
+    rewards[last] = scores  # -1 is the place beyond the end
+    return rewards[:-1].view(mask.shape)

@@ -1,57 +1,29 @@
-"""Compute advantages of outcomes: one reward per sequence, and the group to which each sequence belongs.
-
-Statistics are computed in float64. In float32 the mean of eight rewards of 0.7 is not 0.7, and the rounding error
-divided by itself looks like an advantage. Equal rewards give exactly 0. No function here carries a gradient.
-"""
+"""Compute further advantages of outcomes: one reward per sequence, and the group to which each sequence belongs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlite.algorithms.advantages.base import register_advantage
+from rlite.algorithms.advantages.base import (
+    AdvantageFunction,
+    Singleton,
+    as_advantages,
+    group_advantages,
+    group_indices,
+    max_over_set,
+    normalize_rewards,
+    outcome_advantages,
+    register_advantage,
+    sum_over_set,
+    with_singletons,
+)
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
-
-Level = Literal["group", "batch"]
-Singleton = Literal["zero", "raw"]
-
-
-@register_advantage("dr_grpo")
-def group_advantages(
-    rewards: Sequences,
-    group_ids: GroupIds,
-    *,
-    norm_std: bool = False,
-    eps: float = 1e-6,
-    unbiased: bool = True,
-    singleton: Singleton = "zero",
-) -> Sequences:
-    """Return the advantage of every sequence over the mean of its group.
-
-    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
-    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
-
-    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`; groups may have any size and order.
-        norm_std: divide by the standard deviation of the group.
-        eps: added to the standard deviation.
-        unbiased: divide the variance by n - 1 instead of n.
-        singleton: advantage of a group of one: "zero", or its reward, "raw".
-    """
-    std: Level | None = "group" if norm_std else None
-    return normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
-
-
-register_advantage("grpo")(partial(group_advantages, norm_std=True))
 
 
 @register_advantage("rloo")
@@ -79,57 +51,6 @@ def remax_advantages(rewards: Sequences, greedy_rewards: Sequences) -> Sequences
 @register_advantage("remax", needs=("greedy_rewards",))
 def _remax(rewards: Tensor, group_ids: Tensor, *, greedy_rewards: Tensor) -> Tensor:
     return remax_advantages(rewards, greedy_rewards)
-
-
-@register_advantage("normalized")
-@torch.no_grad()
-def normalize_rewards(
-    rewards: Sequences,
-    group_ids: GroupIds,
-    *,
-    mean: Level | None = "group",
-    std: Level | None = None,
-    leave_one_out: bool = False,
-    unbiased: bool = True,
-    std_about: Literal["baseline", "own_mean"] = "baseline",
-    eps: float = 1e-6,
-    singleton: Singleton = "zero",
-) -> Sequences:
-    """Return normalised rewards as the advantage of every sequence.
-
-    A = (R - mean) / (std + eps), the family to which GRPO, Dr. GRPO and RLOO belong.
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`.
-        mean: "group" or "batch"; None subtracts no mean.
-        std: "group" or "batch"; None does not divide.
-        leave_one_out: leave the sequence itself out of the mean.
-        unbiased: divide the variance by n - 1 instead of n.
-        std_about: point from which the deviation is measured: the baseline that was subtracted, or the mean of the
-            level that `std` names.
-        eps: added to the deviation.
-        singleton: "raw" gives a group of one its reward unchanged. "zero" applies the formula, 0 with mean "group".
-
-    Raises:
-        ConfigError: rewards and group_ids are not both `[N]`.
-    """
-    groups = group_indices(rewards, group_ids)
-    levels = {"group": groups, "batch": torch.zeros_like(groups)}
-    scores = rewards.double()
-    centred = scores
-    if mean is not None:
-        ids = levels[mean]
-        count, total = sum_over_set(torch.ones_like(scores), ids), sum_over_set(scores, ids)
-        baseline = (total - scores) / (count - 1).clamp(min=1) if leave_one_out else total / count
-        centred = torch.where(_are_equal_in_set(scores, ids), 0.0, scores - baseline)
-    if std is not None:
-        ids = levels[std]
-        count = sum_over_set(torch.ones_like(scores), ids)
-        distance = centred if std_about == "baseline" else scores - sum_over_set(scores, ids) / count
-        variance = sum_over_set(distance.square(), ids) / (count - int(unbiased)).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)
-    return as_advantages(_with_singletons(centred, scores, groups, singleton), rewards)
 
 
 @register_advantage("gpg")
@@ -173,7 +94,7 @@ def opo_advantages(
     centre = group_advantages(scores, group_ids)
     advantages = centre - sum_over_set(weight * centre, groups) / total.clamp(min=1)
     advantages = torch.where(total > 0, advantages, 0.0)
-    return as_advantages(_with_singletons(advantages, scores, groups, singleton), rewards)
+    return as_advantages(with_singletons(advantages, scores, groups, singleton), rewards)
 
 
 @register_advantage("pass_at_k")
@@ -194,8 +115,8 @@ def pass_at_k_advantages(
     """
     groups = group_indices(rewards, group_ids)
     scores = rewards.double()
-    is_best = scores == _max_over_set(scores, groups)
-    second = _max_over_set(scores.masked_fill(is_best, -torch.inf), groups)
+    is_best = scores == max_over_set(scores, groups)
+    second = max_over_set(scores.masked_fill(is_best, -torch.inf), groups)
     is_alone_best = is_best & (sum_over_set(is_best.double(), groups) == 1) & second.isfinite()
     advantages = torch.where(is_alone_best, scores - second, 0.0)
     if norm_std:
@@ -248,42 +169,29 @@ def gdpo_advantages(
     return as_advantages(total, rewards)
 
 
-def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) -> Int[Tensor, " sequences"]:
-    """Return the number of each sequence's group, counted from 0, `[N]`.
+def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
+    """Return whether a group's advantages depend only on this group, and are 0 if its rewards are equal.
+
+    The estimator is run on examples, so the answer also holds for user-defined functions.
 
     Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`.
+        estimator: a name of `ADVANTAGES`, or a function with the same signature.
+        options: keyword arguments of the estimator.
+        group_size: sequences in a group, at least 2.
 
     Raises:
-        ConfigError: rewards and group_ids are not both `[N]`.
+        ConfigError: the estimator returns something else than one advantage for each sequence.
+        OwnCodeError: the estimator is the user's, and raised an exception.
     """
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise ConfigError(
-            f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
-        )
-    return torch.unique(group_ids, return_inverse=True)[1]
+    mixed = torch.arange(group_size) % 2
+    groups = torch.stack([torch.full_like(mixed, value) for value in (0, 1, -2)] + [mixed, 3 * mixed - 1]).double()
+    lengths = torch.arange(1, groups.numel() + 1).view(groups.shape)
 
+    def advantages(chosen: slice) -> Tensor:
+        ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
+        rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
+        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
 
-def sum_over_set(x: Float[Tensor, "sequences *any"], ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences *any"]:
-    """Return for each member the sum over its set. `ids` number the sets from 0."""
-    return torch.zeros_like(x).index_add(0, ids, x)[ids]
-
-
-def as_advantages(wide: Float[Tensor, "*any"], rewards: Shaped[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return float64 values in the rewards' dtype, or in float32 for whole-number rewards."""
-    return wide.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
-
-
-def _with_singletons(advantages: Tensor, scores: Tensor, groups: Tensor, singleton: Singleton) -> Tensor:
-    if singleton == "zero":
-        return advantages
-    return torch.where(sum_over_set(torch.ones_like(scores), groups) == 1, scores, advantages)
-
-
-def _max_over_set(x: Sequences, ids: Int[Tensor, " sequences"]) -> Sequences:
-    return torch.zeros_like(x).scatter_reduce(0, ids, x, "amax", include_self=False)[ids]
-
-
-def _are_equal_in_set(x: Sequences, ids: Int[Tensor, " sequences"]) -> Bool[Tensor, " sequences"]:
-    return _max_over_set(x, ids) == -_max_over_set(-x, ids)
+    together = advantages(slice(None))
+    alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])
+    return torch.allclose(together, alone) and not together[: 3 * group_size].any()

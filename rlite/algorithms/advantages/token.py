@@ -6,64 +6,24 @@ computed in float64. No function here carries a gradient.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from rlite.algorithms.advantages.group import Singleton, as_advantages, group_advantages, group_indices, sum_over_set
-from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_index, sequence_sums, to_tokens
-from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Sequences, Tokens
-
-Table = Float[Tensor, "rows columns"]
-
-
-class ActionTokens(NamedTuple):
-    """The positions of the action tokens, flat and in a dense table `[sequences, most actions of a sequence]`.
-
-    An estimator that steps over a sequence's actions steps over the table's columns, regardless of gaps between
-    actions.
-    """
-
-    tokens_at: Int[Tensor, " actions"]
-    rows: Int[Tensor, " actions"]
-    columns: Int[Tensor, " actions"]
-    num_rows: int
-    num_columns: int
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, mask: Mask, cu_seqlens: CuSeqlens | None) -> ActionTokens:
-        """Return the positions of the tokens with mask 1.
-
-        Args:
-            mask: action tokens, `[T]` or `[B, L]`.
-            cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
-        """
-        index = sequence_index(mask, cu_seqlens).flatten()
-        num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        tokens_at = mask.flatten().bool().nonzero().squeeze(-1)
-        tokens_at = tokens_at[index[tokens_at] < num_rows]
-        rows = index[tokens_at]
-        counts = torch.bincount(rows, minlength=num_rows)
-        columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-        return cls(tokens_at, rows, columns, num_rows, int(counts.max()) if num_rows else 0, mask.shape)
-
-    def table(self, x: Tensor) -> Table:
-        """Return the tokens' values as a table in float64, 0 after each sequence's last action."""
-        dense = torch.zeros(self.num_rows, self.num_columns, dtype=torch.float64, device=x.device)
-        dense[self.rows, self.columns] = x.flatten()[self.tokens_at].double()
-        return dense
-
-    def tokens(self, table: Table) -> Tokens:
-        """Return a table's values at the positions of their tokens; 0 at other tokens."""
-        flat = table.new_zeros(self.shape.numel())
-        flat[self.tokens_at] = table[self.rows, self.columns]
-        return flat.view(self.shape)
+from rlite.algorithms.advantages.base import (
+    ActionTable,
+    ActionTokens,
+    Singleton,
+    as_advantages,
+    group_advantages,
+    group_indices,
+    sum_over_set,
+)
+from rlite.algorithms.log_ratios import kl_penalty
+from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_sums, to_tokens
+from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Tokens
+from rlite.types import KLEstimator
 
 
-def discounted_suffix_sums(x: Table, factor: float) -> Table:
+def discounted_suffix_sums(x: ActionTable, factor: float) -> ActionTable:
     """Return S_t = x_t + factor S_{t+1} along the columns, in log2(columns) steps.
 
     The sums are computed by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}.
@@ -178,20 +138,20 @@ def masked_whiten(
 
 
 @torch.no_grad()
-def last_action_rewards(scores: Sequences, mask: Mask, *, cu_seqlens: CuSeqlens | None = None) -> Tokens:
-    """Return rewards of tokens: each sequence's score on its last token in the mask, and 0 on other tokens.
+def kl_shaped_rewards(
+    rewards: Tokens, logprobs: Tokens, ref_logprobs: Tokens, mask: Mask, coef: float, *, estimator: KLEstimator = "k1"
+) -> Tokens:
+    """Return r_t - coef KL_t over the mask, 0 elsewhere. RLHF, arXiv:2203.02155 (eq. 2, there with k1).
 
     Args:
-        scores: one per sequence, `[N]`. A sequence without a token in the mask loses its score.
-        mask: action tokens, `[T]` or `[B, L]`.
-        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        rewards: reward of each token, `[T]` or `[B, L]`.
+        logprobs: log-probabilities under the policy.
+        ref_logprobs: log-probabilities under the reference.
+        mask: tokens that count.
+        coef: weight of the KL.
+        estimator: estimator of the KL at a token.
     """
-    index = sequence_index(mask, cu_seqlens).flatten()
-    places = torch.arange(len(index), device=index.device).masked_fill(~mask.flatten().bool(), -1)
-    last = places.new_full((len(scores) + 1,), -1).scatter_reduce(0, index, places, "amax")[:-1]
-    rewards = scores.new_zeros(len(index) + 1)
-    rewards[last] = scores  # -1 is the place beyond the end
-    return rewards[:-1].view(mask.shape)
+    return torch.where(mask.bool(), rewards - coef * kl_penalty(logprobs, ref_logprobs, estimator), 0.0)
 
 
 @torch.no_grad()

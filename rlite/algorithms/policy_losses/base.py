@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.algorithms.calls import Configured, check_result, found
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
-from rlite.algorithms.results import check_result, found
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -127,14 +127,14 @@ def register_policy_loss(
 
 
 def policy_loss(
-    loss: str | PolicyLossFunction, inputs: LossInputs, options: Mapping[str, Any] | None = None
+    loss: str | PolicyLossFunction | Configured, inputs: LossInputs, options: Mapping[str, Any] | None = None
 ) -> TokenLoss:
     """Return the loss of every token.
 
     `inputs.weights` multiply the loss, unless the loss function has applied them itself.
 
     Args:
-        loss: a name of `POLICY_LOSSES`, or a function `(inputs, *, ...) -> TokenLoss`.
+        loss: a name of `POLICY_LOSSES`, a function `(inputs, *, ...) -> TokenLoss`, or either with its options.
         inputs: per-token tensors, `[T]` or `[B, L]`.
         options: keyword arguments of the loss.
 
@@ -145,7 +145,8 @@ def policy_loss(
         OwnCodeError: the loss is the user's, and raised an exception.
         UnknownOptionError: the loss has no such option.
     """
-    what, token = POLICY_LOSSES.call(loss, options or {}, inputs)
+    configured = Configured.of(POLICY_LOSSES, loss, options or {})
+    what, token = configured.what, configured(inputs)
     if not (isinstance(token, tuple) and len(token) == 2 and isinstance(token[1], Mapping)):
         raise ConfigError(f"{what} returned {found(token)}; expected rlite.algorithms.TokenLoss(loss, metrics)")
     check_result(what, token[0], [inputs.logprobs, inputs.old_logprobs, inputs.advantages], inputs.mask)
@@ -175,13 +176,14 @@ def select_tokens(
         UnknownOptionError: the loss has no such option.
     """
     POLICY_LOSSES.check(loss, options or {})
-    what, selected = SELECTIONS.call(POLICY_LOSSES.name_of(loss), options or {}, inputs)
-    return check_result(what, selected, [inputs.advantages], is_deep=False).bool()
+    choose = Configured.of(SELECTIONS, POLICY_LOSSES.name_of(loss), options or {})
+    return check_result(choose.what, choose(inputs), [inputs.advantages], is_deep=False).bool()
 
 
-def is_selective(loss: str | PolicyLossFunction) -> bool:
+def is_selective(loss: str | PolicyLossFunction | Configured) -> bool:
     """Return whether a loss treats the tokens that `select_tokens` chooses differently."""
-    return POLICY_LOSSES.name_of(loss) in SELECTIONS
+    name = loss.name if isinstance(loss, Configured) else POLICY_LOSSES.name_of(loss)
+    return name in SELECTIONS
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rlite.algorithms.policy_losses.base import LossInputs, TokenLoss, register_policy_loss
+from rlite.algorithms.policy_losses.base import LossInputs, register_policy_loss
 from rlite.algorithms.policy_losses.covariance import covariances, lowest
 from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate
+from rlite.algorithms.reduce import TokenLoss
 from rlite.algorithms.shapes import Flags
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlite.algorithms.kl import BinaryDivergence, binary_divergence
-from rlite.algorithms.policy_losses.base import LossInputs, TokenLoss, choose, ratio_metrics, register_policy_loss
+from rlite.algorithms.off_policy import BinaryDivergence, binary_divergence
+from rlite.algorithms.policy_losses.base import LossInputs, choose, ratio_metrics, register_policy_loss
+from rlite.algorithms.reduce import TokenLoss
 
 
 @register_policy_loss("dppo")

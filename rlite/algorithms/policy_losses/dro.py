@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlite.algorithms.policy_losses.base import LossInputs, TokenLoss, ratio_metrics, register_policy_loss
+from rlite.algorithms.policy_losses.base import LossInputs, ratio_metrics, register_policy_loss
+from rlite.algorithms.reduce import TokenLoss
 
 
 @register_policy_loss("dro")

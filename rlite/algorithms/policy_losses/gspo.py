@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rlite.algorithms.policy_losses.base import LossInputs, TokenLoss, register_policy_loss
+from rlite.algorithms.policy_losses.base import LossInputs, register_policy_loss
 from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate
+from rlite.algorithms.reduce import TokenLoss
 
 
 @register_policy_loss("gspo")

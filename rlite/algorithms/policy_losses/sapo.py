@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlite.algorithms.policy_losses.base import LossInputs, TokenLoss, choose, ratio_metrics, register_policy_loss
+from rlite.algorithms.policy_losses.base import LossInputs, choose, ratio_metrics, register_policy_loss
+from rlite.algorithms.reduce import TokenLoss
 
 
 @register_policy_loss("sapo")

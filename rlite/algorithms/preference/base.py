@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlite.algorithms.results import check_result
+from rlite.algorithms.calls import Configured, check_result
 from rlite.algorithms.shapes import Pairs
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -69,7 +69,7 @@ def preference_loss(
     ref_chosen_logps: Pairs,
     ref_rejected_logps: Pairs,
     *,
-    loss: str | PreferenceLossFunction | Mapping[str, float] = "sigmoid",
+    loss: str | PreferenceLossFunction | Configured | Mapping[str, float] = "sigmoid",
     beta: float = 0.1,
     divergence: PreferenceDivergence = "reverse_kl",
     chosen_lengths: Shaped[Tensor, " pairs"] | None = None,
@@ -83,8 +83,8 @@ def preference_loss(
         rejected_logps: sum over the rejected response, `[P]`.
         ref_chosen_logps: sum over the chosen response under the reference, `[P]`.
         ref_rejected_logps: sum over the rejected response under the reference, `[P]`.
-        loss: a name of `PREFERENCE_LOSSES`, a function with the same signature, or a weighted sum of several,
-            `{"sigmoid": 0.8, "bco": 0.2}` as in mixed preference optimisation (arXiv:2411.10442).
+        loss: a name of `PREFERENCE_LOSSES`, a function with the same signature, either with its options, or a weighted
+            sum of several, `{"sigmoid": 0.8, "bco": 0.2}` as in mixed preference optimisation (arXiv:2411.10442).
         beta: strength of the regularisation towards the reference.
         divergence: divergence from the reference. The implicit reward is its derivative: log u for the reverse KL
             (DPO's), 1 - 1/u for the forward KL, log 2u / (1 + u) for Jensen-Shannon (f-DPO, arXiv:2309.16240).
@@ -115,8 +115,9 @@ def preference_loss(
     parts = loss.items() if isinstance(loss, Mapping) else [(loss, 1.0)]
     terms = []
     for part, weight in parts:
-        what, values = PREFERENCE_LOSSES.call(part, options, chosen.clone(), rejected.clone(), beta=beta)
-        terms.append(weight * check_result(what, values, [chosen, rejected]))
+        configured = Configured.of(PREFERENCE_LOSSES, part, options)
+        values = configured(chosen.clone(), rejected.clone(), beta=beta)
+        terms.append(weight * check_result(configured.what, values, [chosen, rejected]))
     return PairLoss(torch.stack(terms).sum(0), metrics)
 
 

@@ -22,14 +22,14 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 import rlite
 from rlite import config
 from rlite.assembly.commands.options import GenerateConfig
+from rlite.assembly.launch import init_devices
 from rlite.data.chat.template import has_chat_template
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_config
 from rlite.rollout import workflow
+from rlite.trainer.model.prompt_lengths import check_ids, vocab_size_of
 from rlite.trainer.options import LaunchOptions
-from rlite.trainer.prompt_lengths import check_ids, vocab_size_of
-from rlite.trainer.run.launch import init_devices
 from rlite.types import GenerationHyperparameters, LLMRequest
 
 _SCORER = "ForSequenceClassification"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rlite import config
 from rlite.assembly.commands.options import MergeConfig
+from rlite.backends.models.lora import adapter_config, merge_adapter
 from rlite.errors import ConfigError
-from rlite.nn.lora import adapter_config, merge_adapter
-from rlite.nn.transformers_warnings import quiet_transformers
+from rlite.nn.pretrained import quiet_transformers
 from rlite.runtime.storage.atomic import discard, publish, staging
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
-from rlite.backends.embedded.memory_plan import MemoryPlan
+from rlite.backends.embedded.cache import CacheSizes
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
@@ -76,7 +76,7 @@ def rollout_memory(
     is_embedded, dtype = options.executor == "torch", getattr(torch, options.dtype)
     longest = config.get_text_config().max_position_embeddings
     length = options.max_model_len or (None if is_embedded else longest)
-    slots = MemoryPlan(EmbeddedOptions(max_model_len=length), config, dtype, options.tp_size)
+    slots = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, options.tp_size)
     layers, _, _, heads, length, dim = slots.cache_shape(1)
     per_sequence = 2 * layers * heads * length * dim * dtype.itemsize
     weights = num_parameters * dtype.itemsize // options.tp_size

@@ -18,9 +18,10 @@ from rlite.data.sft import sft_rows
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import RliteError
-from rlite.trainer.losses import OwnLogprobs, SftLoss
+from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 
 LIMIT_S = 60.0
 """seconds for a call of an engine; all of them together take about ten"""

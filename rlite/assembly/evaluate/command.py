@@ -9,57 +9,67 @@ Every sample is on disk as soon as it ends, and the same command continues what 
 
 from __future__ import annotations
 
-import json
+import re
 import shlex
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rlite import config, files
-from rlite.assembly.evaluate.folder import (
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rlite import config
+from rlite.assembly.evaluate.answers import (
+    Items,
+    PromptAnswers,
+    TaskAnswers,
+    candidate,
+    find_tasks,
+    read_questions,
+    settings_of,
+)
+from rlite.assembly.evaluate.options import EvalConfig, default_temperature
+from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
+from rlite.data.chat.template import CLOCK
+from rlite.errors import ConfigError, RliteError
+from rlite.evaluation.folder import (
     RESULTS,
     Answered,
     Candidate,
-    EarlierResult,
-    begin,
-    candidate,
+    EvaluatedModel,
+    EvaluationResult,
+    changed_settings,
     check_alone,
     check_no_run,
     earlier_result,
     held,
-    is_of_tasks,
     remove_others,
-    rows_of,
-    settings_of,
+    write_results,
 )
-from rlite.assembly.evaluate.generation import (
-    Generation,
-    Items,
-    TaskAnswers,
-    find_tasks,
+from rlite.evaluation.metrics import (
+    Sample,
+    compare,
     lowest_tasks,
-    read_questions,
+    selection_of,
+    standard_error_of,
+    summary,
     summary_of_tasks,
     task_of,
 )
-from rlite.assembly.evaluate.options import EvalConfig
-from rlite.assembly.evaluate.report import print_result, recorded
-from rlite.data.chat.template import CLOCK
-from rlite.errors import ConfigError, writing
-from rlite.evaluation.compare import compare
-from rlite.evaluation.journal import differences
-from rlite.evaluation.metrics import summary
-from rlite.evaluation.sets import EvaluatedModel, EvaluationResult, sample_of, write_record
-from rlite.trainer.run.command import NOTHING, ProgramObjects
+from rlite.evaluation.record import write_record
+from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
-from rlite.trainer.run.launch import has_waiting_ranks, serve_if_worker, session_of
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.wording import counted
 
-Answers = Generation | TaskAnswers
+Answers = PromptAnswers | TaskAnswers
 SAME = ("questions", "scores", "tasks")
 """settings that two models which are compared must share"""
 
@@ -69,12 +79,8 @@ def main(argv: Sequence[str]) -> None:
     options = config.load(EvalConfig, EvalConfig.arguments(argv), aliases=EvalConfig.aliases)
     print_result(evaluate(options))
     if (folder := options.folder) is not None:
-        print(f"{folder / RESULTS} holds these results", f"{view_command(folder)} shows the samples", sep="\n")
-
-
-def view_command(folder: Path) -> str:
-    """Return the command that shows an evaluation in the browser."""
-    return f"rlite view {shlex.quote(str(folder))}"
+        print(f"{folder / RESULTS} holds these results")
+        print(f"rlite view {shlex.quote(str(folder))} shows the samples")
 
 
 def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> EvaluationResult:
@@ -128,7 +134,8 @@ def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, until
     candidates = [each for each in models if isinstance(each, Candidate)]
     answers = [answers_of(each) for each in candidates]
     remove_others(folder, names)
-    begin(candidates, folder)
+    for each in candidates:
+        each.begin(folder)
     _generate(answers, options)
     return models
 
@@ -151,7 +158,7 @@ def check_source(options: EvalConfig, models: Sequence[str]) -> None:
         )
 
 
-def _earlier(given: str, name: str, folder: Path) -> EarlierResult | None:
+def _earlier(given: str, name: str, folder: Path) -> Answered | None:
     """Return the result of an earlier evaluation under a name; None if the path is none.
 
     Raises:
@@ -170,7 +177,7 @@ def _source(options: EvalConfig, given: ProgramObjects, folder: Path) -> tuple[I
         manager = find_tasks(options)
         return [], lambda model: TaskAnswers(model, manager, options, folder)
     questions = read_questions(options, given)
-    return questions.items, lambda model: Generation(model, questions, options)
+    return questions.items, lambda model: PromptAnswers(model, questions, options)
 
 
 def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
@@ -197,17 +204,14 @@ def check_comparable(models: Sequence[Answered]) -> None:
     Raises:
         ConfigError: the models differ. The message names the settings.
     """
-    first = models[0]
-    for other in models[1:]:
-        if different := differences(_shared(first), _shared(other)):
+    first, *others = models
+    for other in others:
+        shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
+        if different := changed_settings(*shared):
             raise ConfigError(
-                f"{first.name} and {other.name} cannot be compared: {'; '.join(different)}; evaluate both with the "
+                f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
                 "same data and the same source of scores"
             )
-
-
-def _shared(model: Answered) -> dict[str, Any]:
-    return {key: model.settings.get(key) for key in SAME}
 
 
 def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResult:
@@ -224,7 +228,7 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
     if len(evaluated) != 2 or not evaluated[0].samples:
         return EvaluationResult(evaluated)
     first, second = (model.samples for model in evaluated)
-    lowest = lowest_tasks([line for model in models if is_of_tasks(model) for line in model.lines])
+    lowest = lowest_tasks([line for model in models if model.is_of_tasks for line in model.lines])
     if highest := lowest and {task_of(sample) for sample in first} - lowest:
         low, high = (", ".join(sorted(tasks)) for tasks in (lowest, highest))
         reason = f"lower is better in {low}, and higher in {high}; compare tasks of one direction in a command"
@@ -234,9 +238,9 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
 
 
 def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
-    samples = sorted((sample_of(row) for row in rows_of(model)), key=lambda sample: sample.sample)
+    samples = sorted((Sample.of_row(row) for row in model.rows), key=lambda sample: sample.sample)
     higher_is_better: dict[str, bool] = {}
-    if is_of_tasks(model):
+    if model.is_of_tasks:
         metrics = summary_of_tasks(model.lines, options.k)
         for line in model.lines:
             higher_is_better |= line.get("higher_is_better", {})
@@ -244,25 +248,6 @@ def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, options.k or fewest, options.solved_at, options.confidence)
     return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
-
-
-def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
-    """Write the record, and then results.json, which appears when everything is written.
-
-    Args:
-        folder: folder of the evaluation.
-        models: with all their samples.
-        result: their metrics.
-
-    Raises:
-        StorageError: a file cannot be written.
-    """
-    remove_others(folder, [model.name for model in models])
-    for model in models:
-        write_record(folder, model.name, rows_of(model))
-    written = {**result.to_json(), "settings": {model.name: model.settings for model in models}}
-    with writing(folder / RESULTS):
-        files.replace(folder / RESULTS, json.dumps(written, indent=2, allow_nan=False).encode())
 
 
 @contextmanager
@@ -284,3 +269,145 @@ def _folder(options: EvalConfig) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
         yield Path(temporary)
+
+
+COUNTS = ("num_", "errors/", "failed_attempts/", "redrawn/")
+"""beginnings of the names of metrics that count"""
+BESIDE = ("standard_error", "_stderr", "_low", "_high")
+"""endings of metrics that stand beside another one in the table"""
+_PASS_AT_K = re.compile(r"((?:.*/)?)pass@(\d+)")
+
+
+def print_result(result: EvaluationResult) -> None:
+    """Print metrics and comparison."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("metric")
+    for model in result.models:
+        table.add_column(model.name, justify="right")
+    lowest = {name for model in result.models for name, is_higher in model.higher_is_better.items() if not is_higher}
+    for name in shown_metrics([model.metrics for model in result.models]):
+        label = f"{name} (lower is better)" if name in lowest else name
+        table.add_row(label, *(shown(name, model.metrics) for model in result.models))
+    console.print(title(result), soft_wrap=True)
+    console.print(table)
+    for model in result.models:
+        if reasons := Counter(in_a_line(sample.reason) for sample in model.samples if sample.score is None):
+            failed, most = f"{reasons.total()} of {len(model.samples)} samples failed", reasons.most_common(1)[0][0]
+            console.print(f"{model.name}: {failed}; most often: {most}", soft_wrap=True)
+        for cause, facts in selection_of(model.samples).alarms():
+            told = "; ".join(f"{name}: {fact}" for name, fact in facts.items())
+            console.print(f"{model.name}: {cause} ({told})", soft_wrap=True)
+    if (sentence := difference(result)) is not None:
+        console.print(sentence, soft_wrap=True)
+
+
+def title(result: EvaluationResult) -> str:
+    """Return what was measured, in words and numbers: a line, or one for each model if they differ."""
+    told = {model.name: questions(model) for model in result.models}
+    if len(set(told.values())) == 1:
+        return questions(result.models[0])
+    return "\n".join(f"{name}: {own}" for name, own in told.items())
+
+
+def questions(model: EvaluatedModel) -> str:
+    """Return what a model was asked, and how its answers were sampled."""
+    num_items = len({sample.item for sample in model.samples})
+    if tasks := model.settings.get("tasks"):
+        asked = f"{num_items} questions of {', '.join(tasks['tasks'])}"
+        return f"{asked} x {_sampled(model)}" if any(sample.sample for sample in model.samples) else asked
+    at_most = model.settings["sampling"]["max_new_tokens"]
+    return f"{counted(num_items, 'prompt')} x {_sampled(model)}, at most {at_most} new tokens"
+
+
+def _sampled(model: EvaluatedModel) -> str:
+    own = model.settings["sampling"]
+    num_samples, temperature = own["samples"], own["temperature"]
+    default = f" (the default of samples={num_samples})" if temperature == default_temperature(num_samples) else ""
+    return f"{counted(num_samples, 'sample')}, temperature {temperature:g}{default}"
+
+
+def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the metrics for the table, in order: of pass@k, k = 1, 2, 4, ... and the largest."""
+    names = list(dict.fromkeys(name for metrics in models for name in metrics))
+    ks: dict[str, list[int]] = {}
+    for name in names:
+        if match := _PASS_AT_K.fullmatch(name):
+            ks.setdefault(match[1], []).append(int(match[2]))
+    hidden = {f"{task}pass@{k}" for task, own in ks.items() for k in own if k & (k - 1) and k != max(own)}
+    return [name for name in names if name not in hidden and not name.endswith(BESIDE)]
+
+
+def shown(name: str, metrics: Mapping[str, float]) -> str:
+    """Return a metric for the table, with its interval or standard error; "" if the model has no such metric."""
+    if name not in metrics:
+        return ""
+    value = metrics[name]
+    if name.startswith(COUNTS):
+        return f"{value:.0f}"
+    if (low := metrics.get(f"{name}_low")) is not None:
+        return f"{value:.4f} [{low:.4f}, {metrics[f'{name}_high']:.4f}]"
+    error = metrics.get(f"{name}_stderr", metrics.get(standard_error_of(name)))
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def difference(result: EvaluationResult) -> str | None:
+    """Return the comparison in a sentence, or why there is none; None for one model."""
+    if result.no_comparison:
+        return f"no difference of {' and '.join(model.name for model in result.models)}: {result.no_comparison}"
+    if (found := result.comparison) is None:
+        return None
+    first, second = (model.name for model in result.models)
+    what = "score (lower is better)" if found.lower_is_better else "accuracy"
+    interval = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
+    level = f"{100 * found.confidence:g}%"
+    return (
+        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval of {found.num_items} "
+        f"paired items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} items, worse at "
+        f"{found.worse}"
+    )
+
+
+PAUSE_S = 0.5
+"""least seconds between two versions of the record"""
+COST = 0.05
+"""share of the time that goes into the record, which is longer to write the more samples it has"""
+
+
+@contextmanager
+def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
+    """Keep the record of a model up to date during the block, and write it once more at the end of the block.
+
+    Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill, the record
+    lacks the samples that have ended since its last version. The continued evaluation writes it again.
+
+    Args:
+        candidate: the model, whose journal grows.
+        folder: folder of the evaluation.
+
+    Yields:
+        None.
+    """
+    stopped = threading.Event()
+    thread = threading.Thread(target=_follow, args=(candidate, folder, stopped), name="eval-record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        with suppress(RliteError):  # the block's own error counts, or the next error of the same cause
+            write_record(folder, candidate.name, candidate.rows)
+
+
+def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> None:
+    num_written, pause = 0, 0.0
+    while not stopped.wait(pause):
+        begun = time.monotonic()
+        if len(candidate.lines) > num_written:
+            num_written = len(candidate.lines)
+            try:
+                write_record(folder, candidate.name, candidate.rows)
+            except RliteError:
+                return  # the record that is written at the end raises it; until then only readers lack something
+        pause = max(PAUSE_S, (time.monotonic() - begun) / COST)

@@ -17,10 +17,10 @@ from rlite.arguments import named, spelled, split_positional
 from rlite.config import Count, Finite, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
-from rlite.evaluation.journal import SOLVED_AT
+from rlite.files import file_name
 from rlite.rollout.environments.file import EnvironmentOptions, is_gym_file
 from rlite.rollout.rewards.options import Rewards
-from rlite.trainer.held_out.options import problems_of_k
+from rlite.trainer.held_out import SOLVED_AT, problems_of_k
 from rlite.trainer.options import LaunchOptions, SamplingOptions, ServingOptions, SingleTableOptions, Temperature
 from rlite.types import GenerationHyperparameters
 
@@ -99,17 +99,6 @@ def default_temperature(samples: int) -> float:
     return 0.0 if samples == 1 else 1.0
 
 
-def check_name(name: str) -> str:
-    """Return the name of an evaluation, which is also that of files.
-
-    Raises:
-        ValueError: the name is not valid for a file.
-    """
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"{name!r}: expected letters, digits, _, . and -, and none of . and - first")
-    return name
-
-
 class EvalDataOptions(SingleTableOptions):
     """The prompts to answer. A column `id` names the items."""
 
@@ -164,7 +153,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     """folder for results.json, samples and the record, which `rlite view` shows; save_dir, the trainers' name, means
     the same. The same command continues what it holds. {name} stands for the model's name, or for BEFORE-vs-AFTER, and
     {data} for the data, environment or tasks. null writes nothing"""
-    name: Annotated[str, AfterValidator(check_name)] | None = None
+    name: Annotated[str, AfterValidator(file_name)] | None = None
     """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False
     """replace the evaluations that out holds, also of other models; leave it out to continue an interrupted command"""

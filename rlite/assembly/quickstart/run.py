@@ -29,8 +29,7 @@ from rlite.data.reasoning import held_out_split
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.nn.pretrained import load_tokenizer
-from rlite.nn.transformers_warnings import quiet_transformers
+from rlite.nn.pretrained import load_tokenizer, quiet_transformers
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.services.console.plots import plot_learning_curve
@@ -39,8 +38,9 @@ from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.options import SamplingOptions
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 
 
 def impatient_demonstrations(

@@ -1,1 +1,1 @@
-"""The inference executor "torch": continuous batching around an unmodified Hugging Face model."""
+"""The inference executor "torch": continuous batching around a Hugging Face model."""

@@ -20,14 +20,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
-from rlite.backends.embedded.native import decode_attention
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
-from rlite.nn.batch_invariant import BLOCK, SUM, attend
+from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
+from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
+from rlite.backends.serving.native import decode_attention
 
 ATTENTION = "rlite_slots"
-TILE_ROWS = BLOCK
-"""number of tokens of a `TilePlan`"""
 
 
 class AttentionPlan(ABC):
@@ -67,12 +65,11 @@ class AttentionPlan(ABC):
         Returns:
             The attention output, in the shape of the queries.
         """
-        self.write(layer, key, value)
-        return self._read(layer, query, key, value, scale, window)
+        return self._pass(layer, query, key, value, scale, window)
 
     @abstractmethod
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention output. The keys and values of this pass are already in the cache."""
+    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Do the work of `attend`."""
 
 
 def slot_attention(
@@ -119,8 +116,10 @@ class PrefillPlan(AttentionPlan):
         cache: the cache of the slots.
         chunks: the chunks, in the order of the row.
         device: device of the model.
-        attend_all: one call for the attention of all chunks, as `rlite.nn.attention.varlen`. None is one call for each
-            chunk. Default: `varlen` if the device and the dtype have it.
+        attend_all: one call for the attention of all chunks, as `varlen`. None is one call for each
+            chunk.
+        is_invariant: compute tokens with the bits of decode steps, by `rlite.backends.models.batch_invariant.attend`.
+        is_fixed: compute the one chunk, which may be padded, by the kernel and the memory layout of any other chunk.
     """
 
     def __init__(
@@ -129,20 +128,21 @@ class PrefillPlan(AttentionPlan):
         chunks: Sequence[Chunk],
         device: torch.device,
         attend_all: Callable[..., Tensor] | None = None,
+        is_invariant: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self.cache = cache
         self.chunks = chunks
-        lengths = [c.stop - c.start for c in chunks]
-        # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
-        slots = torch.tensor([c.slot for c in chunks for _ in c.tokens], device=device)
-        self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
-        self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
-        self.targets = cache.targets(slots, self.positions)
-        if attend_all is None and device.type == "cuda" and cache.values.dtype in (torch.float16, torch.bfloat16):
-            attend_all = varlen
+        self._is_fixed = is_fixed
+        self._is_invariant = is_invariant
+        self.tokens, places = rows_of(chunks, device)
+        lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
+        # the table of rotary angles may end with the last token
+        self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
+        slots = np.repeat([c.slot for c in chunks], lengths)
+        self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
         self._attend_all = attend_all
         if attend_all is not None:
-            stops = [c.stop for c in chunks]
             cu_queries, cu_keys = (
                 torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
                 for sizes in (lengths, stops)
@@ -154,29 +154,39 @@ class PrefillPlan(AttentionPlan):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of the chunks to their slots."""
+        self.write(layer, key, value)
         if self._attend_all is not None:
             if self._past is not None:
                 key, value = self.cache.at(layer, *self._past)
             return self._attend_all(query, key, value, self._bounds, scale, window)
         outputs = []
         for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
-            if chunk.start > 0:
-                k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
-            outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
+            if self._is_invariant:
+                assert window is None
+                k, v = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
+                out = attend(q[0], k[0], v[0], chunk.start, scale)
+            else:
+                if chunk.start > 0 or self._is_fixed:
+                    k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
+                out = (_masked_attention if self._is_fixed else causal_attention)(q, k, v, scale, window)[0]
+            outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
 
-class InvariantPrefillPlan(PrefillPlan):
-    """Chunks of many prompts, whose tokens get the bits that decode steps would compute."""
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Return `causal_attention`, by one kernel for all chunks."""
+    mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
 
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        assert window is None
-        outputs = []
-        for chunk, (queries,) in zip(self.chunks, _by_chunk(self.chunks, query), strict=True):
-            keys, values = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
-            outputs.append(attend(queries[0], keys[0], values[0], chunk.start, scale).transpose(0, 1))
-        return torch.cat(outputs)
+
+def rows_of(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tokens and places `[tokens]` of a row of chunks."""
+    tokens = [token for c in chunks for token in (*c.tokens, *[0] * c.num_padding)]
+    places = np.concatenate([np.arange(c.start, c.stop) for c in chunks])
+    # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
+    return torch.tensor(tokens, device=device), torch.from_numpy(places).to(device)
 
 
 def _by_chunk(chunks: Sequence[Chunk], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -190,7 +200,7 @@ Past = dict[int, tuple[Tensor, Tensor]]
 
 
 class ScoringPlan(AttentionPlan):
-    """Chunks of many prompts packed in one row, whose keys and values are not written to the cache.
+    """Chunks of many prompts packed in one row, beside the cache.
 
     Args:
         chunks: the chunks of one piece.
@@ -203,19 +213,10 @@ class ScoringPlan(AttentionPlan):
         self._past = past if chunks[0].start else {}
         self.seen: Past = {}
         """keys and values of the last chunk's prompt"""
-        self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
-        self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
+        self.tokens, self.positions = rows_of(chunks, device)
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write nothing: nothing continues from these tokens.
-
-        Args:
-            layer: index of the layer.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
-        """
-
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of the chunks, and keep the keys and values of the last prompt."""
         outputs = []
         for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
             if index == 0 and self._past:
@@ -223,32 +224,6 @@ class ScoringPlan(AttentionPlan):
             self.seen[layer] = k, v
             outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
         return torch.cat(outputs)
-
-
-class TilePlan(AttentionPlan):
-    """TILE_ROWS tokens of one sequence that attend to its slot. Rows after the last token are padding.
-
-    Padding is written to the cache positions of the next tokens. These tokens overwrite it before it is read.
-    """
-
-    def __init__(self, cache: SlotCache, slot: int, start: int, tokens: Sequence[int], device: torch.device) -> None:
-        self.cache = cache
-        self._slot = slot
-        self._stop = start + TILE_ROWS
-        last = start + len(tokens) - 1
-        self.tokens = torch.tensor([*tokens, *[0] * (TILE_ROWS - len(tokens))], device=device)
-        places = torch.arange(start, self._stop, device=device)
-        self.positions = places.clamp(max=last)  # the table of rotary angles may end here
-        self.targets = cache.targets(torch.full_like(places, slot), places)
-        self._mask = causal_mask(TILE_ROWS, self._stop, None, device)
-
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        keys, values = self.cache.sequence(layer, self._slot, self._stop)
-        mask = self._mask if window is None else causal_mask(TILE_ROWS, self._stop, window, query.device)
-        out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
 
 
 class NativeDecodePlan(AttentionPlan):
@@ -268,16 +243,8 @@ class NativeDecodePlan(AttentionPlan):
         """Advance to this step."""
         self._step = step
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write nothing: the function in C that reads the cache writes it first.
-
-        Args:
-            layer: index of the layer.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
-        """
-
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of the rows to their slots, by one call."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
 
@@ -317,7 +284,7 @@ class DecodePlan(AttentionPlan):
             first_slot: slot of the first row.
             is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
                 up to whole blocks.
-            is_invariant: sum values as `rlite.nn.batch_invariant.attend` does.
+            is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
         """
         self.cache = cache
         self._first_slot = first_slot
@@ -354,7 +321,9 @@ class DecodePlan(AttentionPlan):
                 for start, stop, length in self._groups
             ]
 
-    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of the rows to their slots."""
+        self.write(layer, key, value)
         if window is not None and window >= self._width:
             window = None
         if window not in self._biases:

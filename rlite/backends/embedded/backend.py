@@ -9,11 +9,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.options import EmbeddedOptions
-from rlite.backends.embedded.replica import PumpedReplica
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.engine.inference_executor import Capabilities, InferenceBackend
-from rlite.errors import ConfigError, StorageError
-from rlite.nn.architecture import (
+from rlite.backends.models.architecture import (
     REMEDY,
     TOLERANCE,
     alone,
@@ -23,15 +20,17 @@ from rlite.nn.architecture import (
     once_per_config,
     saved,
     sequences,
-    summary,
 )
-from rlite.nn.base import real_tensors
-from rlite.nn.pretrained import check_fit, check_plain, load_config, meta_model
+from rlite.backends.models.checkpoint_fit import check_fit
+from rlite.backends.serving.pump import PumpedReplica
+from rlite.errors import ConfigError, StorageError
+from rlite.nn.pretrained import check_plain, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.session import has_gpus
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.tensor_inference import check_tensor_parallel
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 NUM_NEW = 3

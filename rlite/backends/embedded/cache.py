@@ -1,141 +1,30 @@
-"""The slot KV cache: its memory layout, and the rows at which a token's keys and values are stored.
-
-Keys and values of ended sequences, in the slots behind the running ones, from which later requests continue.
-"""
+"""The slot KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from rlite.nn.batch_invariant import BLOCK
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.scheduler import Move
+from rlite.backends.models.architecture import rope_limit
+from rlite.backends.models.batch_invariant import BLOCK
+from rlite.errors import ConfigError
+from rlite.runtime.parallel.host_memory import give_back_cached_memory
+from rlite.runtime.parallel.tensor_plan import attention_shape
 
-MIN_SHARED = 32
-"""least number of shared leading tokens"""
-MIN_SHARE = 0.25
-"""least share of the tokens; tokens that are prefilled behind others need a slower kernel than whole prompts"""
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy the first `length` positions of slot `source` to slot `target`."""
-
-    source: int
-    target: int
-    length: int
-
-
-class _Kept(NamedTuple):
-    tokens: np.ndarray
-    """the leading tokens whose keys and values are in the slot"""
-    used: int
-    """time of the last use; the cache with the lowest is evicted first"""
-
-
-class KeptCaches:
-    """Contents of the slots that no running sequence has.
-
-    Args:
-        num_slots: number of slots; 0 keeps nothing.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._slots: dict[int, _Kept] = {}
-        self._clock = count()
-
-    def clear(self) -> None:
-        """Forget all contents."""
-        self._slots.clear()
-
-    def keep(self, tokens: Sequence[int], slot: int, first_free: int) -> list[Move]:
-        """Keep the cache of a sequence that has ended.
-
-        Args:
-            tokens: the leading tokens whose keys and values the slot holds.
-            slot: the sequence's slot.
-            first_free: this slot and all behind it belong to no running sequence. If `slot` is before it, the cache is
-                copied to one of them, and the least recently used one is evicted if none is empty.
-
-        Returns:
-            The copies.
-        """
-        if len(tokens) < MIN_SHARED or slot >= self._num_slots:
-            return []
-        target = slot if slot >= first_free else self._vacate(first_free)
-        if target is None:
-            return []
-        self._slots[target] = _Kept(np.asarray(tokens, dtype=np.int64), next(self._clock))
-        return [] if target == slot else [Move(slot, target, len(tokens))]
-
-    def take(self, tokens: Sequence[int], slot: int) -> tuple[int, list[Move]]:
-        """Fill a new sequence's slot from the cache that shares most of its leading tokens.
-
-        A cache of which all tokens are shared moves to the slot, because its session goes on there. Otherwise it is
-        copied.
-
-        Args:
-            tokens: the tokens whose keys and values are wanted.
-            slot: the new sequence's slot. All slots behind it belong to no running sequence.
-
-        Returns:
-            The number of leading tokens whose keys and values the slot holds after the copies; and the copies.
-        """
-        if not self._slots:
-            return 0, []
-        source, num_shared = self._best(np.asarray(tokens, dtype=np.int64))
-        here = self._slots.pop(slot, None)
-        if source == slot:
-            return num_shared, []
-        moves: list[Move] = []
-        if here is not None and (target := self._vacate(slot + 1, source, here.used)) is not None:
-            self._slots[target] = here
-            moves.append(Move(slot, target, len(here.tokens)))
-        if source is not None:
-            found = self._slots.pop(source)
-            if num_shared < len(found.tokens):
-                self._slots[source] = found._replace(used=next(self._clock))
-            moves.append(Move(source, slot, num_shared))
-        return num_shared, moves
-
-    def _best(self, tokens: np.ndarray) -> tuple[int | None, int]:
-        """Return the slot with the longest shared prefix that is worth copying, and its length; None and 0 if none."""
-        least, best = max(MIN_SHARED, int(MIN_SHARE * len(tokens))), None
-        for slot, kept in self._slots.items():
-            length = min(len(tokens), len(kept.tokens))
-            if length >= least and kept.tokens[0] == tokens[0]:
-                differs = kept.tokens[:length] != tokens[:length]
-                num_shared = int(differs.argmax()) if differs.any() else length
-                if num_shared >= least:
-                    least, best = num_shared + 1, slot
-        return best, 0 if best is None else least - 1
-
-    def _vacate(self, first: int, spared: int | None = None, younger_than: int | None = None) -> int | None:
-        """Return an empty slot, or else evict the least recently used cache.
-
-        Args:
-            first: first slot to consider.
-            spared: a slot that is not evicted.
-            younger_than: time of use; a cache that was used later is not evicted.
-        """
-        for slot in range(first, self._num_slots):
-            if slot not in self._slots:
-                return slot
-        others = [slot for slot in self._slots if slot >= first and slot != spared]
-        oldest = min(others, key=lambda slot: self._slots[slot].used, default=None)
-        if oldest is None or (younger_than is not None and self._slots[oldest].used > younger_than):
-            return None
-        del self._slots[oldest]
-        return oldest
-
-
+CONTEXT_LIMIT = 4096
+"""upper bound of the default max_model_len, because every slot has room for the longest sequence"""
+DECODE_ROWS = 16
+"""slots of a decode step of fixed shape"""
 GATHER_INDEX_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; beyond it they are forgotten"""
 
@@ -181,6 +70,74 @@ class CacheShape(NamedTuple):
     max_len: int
     """positions of a slot; the cache rounds them up to whole blocks"""
     head_dim: int
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Limits of one worker: the longest sequence, and the number of sequences that its KV cache holds."""
+
+    options: EmbeddedOptions
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    """dtype of keys and values"""
+    tp_size: int
+    """number of ranks that share the heads"""
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, from the options or the model.
+
+        Raises:
+            ConfigError: the option exceeds the model's own limit.
+        """
+        config = self.config.get_text_config()
+        limits = {"max_position_embeddings": config.max_position_embeddings}
+        if (longest := rope_limit(config)) is not None:
+            limits["length up to which rotary angles are the same for all sequences"] = longest
+        name, limit = min(limits.items(), key=lambda item: item[1])
+        length = self.options.max_model_len or min(limit, CONTEXT_LIMIT)
+        if length > limit:
+            raise ConfigError(f"max_model_len={length} is beyond the model's {name}={limit}")
+        return length
+
+    def cache_shape(self, num_slots: int) -> CacheShape:
+        """Return the shape of a cache for `num_slots` sequences."""
+        if self.options.deterministic:  # the last tile is as large as the others
+            num_slots += -num_slots % DECODE_ROWS
+        layers, heads, kv_heads, head_dim = attention_shape(self.config)
+        return CacheShape(
+            layers, num_slots, heads // self.tp_size, kv_heads // self.tp_size, self.max_model_len, head_dim
+        )
+
+    def affordable_slots(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
+        """Return the number of sequences that fit into the free memory; on CPU, return `max_num_seqs`.
+
+        Args:
+            device: device of the cache.
+            group: the ranks of the replica, which all take the smallest number.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        options = self.options
+        if device.type != "cuda":
+            return options.max_num_seqs
+        layers, spare, _, heads, length, dim = self.cache_shape(1)
+        per_slot = 2 * layers * heads * length * dim * self.dtype.itemsize
+        give_back_cached_memory()  # the driver counts it as taken
+        free, total = torch.cuda.mem_get_info(device)
+        budget = total * options.gpu_memory_utilization - (total - free) - (spare - 1) * per_slot
+        slots = torch.tensor(min(options.max_num_seqs, int(budget // per_slot)), device=device)
+        if group is not None:
+            dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=group)
+        if slots < 1:
+            raise ConfigError(
+                f"one sequence of max_model_len={length} needs {per_slot / 2**20:.0f} MiB of KV cache, "
+                f"{max(budget, 0) / 2**20:.0f} MiB are left at "
+                f"gpu_memory_utilization={options.gpu_memory_utilization}; "
+                "lower max_model_len or raise gpu_memory_utilization"
+            )
+        return int(slots)
 
 
 class SlotCache:

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlite.backends.embedded import native
 from rlite.backends.embedded.attention import AttentionPlan
-from rlite.backends.embedded.native import compiled
-from rlite.nn.base import real_tensors
-from rlite.nn.batch_invariant import FAMILY, is_plain
-from rlite.nn.linear import MIN_ROWS
+from rlite.backends.models.batch_invariant import FAMILY, is_plain
+from rlite.backends.models.linear import MIN_ROWS
+from rlite.backends.serving.native import call, compiled
+from rlite.nn.pretrained import real_tensors
 
 
 class Pointwise:
@@ -52,7 +51,11 @@ class Pointwise:
             The RMS norm of x, `[tokens, width]`.
         """
         if self._is_native:
-            return native.add_rms_norm(x, added, norm.weight, norm.variance_epsilon)
+            output = torch.empty_like(x)
+            added = None if added is None else added.contiguous()
+            sizes = (*x.shape, norm.variance_epsilon, torch.get_num_threads())
+            call("add_rms_norm", *sizes, x, added, norm.weight, output)
+            return output
         if added is not None:
             x += added
         return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
@@ -70,7 +73,9 @@ class Pointwise:
         """
         if self._is_native:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-            return native.rms_norm_rotate_(x, weight, eps, positions, self._angles)
+            sizes = (*x.shape, eps, torch.get_num_threads())
+            call("rms_norm_rotate", *sizes, x, weight, positions.contiguous(), self._angles)
+            return x
         if norm is not None:
             x = torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
         cos, sin = self._angles[positions][:, :, None].unbind(1)
@@ -85,7 +90,8 @@ class Pointwise:
             up: `[tokens, width]`.
         """
         if self._is_native:
-            return native.silu_multiply_(gate, up)
+            call("silu_multiply", gate.numel(), torch.get_num_threads(), gate, up.contiguous())
+            return gate
         return activation.forward(gate).mul_(up)
 
 
@@ -101,7 +107,7 @@ class LeanDecoder:
         model: a model of a class in `FAMILY`.
         device: device of the table of rotary angles.
         max_len: longest sequence, in tokens.
-        is_invariant: `rlite.nn.batch_invariant` computes the model.
+        is_invariant: `rlite.backends.models.batch_invariant` computes the model.
     """
 
     def __init__(self, model: Any, device: torch.device, max_len: int, is_invariant: bool) -> None:
@@ -130,7 +136,7 @@ class LeanDecoder:
             model: the model.
             device: device of the model.
             max_len: longest sequence, in tokens.
-            is_invariant: `rlite.nn.batch_invariant` computes the model.
+            is_invariant: `rlite.backends.models.batch_invariant` computes the model.
         """
         is_own = type(model) in FAMILY and is_plain(model)
         applies = is_own and device.type == "cpu" and model.dtype == torch.float32

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan, TilePlan
+from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.lean_decoder import LeanDecoder
+from rlite.backends.models.batch_invariant import make_invariant, obstacle
+from rlite.backends.models.checkpoint_fit import check_fit
+from rlite.backends.models.linear import speed_up_linear_layers
 from rlite.errors import CheckpointError
-from rlite.nn.base import real_tensors
-from rlite.nn.batch_invariant import make_invariant, obstacle
-from rlite.nn.linear import speed_up_linear_layers
-from rlite.nn.pretrained import check_fit, end_ids, load_config, meta_model, stored_dtype
+from rlite.nn.pretrained import end_ids, load_config, meta_model, real_tensors, stored_dtype
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.tensor_inference import TensorParallelPlan
 
@@ -50,7 +50,7 @@ class ShardedModel:
         dtype: name of a torch dtype; None is the checkpoint's dtype.
         device: device of this rank.
         tp_group: the ranks that share the heads; None is one rank.
-        is_deterministic: compute by `rlite.nn.batch_invariant` if it knows the model.
+        is_deterministic: compute by `rlite.backends.models.batch_invariant` if it knows the model.
 
     Raises:
         ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
@@ -108,7 +108,7 @@ class ShardedModel:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
         self._lean = LeanDecoder.of(self.model, self.device, max_len, self.is_invariant)
 
-    def prefill(self, plan: PrefillPlan | TilePlan) -> None:
+    def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)

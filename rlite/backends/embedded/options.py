@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlite.config import Count
-from rlite.engine.options import ExecutorOptions
+from rlite.runtime.replicas.options import ExecutorOptions
 
 
 class EmbeddedOptions(ExecutorOptions):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.fsdp2.worker import Fsdp2Worker, check_module_fits, reader_of
-from rlite.engine.train_lifecycle import TrainBackend
+from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
+from rlite.backends.models.liger import check_liger
+from rlite.engine.train_backend import TrainBackend
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
-from rlite.nn.liger import check_liger
 from rlite.runtime.cluster.session import current_session, has_gpus
 from rlite.runtime.parallel.dims import ParallelDims
 

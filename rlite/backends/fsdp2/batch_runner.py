@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
-from rlite.algorithms.results import WITHOUT_GRADIENT
+from rlite.algorithms.calls import WITHOUT_GRADIENT
+from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
+from rlite.algorithms.reduce import PerToken
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.data.packs import Pack, lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens, weigh
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, weigh
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -25,7 +27,7 @@ from rlite.runtime.parallel.mesh import TrainMesh
 
 
 class BatchRunner:
-    """The batch operations of one rank, as `TrainExecutor` declares them. `Fsdp2Worker` holds the module."""
+    """The batch operations of one rank, as `TrainWorker` declares them. `Fsdp2Worker` holds the module."""
 
     module: BaseTrainModule
     """the sharded module"""
@@ -43,7 +45,7 @@ class BatchRunner:
     # -- training ------------------------------------------------------------------------------------------------
 
     def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
-        """Make one optimizer step on a batch; see `TrainExecutor.train_batch`.
+        """Make one optimizer step on a batch; see `TrainWorker.train_batch`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -59,7 +61,7 @@ class BatchRunner:
         return {**means, **self.optimizer_step()}
 
     def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
-        """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
+        """Accumulate the gradients of a batch; see `TrainWorker.forward_backward`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -105,7 +107,7 @@ class BatchRunner:
         return {**summed, "weight": added, **values.joined()}
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
+        """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
 
         Returns:
             `grad_norm`, `lr`, `weight` and `is_skipped`.
@@ -145,7 +147,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Evaluate a batch without gradients; see `TrainExecutor.eval_batch`.
+        """Evaluate a batch without gradients; see `TrainWorker.eval_batch`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -165,7 +167,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
-        """Apply `post_hook` to every pack; see `TrainExecutor.forward`.
+        """Apply `post_hook` to every pack; see `TrainWorker.forward`.
 
         Args:
             share: this data rank's rows and microbatches.
@@ -231,3 +233,35 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:
     """Return a context that ignores reports to stats_tracker if a microbatch has only padding rows."""
     return nullcontext() if rows else stats_tracker.apart()
+
+
+class TokenValues:
+    """Values of the tokens of a share, which its loss reports as `PerToken`."""
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
+        """Keep the values of a pack on its device.
+
+        Args:
+            rows: row numbers in the share; an empty microbatch has none.
+            report: what the loss of the pack reports.
+        """
+        for name, value in report.items():
+            if isinstance(value, PerToken):
+                self._parts[name].append(own_tokens(rows, value.values))
+
+    def joined(self) -> dict[str, Tensor]:
+        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
+        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
+
+
+def own_tokens(rows: list[int], values: Tensor) -> Tensor:
+    """Return the values [T, ...] of a pack, or no values [0, ...] of a microbatch that has only padding rows.
+
+    Args:
+        rows: row numbers of the microbatch; an empty microbatch has none.
+        values: values of the pack's tokens.
+    """
+    return values if rows else values[:0]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rlite.config import Count, Options, Positive
-from rlite.data.microbatch_plan import PackingMethod
+from rlite.data.microbatch_plan import BalanceBy, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
@@ -19,7 +19,6 @@ def _refuse_float16(value: Any) -> Any:
     return value
 
 
-BalanceBy = Literal["tokens", "flops"]
 Dtype = Annotated[Literal["float32", "float64", "bfloat16"], BeforeValidator(_refuse_float16)]
 
 

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.engine.redefinition import take_class
-from rlite.engine.workers import Part
+from rlite.backends.models.checkpoint_fit import check_fit
+from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule, exported_class
+from rlite.backends.models.liger import use_liger_kernels
+from rlite.backends.models.linear import speed_up_linear_layers
+from rlite.backends.models.lora import LoraTrainModule
+from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
-from rlite.nn.base import BaseTrainModule, CheckpointSource, real_tensors
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class
-from rlite.nn.liger import use_liger_kernels
-from rlite.nn.linear import speed_up_linear_layers
-from rlite.nn.lora import LoraTrainModule
-from rlite.nn.pretrained import add_end_ids, check_fit, local_checkpoint
-from rlite.nn.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.pretrained import add_end_ids, local_checkpoint, real_tensors
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import allocate, full_tensor, local_shard, local_tensor, resharded, shard
@@ -46,6 +46,7 @@ from rlite.runtime.parallel.mesh import TrainMesh, make_mesh
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
+from rlite.runtime.replicas.workers import Part
 from rlite.runtime.storage import huggingface, sharded
 
 
@@ -196,7 +197,7 @@ def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapt
 
 
 class Fsdp2Worker(BatchRunner):
-    """One rank of a train engine; `TrainExecutor` documents the meaning of each method.
+    """One rank of a train engine; `TrainWorker` documents the meaning of each method.
 
     Args:
         context: the place of this worker.
@@ -211,6 +212,8 @@ class Fsdp2Worker(BatchRunner):
         self._source = source
         self._device = torch.device(context.torch_device)
         self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
+        self._is_here = False
+        """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
         self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
@@ -229,6 +232,7 @@ class Fsdp2Worker(BatchRunner):
         """Make the module, and read its weights or leave them unwritten for a sync to fill."""
         with real_tensors(self._device):
             self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
+            self._is_here = True
             self._weight, self._is_finite = 0.0, True
             if is_read:
                 read_weights(self.module, path)
@@ -249,9 +253,9 @@ class Fsdp2Worker(BatchRunner):
             return getattr(self.module, method)(*args, **kwargs)
 
     def reload_methods(self, source: bytes) -> None:
-        """Give the module another class; see `TrainExecutor.reload_methods`."""
+        """Give the module another class; see `TrainWorker.reload_methods`."""
         self._source = source
-        if hasattr(self, "module"):
+        if self._is_here:
             take_class(self.module, type(cloudpickle.loads(source)))
 
     def set_mode(self, is_training: bool) -> None:
@@ -330,19 +334,19 @@ class Fsdp2Worker(BatchRunner):
 
     def load(self, path: str | None) -> None:
         """Read the weights from a Hugging Face folder; None is the module's own source."""
-        if hasattr(self, "module"):
+        if self._is_here:
             read_weights(self.module, path)
         else:
             self._materialize(path)
 
     def save(self, path: str) -> None:
-        """Write a Hugging Face checkpoint; see `TrainExecutor.save`."""
+        """Write a Hugging Face checkpoint; see `TrainWorker.save`."""
         export(self.module, Path(path), self._context.rank == 0, self._everyone)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
-        """Write the state to resume from; see `TrainExecutor.save_state`.
+        """Write the state to resume from; see `TrainWorker.save_state`.
 
         Args:
             folder: folder in which every rank writes.
@@ -368,7 +372,7 @@ class Fsdp2Worker(BatchRunner):
             writing.result()
 
     def load_state(self, path: str) -> None:
-        """Resume from the state that `save_state` wrote; see `TrainExecutor.load_state`."""
+        """Resume from the state that `save_state` wrote; see `TrainWorker.load_state`."""
         module = self.module
         accumulated = sharded.load(
             Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
@@ -376,11 +380,11 @@ class Fsdp2Worker(BatchRunner):
         self._resume(accumulated)
 
     def pack_state(self) -> bytes:
-        """Return this rank's state to resume from; see `TrainExecutor.pack_state`."""
+        """Return this rank's state to resume from; see `TrainWorker.pack_state`."""
         return sharded.pack(self._snapshot(is_copied=False))
 
     def unpack_state(self, packed: bytes) -> None:
-        """Resume from the state that `pack_state` returned; see `TrainExecutor.unpack_state`."""
+        """Resume from the state that `pack_state` returned; see `TrainWorker.unpack_state`."""
         module = self.module
         accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
         self._resume(accumulated)
@@ -405,19 +409,20 @@ class Fsdp2Worker(BatchRunner):
         """
         if what == "kv_cache":
             return
-        if not hasattr(self, "module"):
+        if not self._is_here:
             self._materialize(is_read=False)
         self._move(self._device)
 
     def to_cpu(self) -> None:
         """Move the module and optimizer state to host memory."""
-        if hasattr(self, "module"):
+        if self._is_here:
             self._move(torch.device("cpu"))
 
     def to_meta(self) -> None:
         """Free the module, the optimizer and shared memory."""
-        if hasattr(self, "module"):
+        if self._is_here:
             del self.module
+            self._is_here = False
             for arena in (self.arena, self.staged):
                 if isinstance(arena, SharedArena):
                     arena.discard()
@@ -451,7 +456,7 @@ class Fsdp2Worker(BatchRunner):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds, by part: weights, optimizer."""
-        if not hasattr(self, "module"):
+        if not self._is_here:
             return {"weights": 0, "optimizer": 0}
         weights = sum(local_tensor(parameter).nbytes for parameter in self.module.parameters())
         states = self.module.optimizer.state.values() if self.module.optimizer else ()

@@ -7,8 +7,8 @@ from operator import attrgetter
 from rlite.backends.sglang.options import SglangOptions
 from rlite.backends.sglang.replica import SglangReplica
 from rlite.backends.sglang.worker import SglangWorker
-from rlite.engine.inference_executor import Capabilities, InferenceBackend
-from rlite.engine.workers import RankChoice
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.workers import RankChoice
 
 BACKEND = InferenceBackend(
     options=SglangOptions,

@@ -5,17 +5,16 @@ The names of the server arguments come from the sources of the installed package
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from rlite.engine.options import PassingOptions, WrappedOptions
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.options import PassingOptions, WrappedOptions, annotated_names
 
 REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
 OWN = {
@@ -51,17 +50,8 @@ def server_arguments() -> frozenset[str]:
 
 @cache
 def _server_arguments(package: Path) -> frozenset[str]:
-    groups = sorted((package / "srt/arg_groups/fields").glob("*.py"))
-    return frozenset(name for path in groups for name in _fields(path))
-
-
-def _fields(path: Path) -> Iterator[str]:
-    """Yield the public annotated names in the bodies of the file's classes."""
-    classes = [node for node in ast.parse(path.read_text(), str(path)).body if isinstance(node, ast.ClassDef)]
-    for statement in [statement for node in classes for statement in node.body]:
-        name = statement.target if isinstance(statement, ast.AnnAssign) else None
-        if isinstance(name, ast.Name) and not name.id.startswith("_"):
-            yield name.id
+    groups = (package / "srt/arg_groups/fields").glob("*.py")
+    return frozenset().union(*map(annotated_names, groups))
 
 
 class ServerOptions(WrappedOptions):

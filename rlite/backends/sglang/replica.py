@@ -11,23 +11,23 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, Protocol
 
+from rlite.backends.serving.requests import objection
 from rlite.backends.sglang.options import SglangOptions
-from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, objection, scored_prompt, scoring_body
-from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint, message_of
-from rlite.engine.inference_executor import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
-from rlite.engine.workers import Executor, T
-from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
+from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, scored_prompt, scoring_body
+from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint
+from rlite.errors import CallTimeout, RliteError, WorkerError
+from rlite.imports import optional
+from rlite.runtime.replicas.replica import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
+from rlite.runtime.replicas.workers import T, WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
-try:
+with optional("executor 'sglang' needs", "sglang"):
     import aiohttp
-except ImportError as error:
-    raise ConfigError("executor 'sglang' needs the package aiohttp: pip install 'rlite[sglang]'") from error
 
 LOOK_S = 1.0
 """seconds between two looks at the server"""
@@ -54,18 +54,65 @@ class ServerWorker(ServingWorker, Protocol):
         """End the server if this worker started it."""
 
 
+class ServerClient:
+    """The connections of an event loop to one server. Errors that are no `CallRefused` say that the server is lost."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._places = asyncio.Semaphore(MAX_SCORED)
+        self._session = aiohttp.ClientSession(
+            headers=endpoint.headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),  # the replica ends what waits too long
+            read_bufsize=LINE_BYTES,
+        )
+
+    @contextlib.asynccontextmanager
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield the response of `/generate`.
+
+        Raises:
+            CallRefused: the server refused the request.
+        """
+        async with self._session.post(f"{self._endpoint.url}/generate", json=body) as response:
+            if response.status != 200:
+                raise CallRefused(self._endpoint.url, "/generate", response.status, await response.text())
+            yield response
+
+    async def score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
+        """Return the log-probabilities of a prompt, and of `num_top` tokens at each place."""
+        if len(prompt) < 2:
+            return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+        async with self._places, self.generate(scoring_body(prompt, num_top)) as response:
+            return scored_prompt((await response.json())["meta_info"], num_top)
+
+    async def look(self) -> None:
+        """Return when the server has answered. Any answer will do: a paused server is not ready."""
+        limit = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with self._session.get(f"{self._endpoint.url}/ready", timeout=limit):
+            pass
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+
+LOST = (aiohttp.ClientError, OSError, ValueError)
+"""errors of a connection to a server that is lost"""
+
+
 class SglangReplica(WorkerReplica):
     """Listens to one server. Its thread ends when the engine closes the replica or the server is lost.
 
     Args:
-        executor: workers of the replica; the first one owns the server.
+        workers: workers of the replica; the first one owns the server.
         options: options of the executor.
         on_failure: called with the requests in flight when the server is lost.
     """
 
-    def __init__(self, executor: Executor, options: SglangOptions, on_failure: OnFailure) -> None:
-        super().__init__(executor)
-        endpoint = executor.ask(ServerWorker.endpoint)
+    def __init__(self, workers: WorkerSet, options: SglangOptions, on_failure: OnFailure) -> None:
+        super().__init__(workers)
+        endpoint = workers.ask(ServerWorker.endpoint)
         assert endpoint is not None
         self._endpoint = endpoint
         self._options = options
@@ -79,11 +126,10 @@ class SglangReplica(WorkerReplica):
         self._waiting: list[InFlightRequest] = []
         self._held: list[tuple[TokenChunk, TokenStream]] = []
         self._heard = time.monotonic()
-        self._session: aiohttp.ClientSession
         self._closing = threading.Lock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        name = f"streams of {executor.group.name} {executor.index}"
+        name = f"streams of {workers.group.name} {workers.index}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._within(self._open())
@@ -180,7 +226,7 @@ class SglangReplica(WorkerReplica):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=CALL_S)
             with contextlib.suppress(RliteError):  # a dead worker has taken its server along
-                replace(self.executor, timeout=CALL_S).ask(ServerWorker.stop)
+                replace(self.workers, timeout=CALL_S).ask(ServerWorker.stop)
 
     # -- between the threads -------------------------------------------------------------------------------------
 
@@ -207,12 +253,7 @@ class SglangReplica(WorkerReplica):
     # -- in the event loop ---------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        self._session = aiohttp.ClientSession(
-            headers=self._endpoint.headers,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),  # `_watch` ends what waits too long
-            read_bufsize=LINE_BYTES,
-        )
+        self._client = ServerClient(self._endpoint)
         self._watcher = self._loop.create_task(self._watch())
 
     @property
@@ -235,21 +276,22 @@ class SglangReplica(WorkerReplica):
         """Receive one request's tokens until it has ended."""
         sequence, name = request.remaining_request(), uuid.uuid4().hex
         stream = TokenStream(sequence, request.versions)
+        length, vocab_size = self._endpoint.max_model_len, self._endpoint.vocab_size
         try:
-            if (told := objection(sequence, self._endpoint.max_model_len)) is not None:
+            if (told := objection(sequence, length, vocab_size)) is not None:
                 self._deliver(stream.refusal(told), stream)
             else:
-                body = generate_body(sequence, name, self._endpoint.max_model_len, self._endpoint.vocab_size)
-                async with self._session.post(f"{self._endpoint.url}/generate", json=body) as response:
+                async with self._client.generate(generate_body(sequence, name, length, vocab_size)) as response:
                     await self._receive(response, stream)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except CallRefused as refused:
+            self._deliver(stream.refusal(refused.message), stream)
+        except LOST as error:
             await self._lose(error)
         finally:
             if self._tasks.get(sequence.request_id) is asyncio.current_task():
                 del self._tasks[sequence.request_id]
             if not stream.is_finished and self.failure is None:
-                task = self._loop.create_task(self._abort(name))
-                self._background.add(task)
+                self._background.add(task := self._loop.create_task(self._abort(name)))
                 task.add_done_callback(self._background.discard)
 
     async def _receive(self, response: aiohttp.ClientResponse, stream: TokenStream) -> None:
@@ -258,9 +300,6 @@ class SglangReplica(WorkerReplica):
         Raises:
             ClientPayloadError: the stream ended before its request.
         """
-        if response.status != 200:
-            self._deliver(stream.refusal(message_of(await response.text())), stream)
-            return
         async for line in response.content:
             if line.startswith(b"data: {"):
                 chunk = stream.chunk(line[len(b"data: ") :], self._version)
@@ -316,40 +355,31 @@ class SglangReplica(WorkerReplica):
 
     async def _score_all(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         self._heard = self._heard if self._is_busy else time.monotonic()
-        places = asyncio.Semaphore(MAX_SCORED)
-        scoring = asyncio.gather(*(self._score(prompt, num_top, places) for prompt in prompts))
+        scoring = asyncio.gather(*(self._score(prompt, num_top) for prompt in prompts))
         self._scoring.add(scoring)
         try:
             return list(await scoring)
         finally:
             self._scoring.discard(scoring)
 
-    async def _score(self, prompt: list[int], num_top: int, places: asyncio.Semaphore) -> PromptLogprobs:
-        if len(prompt) < 2:
-            return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
-        place, path = self._endpoint.url, "/generate"
+    async def _score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
         try:
-            async with places, self._session.post(place + path, json=scoring_body(prompt, num_top)) as response:
-                if response.status != 200:
-                    raise CallRefused(place, path, response.status, await response.text())
-                answer = await response.json()
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            scored = await self._client.score(prompt, num_top)
+        except LOST as error:
             await self._lose(error)
             raise
         self._heard = time.monotonic()
-        return scored_prompt(answer["meta_info"], num_top)
+        return scored
 
     # -- health --------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Look at the server again and again, until it is lost."""
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
         while self.failure is None:
             await asyncio.sleep(LOOK_S)
             try:
-                async with self._session.get(f"{self._endpoint.url}/ready", timeout=limit):
-                    pass  # any answer will do: a paused server is not ready
-            except (aiohttp.ClientError, OSError) as error:
+                await self._client.look()
+            except LOST as error:
                 await self._lose(error)
             silent = time.monotonic() - self._heard
             if self._is_busy and not self._is_paused and silent > self._options.stall_timeout_s:
@@ -358,7 +388,7 @@ class SglangReplica(WorkerReplica):
     async def _lose(self, error: Exception) -> None:
         """Give up the server. The engine decides about the requests in flight."""
         reason = str(error) or f"no answer within {ANSWER_S:g} s"
-        worker = replace(self.executor, timeout=STOPPED_S)
+        worker = replace(self.workers, timeout=STOPPED_S)
         try:
             asking = asyncio.to_thread(worker.ask, ServerWorker.server_failure)
             told = await asyncio.wait_for(asking, STOPPED_S)
@@ -369,7 +399,7 @@ class SglangReplica(WorkerReplica):
             return self._fail(died)
         except RliteError:
             pass  # the engine is being released
-        name = self.executor.group.describe(self.executor.ranks[0])
+        name = self.workers.group.describe(self.workers.ranks[0])
         self._fail(WorkerError(f"{name}: the SGLang server at {self._endpoint.url} is lost: {reason}"))
 
     def _fail(self, error: Exception) -> None:
@@ -385,4 +415,4 @@ class SglangReplica(WorkerReplica):
         self._fail(error)
         self._watcher.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        await self._session.close()
+        await self._client.close()

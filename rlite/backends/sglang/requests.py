@@ -11,19 +11,12 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlite.backends.serving.requests import num_left
 from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
 MAX_KEPT = 4000
 """most token ids in a sampling mask; SGLang's default limit is 4096, and ties at the limit count too"""
 REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-def objection(request: SequenceRequest, max_model_len: int) -> str | None:
-    """Return the reason why a request cannot be served, None if it can."""
-    num = len(request.input_ids) + len(request.output_ids)
-    if num > max_model_len - 1:
-        return f"the prompt has {num} tokens, max_model_len={max_model_len} leaves room for {max_model_len - 1}"
-    return None
 
 
 def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab_size: int) -> dict[str, Any]:
@@ -37,7 +30,7 @@ def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab
     """
     gconfig, num_done = request.gconfig, len(request.output_ids)
     ids = [*request.input_ids, *request.output_ids]
-    num_new = min(gconfig.max_new_tokens - num_done, max_model_len - len(ids))
+    num_new = num_left(request, max_model_len)
     sampling: dict[str, Any] = {
         "max_new_tokens": num_new,
         "min_new_tokens": min(max(gconfig.min_new_tokens - num_done, 0), num_new),
@@ -151,9 +144,8 @@ class TokenStream:
         if not gconfig.ignore_eos or not gconfig.stop_token_ids:
             return chunk
         first = len(self.request.output_ids) + self.num_taken - len(chunk.token_ids)
-        for index, token in enumerate(chunk.token_ids):
-            if token in gconfig.stop_token_ids and first + index >= gconfig.min_new_tokens:
-                num = index + 1
+        for num, token in enumerate(chunk.token_ids, start=1):
+            if token in gconfig.stop_token_ids and first + num > gconfig.min_new_tokens:
                 return replace(
                     chunk,
                     token_ids=chunk.token_ids[:num],

@@ -19,10 +19,10 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,39 +32,39 @@ from torch.multiprocessing import reductions
 
 from rlite.backends.sglang.options import SglangOptions
 from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess
-from rlite.engine.workers import Part
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import close_store, connect_store, open_store, subgroup
 from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.replicas.workers import Part
 
 BUCKET_BYTES = 256 * 2**20
 FORMAT = "flattened_bucket"
 
 
-@dataclass(frozen=True)
-class Bucket:
+class BucketPart(NamedTuple):
+    """One parameter of a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    """index of its first byte in the bucket"""
+    end: int
+
+
+class Bucket(NamedTuple):
     """Parameters that travel together: views of one flat tensor of bytes in host memory, without gaps."""
 
     flat: Tensor
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[torch.Size, ...]
-
-    @property
-    def ends(self) -> list[int]:
-        """Index in `flat` after each parameter's last byte."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
-        return torch.tensor(sizes).cumsum(0).tolist()
+    parts: list[BucketPart]
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return the parameters, for weight sync to write."""
-        starts = [0, *self.ends]
-        parts = zip(self.names, self.dtypes, self.shapes, starts, self.ends, strict=False)
         return {
             name: ParameterShard(self.flat[start:end].view(dtype).view(shape), (0,) * len(shape), tuple(shape))
-            for name, dtype, shape, start, end in parts
+            for name, dtype, shape, start, end in self.parts
         }
 
 
@@ -86,23 +86,14 @@ def make_buckets(
 
     SGLang expects no gaps, so wide types come first and every parameter is aligned.
     """
-    ordered = sorted(parameters, key=lambda name: -parameters[name][0].itemsize)
-    groups: list[list[str]] = []
-    filled = most_bytes
-    for name in ordered:
-        dtype, shape = parameters[name]
+    groups: list[list[BucketPart]] = []
+    for name, (dtype, shape) in sorted(parameters.items(), key=lambda item: -item[1][0].itemsize):
         nbytes = math.prod(shape) * dtype.itemsize
-        if filled + nbytes > most_bytes:
+        if not groups or groups[-1][-1].end + nbytes > most_bytes:
             groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += nbytes
-    buckets = []
-    for names in groups:
-        dtypes, shapes = zip(*(parameters[name] for name in names), strict=True)
-        nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
-        buckets.append(Bucket(torch.empty(nbytes, dtype=torch.uint8), tuple(names), dtypes, shapes))
-    return buckets
+        start = groups[-1][-1].end if groups[-1] else 0
+        groups[-1].append(BucketPart(name, dtype, shape, start, start + nbytes))
+    return [Bucket(torch.empty(parts[-1].end, dtype=torch.uint8), parts) for parts in groups]
 
 
 class TensorSender:
@@ -143,12 +134,9 @@ def serialized(flat: Tensor, bucket: Bucket) -> str:
         flat: the bucket's bytes, on the device from which they are sent.
         bucket: the bucket.
     """
-    starts = [0, *bucket.ends]
     metadata = [
         SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
-        for name, shape, dtype, start, end in zip(
-            bucket.names, bucket.shapes, bucket.dtypes, starts, bucket.ends, strict=False
-        )
+        for name, dtype, shape, start, end in bucket.parts
     ]
     content = {"flattened_tensor": flat, "metadata": metadata}
     buffer = io.BytesIO()
@@ -193,9 +181,9 @@ class GroupSender:
         if self._group is None:
             self._meet()
         body = {
-            "names": list(bucket.names),
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
-            "shapes": [list(shape) for shape in bucket.shapes],
+            "names": [part.name for part in bucket.parts],
+            "dtypes": [str(part.dtype).removeprefix("torch.") for part in bucket.parts],
+            "shapes": [list(part.shape) for part in bucket.parts],
             "group_name": self._name,
             "load_format": FORMAT,
             "flush_cache": False,
@@ -263,32 +251,6 @@ class GroupSender:
 
 
 Sender = TensorSender | GroupSender
-
-
-def update_weights(endpoint: Endpoint, sender: Sender, buckets: Sequence[Bucket], timeout: float) -> None:
-    """Write all buckets into the server, and drop the KV cache of the old weights.
-
-    Generation on the server is paused, and its requests are retracted.
-
-    Args:
-        endpoint: the server.
-        sender: path of the buckets.
-        buckets: buckets with every parameter once.
-        timeout: seconds for each call.
-
-    Raises:
-        WeightSyncError: the server refused weights.
-    """
-    try:
-        endpoint.call("/begin_weight_update", {}, timeout)
-        try:
-            for bucket in buckets:
-                sender.send(bucket)
-        finally:
-            endpoint.call("/end_weight_update", {}, timeout)
-        endpoint.call("/flush_cache", {}, timeout)
-    except CallRefused as error:
-        raise WeightSyncError(str(error)) from error
 
 
 PARTS = ("weights", "kv_cache")
@@ -415,14 +377,31 @@ class SglangWorker:
 
         Args:
             version: policy version.
+
+        Raises:
+            WeightSyncError: the server refused weights.
         """
         if self._endpoint is None:
             return
         if self._buckets:
             self._sender = self._sender or self._make_sender(self._endpoint)
             buckets, self._buckets = self._buckets, []
-            update_weights(self._endpoint, self._sender, buckets, self._options.start_timeout_s)
+            try:
+                self._send(self._endpoint, self._sender, buckets)
+            except CallRefused as error:
+                raise WeightSyncError(str(error)) from error
         self.set_version(version)
+
+    def _send(self, server: Endpoint, sender: Sender, buckets: Sequence[Bucket]) -> None:
+        """Write all buckets into the server, and drop the KV cache of the old weights."""
+        timeout = self._options.start_timeout_s
+        server.call("/begin_weight_update", {}, timeout)
+        try:
+            for bucket in buckets:
+                sender.send(bucket)
+        finally:
+            server.call("/end_weight_update", {}, timeout)
+        server.call("/flush_cache", {}, timeout)
 
     def _make_sender(self, server: Endpoint) -> Sender:
         timeout = self._options.start_timeout_s

@@ -6,18 +6,17 @@ The replica of the vLLM executor: a thread that fetches tokens from an engine th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from rlite.backends.embedded.replica import PumpedReplica, PumpedWorker
+from rlite.backends.serving.pump import PumpedReplica, PumpedWorker
 from rlite.backends.vllm import options
 from rlite.backends.vllm.options import VllmOptions
 from rlite.backends.vllm.worker import VllmWorker
-from rlite.engine.inference_executor import Capabilities, InferenceBackend
-from rlite.engine.workers import RankChoice
 from rlite.errors import ConfigError, WorkerDied, WorkerError
 from rlite.nn.pretrained import load_config
 from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.workers import RankChoice
 from rlite.types import TokenChunk
 
 
@@ -27,8 +26,8 @@ class FetchedWorker(PumpedWorker, Protocol):
     def pause(self) -> list[TokenChunk]:
         """Rest at a token boundary, and return the tokens before it that no call has returned."""
 
-    def resume(self) -> None:
-        """Continue after `pause`."""
+    def resume(self) -> list[TokenChunk]:
+        """Return the tokens that no call has returned, and continue after `pause`."""
 
     def shut_down(self) -> None:
         """End the engine and all its processes."""
@@ -44,39 +43,28 @@ class FetchingReplica(PumpedReplica):
         """Let the engine rest at a token boundary, and deliver every token before it."""
         super().pause()
         with self._calling:
-            self._try_to(lambda: self._deliver(self.executor.ask(FetchedWorker.pause)))
+            if self.failure is None:
+                self._deliver(lambda: self.workers.ask(FetchedWorker.pause))
 
     def resume(self) -> None:
         """Let the engine continue, and fetch its tokens."""
-        self._try_to(lambda: self.executor.ask(FetchedWorker.resume))
+        if self.failure is None:
+            self._deliver(lambda: self.workers.ask(FetchedWorker.resume))
         super().resume()
 
     def close(self) -> None:
         """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
         super().close()
         with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
-            self.executor.call(FetchedWorker.shut_down)
-
-    def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
-        left = self._in_flight.take(chunks)
-        with self._changed:
-            self._cancelled += left
-
-    def _try_to(self, act: Callable[[], Any]) -> None:
-        if self.failure is not None:
-            return
-        try:
-            act()
-        except Exception as error:  # the replica's, or a worker's own: it belongs to everyone who waits
-            self._fail(error)
+            self.workers.call(FetchedWorker.shut_down)
 
     def _fail(self, error: Exception) -> None:
         """Accept no further requests. If vLLM is gone, its worker serves no calls either."""
         if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
-            group, first = self.executor.group, self.executor.ranks[0]
+            group, first = self.workers.group, self.workers.ranks[0]
             error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
         if isinstance(error, WorkerError):
-            self.executor.group.mark_lost(self.executor.ranks, error)
+            self.workers.group.mark_lost(self.workers.ranks, error)
         super()._fail(error)
 
 
@@ -99,11 +87,11 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
             f"{path}: its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not "
             "know. Export the model under the name of its Hugging Face class, or use executor='torch'"
         )
-    sizes, head_dim = options.cpu_head_sizes(), attention_shape(config)[3]
-    if options.is_cpu_build() and sizes and head_dim not in sizes:
+    sizes, head_dim = options.CPU_HEAD_SIZES, attention_shape(config)[3]
+    if options.is_cpu_build() and head_dim not in sizes:
         raise ConfigError(
             f"{path}: vLLM {version} on CPU does not support attention heads of size {head_dim}; it supports "
-            f"{', '.join(map(str, sorted(sizes)))}. Use executor='torch'"
+            f"{', '.join(map(str, sizes))}. Use executor='torch'"
         )
 
 

@@ -1,6 +1,7 @@
-"""The part of rlite inside vLLM's own worker processes: the sampler, weight sync, and memory of the KV cache.
+"""The part of rlite inside vLLM's own processes: schedulers, the sampler, weight sync, and memory of the KV cache.
 
-vLLM mixes `WorkerExtension` into its worker class, by the engine argument `worker_extension_cls`.
+vLLM mixes `WorkerExtension` into its worker class, by the engine argument `worker_extension_cls`. No other process
+imports this module.
 """
 
 from __future__ import annotations
@@ -9,20 +10,34 @@ import os
 import pickle
 import select
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 
-from rlite.backends.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
-from rlite.backends.embedded.scheduler import RunningSequence
-from rlite.backends.vllm.requests import SAMPLING
+from rlite.backends.serving.requests import Sampling
+from rlite.backends.serving.sampling import SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.backends.vllm.release import SAMPLING
+from rlite.backends.vllm.step_batching import Holding
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.shared_memory import SharedMemoryReader
-from rlite.types import GenerationHyperparameters, SequenceRequest
+from rlite.types import GenerationHyperparameters
+
+
+class HoldingScheduler(Holding, Scheduler):
+    """vLLM's scheduler, which sends the tokens of several steps at once."""
+
+
+class AsyncHoldingScheduler(Holding, AsyncScheduler):
+    """vLLM's scheduler for overlapping steps, which sends the tokens of several steps at once."""
 
 
 class WorkerExtension:
@@ -40,18 +55,8 @@ class WorkerExtension:
 
         Returns:
             Bytes of the KV cache in this process.
-
-        Raises:
-            RuntimeError: vLLM's model runner has another form.
         """
-        runner = self.model_runner
-        missing = [
-            name for name in ("sampler", "input_batch", "requests", "reload_weights") if not hasattr(runner, name)
-        ]
-        if missing:
-            raise RuntimeError(f"{type(runner).__name__} lacks {missing}: rlite does not know this release of vLLM")
-        original = runner.sampler.forward
-        runner.sampler.forward = RequestSampler(runner, original)
+        self.model_runner.sampler = RequestSampler(self.model_runner)
         threading.Thread(target=_end_with, args=(server,), name="rlite watch", daemon=True).start()
         return {"kv_cache": sum(storage.nbytes() for storage in self._rlite_storages())}
 
@@ -67,8 +72,6 @@ class WorkerExtension:
             WeightSyncError: a parameter of vLLM's model was not written.
         """
         given = pickle.loads(source)
-        from vllm.config import set_current_vllm_config
-
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         loaded: set[str] = set()
@@ -123,7 +126,7 @@ class WorkerExtension:
         return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
 
 
-class RequestSampler:
+class RequestSampler(Sampler):
     """rlite's sampler in place of vLLM's: a token depends on its logits, its request's seed and its position alone.
 
     A request therefore continues with the same tokens on another replica. vLLM's log-probabilities carry both of the
@@ -132,23 +135,20 @@ class RequestSampler:
 
     Args:
         runner: vLLM's model runner.
-        original: vLLM's own sampler, for its dummy runs.
     """
 
-    def __init__(self, runner: Any, original: Callable[..., Any]) -> None:
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner.sampler.logprobs_mode)
         self._runner = runner
-        self._original = original
-        self._known: dict[str, tuple[int, RunningSequence, RunningSequence]] = {}
-        self._sequences: list[RunningSequence] = []
+        self._known: dict[str, tuple[int, Sampling, Sampling]] = {}
+        self._rows: list[Sampling] = []
         self._batch: SamplingBatch | None = None
 
-    def __call__(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """Return vLLM's SamplerOutput for `logits` [requests, vocabulary]."""
-        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-
         rows = self._runner.input_batch
         if len(rows.req_ids) != logits.shape[0]:  # a dummy run
-            return self._original(logits, sampling_metadata, *args, **kwargs)
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
         lengths = rows.num_tokens_no_spec[: len(rows.req_ids)].tolist()
         batch = self._sampling(rows.req_ids, lengths, logits)
         positions = torch.tensor(lengths, device=logits.device)
@@ -168,46 +168,26 @@ class RequestSampler:
     def _sampling(self, names: list[str], lengths: list[int], logits: Tensor) -> SamplingBatch:
         """Return the sampling parameters of the batch, which are kept while its composition stays the same."""
         known = [self._known.get(name) or self._read(name) for name in names]
-        sequences = [
-            early if length < least else late for length, (least, early, late) in zip(lengths, known, strict=True)
-        ]
-        if self._batch is None or sequences != self._sequences:
-            self._sequences = sequences
-            self._batch = SamplingBatch.of(sequences, logits.shape[1], logits.device)
+        rows = [early if length < least else late for length, (least, early, late) in zip(lengths, known, strict=True)]
+        if self._batch is None or rows != self._rows:
+            self._rows = rows
+            self._batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
             self._known = dict(zip(names, known, strict=True))
         return self._batch
 
-    def _read(self, name: str) -> tuple[int, RunningSequence, RunningSequence]:
+    def _read(self, name: str) -> tuple[int, Sampling, Sampling]:
         """Return the length from which a request may end, and its sampling parameters before and after that."""
-        asked = (self._runner.requests[name].sampling_params.extra_args or {}).get(SAMPLING, GREEDY)
-        return asked["min_length"], _sequence(asked, is_early=True), _sequence(asked, is_early=False)
+        asked = (self._runner.requests[name].sampling_params.extra_args or {}).get(SAMPLING)
+        if asked is None:  # nobody reads its completion
+            return 0, UNREAD, UNREAD
+        gconfig = GenerationHyperparameters(**asked["gconfig"])
+        late = Sampling(
+            gconfig, asked["seed"], frozenset(asked["stop_ids"]), is_early=False, has_kept_ids=asked["has_kept_ids"]
+        )
+        return asked["min_length"], late._replace(is_early=True), late
 
 
-GREEDY = {
-    "seed": 0,
-    "greedy": True,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "stop_ids": [],
-    "min_length": 0,
-    "extras": [],
-}
-"""sampling of requests whose completion is not read"""
-
-
-def _sequence(asked: dict[str, Any], is_early: bool) -> RunningSequence:
-    """Return the sampling parameters of a request in the form that the sampler reads."""
-    gconfig = GenerationHyperparameters(**{name: asked[name] for name in ("greedy", "temperature", "top_p", "top_k")})
-    return RunningSequence(
-        request=SequenceRequest(
-            request_id=0, input_ids=[], gconfig=gconfig, seed=asked["seed"], extras=tuple(asked["extras"])
-        ),
-        tokens=[],
-        max_tokens=0,
-        stop_ids=frozenset(asked["stop_ids"]),
-        min_tokens=int(is_early),
-    )
+UNREAD = Sampling(GenerationHyperparameters(greedy=True), seed=0)
 
 
 def _repack_tied_head(model: Any) -> None:

@@ -3,8 +3,8 @@
 vLLM runs in a process of its own, so that the program's main module is never imported again by vLLM's children, the
 environment holds for one replica, and all of vLLM ends with one signal. Messages are pickled tuples on a socket pair:
 
-    worker -> server    ("call", number, method, args, kwargs)    ("cast", method, args, kwargs)
-    server -> worker    ("reply", number, value, error)           ("step", TokenStep)          ("died", reason)
+    worker -> server    (number of the call or None, method, args, kwargs)
+    server -> worker    ("reply", number, value, error)    ("tokens", chunks)    ("died", reason)
 
 The server ends itself and all processes that vLLM started when the socket closes, also after SIGKILL of the worker.
 """
@@ -31,7 +31,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import psutil
 
 from rlite.backends.vllm.server import Server, is_resource_tracker
-from rlite.backends.vllm.step_batching import TokenStep, chunks_of
 from rlite.errors import REBUILD, ConfigError, WorkerDied
 from rlite.types import TokenChunk
 
@@ -66,7 +65,7 @@ class EngineProcess:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="rlite-vllm-")
         self._changed = threading.Condition()
-        self._steps: list[TokenStep] = []
+        self._chunks: list[TokenChunk] = []
         self._replies: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._sending = threading.Lock()
@@ -96,11 +95,12 @@ class EngineProcess:
         reader.start()
         try:
             self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (), dict(settings))
-        except Exception as error:  # of any kind: vLLM's own, or the end of its process
-            raise ConfigError(self._start_failure(str(error))) from None
-        finally:
-            if not hasattr(self, "facts"):
-                self.close()
+        except BaseException as error:
+            told = self._start_failure(str(error))
+            self.close()
+            if isinstance(error, Exception):  # of any kind: vLLM's own, or the end of its process
+                raise ConfigError(told) from None
+            raise
 
     def call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of a coroutine method of the server.
@@ -114,14 +114,14 @@ class EngineProcess:
 
     def cast(self, method: Callable[Concatenate[Server, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method of the server without waiting for it."""
-        self._send("cast", method.__name__, args, kwargs)
+        self._send(None, method.__name__, args, kwargs)
 
     def _call(self, timeout_s: float, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
         reply: Future[Any] = Future()
         with self._changed:
             self._replies[number] = reply
-        self._send("call", number, method, *arguments)
+        self._send(number, method, *arguments)
         try:
             return reply.result(timeout=timeout_s)
         except TimeoutError:
@@ -131,7 +131,7 @@ class EngineProcess:
                 self._replies.pop(number, None)
 
     def take_chunks(self, wait_s: float = 0.0) -> list[TokenChunk]:
-        """Return the tokens that have arrived, as one chunk for each request and policy version.
+        """Return the tokens that have arrived.
 
         Args:
             wait_s: seconds to wait for the first tokens.
@@ -140,11 +140,11 @@ class EngineProcess:
             WorkerDied: the process is gone, and all its tokens were taken.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._steps or self._death, timeout=wait_s)
-            steps, self._steps = self._steps, []
-            if not steps and self._death is not None:
+            self._changed.wait_for(lambda: self._chunks or self._death, timeout=wait_s)
+            chunks, self._chunks = self._chunks, []
+            if not chunks and self._death is not None:
                 raise self._as_error()
-        return chunks_of(steps)
+        return chunks
 
     def close(self) -> None:
         """End the server and every process that vLLM has started."""
@@ -166,8 +166,8 @@ class EngineProcess:
     def _receive(self, message: tuple[Any, ...]) -> None:
         kind, *content = message
         with self._changed:
-            if kind == "step":
-                self._steps.append(content[0])
+            if kind == "tokens":
+                self._chunks += content[0]
                 self._changed.notify_all()
             elif kind == "reply" and (reply := self._replies.get(content[0])) is not None:
                 _, value, error = content

@@ -25,12 +25,10 @@ from typing import Any
 
 import psutil
 
-from rlite.backends.vllm.options import Release, Table
-from rlite.backends.vllm.requests import objection, sampling_arguments, scored_prompt
-from rlite.backends.vllm.step_batching import TokenStep
-from rlite.data.chat.answers import length_at_stop
-from rlite.errors import RliteError
-from rlite.nn.pretrained import load_tokenizer
+from rlite.backends.serving.requests import RequestRules
+from rlite.backends.vllm import release
+from rlite.backends.vllm.options import is_cpu_build
+from rlite.backends.vllm.step_batching import Table, take_table
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -57,15 +55,14 @@ class Server:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._release = Release()
         self._engine: Any = None
         self._serving: dict[str, Serving] = {}
         self._by_number: dict[int, Serving] = {}
-        self._ended: list[TokenChunk] = []
+        self._chunks: list[TokenChunk] = []
+        """chunks to send, in order"""
         self._counter = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = 0
-        self._tokenizer: Any = None
         self._watched: list[int] = []
 
     async def run(self) -> None:
@@ -75,16 +72,14 @@ class Server:
         os.register_at_fork(after_in_child=self._connection.close)  # the end of this process alone has to close it
         threading.Thread(target=_read, args=(self._connection, loop, messages), daemon=True).start()
         while True:
-            kind, *content = await messages.get()
-            if kind == "cast":
-                method, args, kwargs = content
-                getattr(self, method)(*args, **kwargs)
-            else:
-                await self._answer(*content)
+            number, method, args, kwargs = await messages.get()
+            called = getattr(self, method)(*args, **kwargs)
+            if number is not None:
+                await self._answer(number, called)
 
-    async def _answer(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    async def _answer(self, number: int, called: Coroutine[Any, Any, Any]) -> None:
         try:
-            value, error = await getattr(self, method)(*args, **kwargs), None
+            value, error = await called, None
         except Exception as raised:  # the boundary: it belongs to the caller
             traceback.print_exc()
             value, error = None, f"{type(raised).__name__}: {raised}"
@@ -107,13 +102,14 @@ class Server:
         Returns:
             Facts about the engine: max_model_len, and bytes of weights and KV cache.
         """
-        self._version, self._end_ids, self._tokenizer_path = version, frozenset(end_ids), tokenizer_path
-        self._engine = self._release.start_engine(engine_arguments, self._take)
+        self._version = version
+        self._engine = release.start_engine(engine_arguments, self._take)
         facts = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
-        self._max_model_len = int(self._engine.model_config.max_model_len)
-        self._vocab_size = int(self._engine.model_config.get_vocab_size())
+        model = self._engine.model_config
+        length, vocab_size = int(model.max_model_len), int(model.get_vocab_size())
+        self._rules = RequestRules(tokenizer_path, vocab_size, length, frozenset(end_ids))
         self._watch_children()
-        return {"max_model_len": self._max_model_len, "workers": facts}
+        return {"max_model_len": length, "workers": facts}
 
     def _watch_children(self) -> None:
         """Report the death of any process that vLLM has started."""
@@ -144,9 +140,8 @@ class Server:
     def submit(self, requests: list[SequenceRequest]) -> None:
         """Start requests."""
         for request in requests:
-            error = objection(request, self._max_model_len, self._vocab_size, self._tokenizer_error(request))
-            if error is not None:
-                self._put_last(request.request_id, error=error)
+            if (error := self._rules.objection(request)) is not None:
+                self._put(request, error=error)
                 continue
             serving = Serving(request, f"{request.request_id}.{next(self._counter)}", [*request.output_ids])
             self._serving[serving.name] = self._by_number[request.request_id] = serving
@@ -160,11 +155,14 @@ class Server:
 
     async def _begin(self, serving: Serving) -> None:
         request = serving.request
-        arguments = sampling_arguments(request, self._end_ids, self._max_model_len)
+        arguments = release.sampling_arguments(
+            request, self._rules.stop_ids(request.gconfig), self._rules.max_model_len
+        )
+        prompt = {"prompt_token_ids": [*request.input_ids, *request.output_ids]}
         try:
-            await self._release.add(self._engine, serving.name, [*request.input_ids, *request.output_ids], arguments)
+            await self._engine.add_request(serving.name, prompt, release.sampling_params(arguments))
         except Exception as error:  # of any kind: it belongs to this request, unless vLLM is gone
-            if serving.name in self._serving and not self._release.is_death(error):
+            if serving.name in self._serving and not release.is_death(error):
                 traceback.print_exc()
                 self._end(serving, error=f"vLLM could not serve the request: {error}")
             return
@@ -180,7 +178,7 @@ class Server:
 
     def _end(self, serving: Serving, **fields: Any) -> None:
         del self._serving[serving.name], self._by_number[serving.request.request_id]
-        self._put_last(serving.request.request_id, **fields)
+        self._put(serving.request, **fields)
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -203,71 +201,54 @@ class Server:
             raise
 
     def _send_tokens(self, outputs: list[Any]) -> list[Any]:
-        self._flush()
-        whole, kept, kept_ids = self._release.take_table(outputs)
-        step, left, row = TokenStep(version=self._version, last=self._ended), [], 0
+        whole, kept, kept_ids = take_table(outputs)
+        left, row = [], 0
         for output in outputs:
             rows = slice(row, row := row + len(output.new_token_ids))
-            serving = self._serving.get(self._release.name_of(output))
-            reason = self._release.finish_reason(output)
+            serving, reason = self._serving.get(release.name_of(output)), release.finish_reason(output)
             if serving is not None:
-                self._add(step, serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
+                self._add(serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
             if serving is None or reason is not None:  # it forgets a request at its last output
                 left.append(output)
-        self._ended = []
-        self._connection.send(("step", step))
+        self._flush()
         return left
 
-    def _add(self, step: TokenStep, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:
+    def _add(self, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:
         logprobs, over_kept, kept_ids = table
+        request, length = serving.request, None
         if any(value != value for value in logprobs):
             told = "the model computes NaN or infinity for this request"
             return self._abort(serving, error=told, is_nonfinite=True)
-        num = None
-        if stops := serving.request.gconfig.stop:
+        if request.gconfig.stop:
             start = len(serving.made)
             serving.made += tokens
-            if (length := length_at_stop(self._tokenizer, serving.made, stops, start)) is not None:
-                num = length - start
-        step.request_ids.append(serving.request.request_id)
-        step.counts.append(len(tokens[:num]))
-        step.token_ids.extend(tokens[:num])
-        step.logprobs.extend(logprobs[:num])
-        step.sampling_logprobs.extend(over_kept[:num])
-        if tokens and "kept_ids" in serving.request.extras:
-            step.kept_ids.setdefault(serving.request.request_id, []).extend(kept_ids[:num])
-        if num is not None:
-            self._abort(serving, finish_reason="stop")
+            length = self._rules.length_at_stop(request, serving.made, start)
+        num = len(tokens) if length is None else length - start
+        made: dict[str, Any] = {
+            "token_ids": tokens[:num],
+            "logprobs": logprobs[:num],
+            "sampling_logprobs": over_kept[:num],
+            "extras": {"kept_ids": kept_ids[:num]} if "kept_ids" in request.extras else {},
+        }
+        if length is not None:
+            self._abort(serving, finish_reason="stop", **made)
+        elif reason is None:
+            self._put(request, **made)
         elif reason in ("stop", "length"):
-            self._end(serving, finish_reason=reason)
-        elif reason is not None:
-            self._end(serving, error=f"vLLM ended the request with {reason!r}")
+            self._end(serving, finish_reason=reason, **made)
+        else:
+            self._end(serving, error=f"vLLM ended the request with {reason!r}", **made)
 
-    def _put_last(self, number: int, **fields: Any) -> None:
-        """Send a request's last chunk, with the tokens of the step under way if there is one."""
-        if not self._ended:
+    def _put(self, request: SequenceRequest, **fields: Any) -> None:
+        """Send a chunk of a request, with the other chunks of this turn of the event loop."""
+        if not self._chunks:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._ended.append(TokenChunk(request_id=number, version=self._version, **fields))
+        self._chunks.append(TokenChunk(request_id=request.request_id, version=self._version, **fields))
 
     def _flush(self) -> None:
-        if self._ended:
-            ended, self._ended = self._ended, []
-            self._connection.send(("step", TokenStep(version=self._version, last=ended)))
-
-    def _tokenizer_error(self, request: SequenceRequest) -> str | None:
-        """Read the tokenizer when the first stop string needs it.
-
-        Returns:
-            The reason why there is none, None if there is one or none is needed.
-        """
-        if not request.gconfig.stop:
-            return None
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = load_tokenizer(self._tokenizer_path)
-            except RliteError as error:  # only stop strings need it
-                return str(error)
-        return None
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            self._connection.send(("tokens", chunks))
 
     async def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
@@ -284,17 +265,17 @@ class Server:
     async def _prompt_logprobs(self, ids: list[int], num_top: int) -> PromptLogprobs:
         if len(ids) < 2:
             return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
-        params = self._release.sampling_params({"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False})
+        params = release.sampling_params({"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False})
         name = f"prompt-{next(self._counter)}"
         async for output in self._engine.generate({"prompt_token_ids": ids}, params, name):
             entries = output.prompt_logprobs
-        return scored_prompt(ids, entries, num_top)
+        return release.scored_prompt(ids, entries, num_top)
 
     # -- rest, weights and residency -----------------------------------------------------------------------------
 
     async def pause(self) -> None:
         """Rest at a token boundary, with every token before it sent."""
-        await self._release.pause(self._engine)
+        await release.pause(self._engine)
 
     async def resume(self) -> None:
         """Continue after `pause`."""
@@ -312,26 +293,28 @@ class Server:
             version: policy version of the weights; None leaves the version.
         """
         await self._engine.collective_rpc("rlite_load", args=(pickle.dumps(source),))
-        await self._release.forget_cache(self._engine)
+        await release.forget_cache(self._engine)
         if version is not None:
             self._version = version
 
-    async def free_cache(self) -> None:
-        """Free the memory of the KV cache. Running requests recompute their keys and values later."""
-        await self._release.forget_cache(self._engine)
-        await self._engine.collective_rpc("rlite_free_cache")
-
-    async def allocate_cache(self) -> None:
-        """Allocate the KV cache again."""
-        await self._engine.collective_rpc("rlite_allocate_cache")
-
     async def sleep(self, level: int) -> None:
-        """Free GPU memory; level 1 keeps the weights in host memory, level 2 does not."""
-        await self._engine.sleep(level=level)
+        """Free memory. Running requests recompute their keys and values later.
 
-    async def wake_up(self, tags: list[str]) -> None:
-        """Allocate GPU memory again."""
-        await self._engine.wake_up(tags=tags)
+        Args:
+            level: 1 frees the KV cache, and keeps the weights in host memory, where they are on CPU; 2 frees both.
+        """
+        if is_cpu_build():
+            await release.forget_cache(self._engine)
+            await self._engine.collective_rpc("rlite_free_cache")
+        else:
+            await self._engine.sleep(level=level)
+
+    async def wake_up(self, parts: list[str]) -> None:
+        """Allocate memory for the weights or the KV cache again."""
+        if not is_cpu_build():
+            await self._engine.wake_up(tags=parts)
+        elif "kv_cache" in parts:
+            await self._engine.collective_rpc("rlite_allocate_cache")
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:

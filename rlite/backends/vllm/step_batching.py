@@ -7,23 +7,21 @@ pauses.
 
 vLLM also slices the table of log-probabilities into three arrays for each token, and its frontend makes a dictionary of
 each slice. Requests of rlite therefore ask vLLM for none, and one table travels with the first output of a message.
-
-Tokens of some steps of vLLM's engine, in one message from the server to rlite's worker.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlite.backends.vllm.requests import SAMPLING
-from rlite.types import TokenChunk
+from rlite.backends.vllm.release import SAMPLING
 
+Table = tuple[list[float], list[float], list[list[int]]]
+"""log-probabilities before and after truncation, and kept ids, with an entry for each token"""
 HOLD_STEPS = 8
 HOLD_S = 0.1
 """limits of the steps and of the seconds for which tokens are held back"""
@@ -142,43 +140,17 @@ def _widened(ids: np.ndarray, width: int) -> np.ndarray:
     return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenStep:
-    """Tokens of all requests from some steps, in columns: a chunk per token would cost more than the token."""
+def take_table(outputs: Sequence[Any]) -> Table:
+    """Remove the table of log-probabilities from the outputs of one message.
 
-    version: int
-    """policy version that made the tokens"""
-    request_ids: list[int] = field(default_factory=list)
-    """requests that made tokens"""
-    counts: list[int] = field(default_factory=list)
-    """number of tokens of each of these requests"""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampling_logprobs: list[float] = field(default_factory=list)
-    kept_ids: dict[int, list[list[int]]] = field(default_factory=dict)
-    """kept ids of the tokens of each request that asks for them"""
-    last: list[TokenChunk] = field(default_factory=list)
-    """a chunk without tokens for each request that ended, after its tokens in this step"""
-
-
-def chunks_of(steps: Iterable[TokenStep]) -> list[TokenChunk]:
-    """Return one chunk for each request and policy version in these steps."""
-    chunks: dict[tuple[int, int], TokenChunk] = {}
-    for step in steps:
-        end = 0
-        for number, count in zip(step.request_ids, step.counts, strict=True):
-            chunk = chunks.get((number, step.version))
-            if chunk is None:
-                chunk = chunks[number, step.version] = TokenChunk(request_id=number, version=step.version)
-            own = slice(end, end := end + count)
-            chunk.token_ids.extend(step.token_ids[own])
-            chunk.logprobs.extend(step.logprobs[own])
-            chunk.sampling_logprobs.extend(step.sampling_logprobs[own])
-        for number, kept_ids in step.kept_ids.items():
-            chunks[number, step.version].extras.setdefault("kept_ids", []).extend(kept_ids)
-        for last in step.last:
-            made = chunks.get((last.request_id, last.version), last)
-            chunks[last.request_id, last.version] = replace(
-                made, finish_reason=last.finish_reason, error=last.error, is_nonfinite=last.is_nonfinite
-            )
-    return list(chunks.values())
+    Returns:
+        The table of all tokens, in the order of the outputs. A token whose request does not ask for kept ids has none.
+    """
+    first = next((output for output in outputs if output.new_token_ids), None)
+    if first is None:
+        return [], [], []
+    table = first.new_logprobs
+    first.new_logprobs = None
+    whole, kept = table.logprobs.T.tolist()
+    padded = table.logprob_token_ids[:, 2:]
+    return whole, kept, [ids[ids >= 0].tolist() for ids in padded] if padded.size else [[]] * len(whole)

@@ -18,8 +18,6 @@ from transformers import PreTrainedConfig
 from rlite.backends.vllm.options import VllmOptions
 from rlite.backends.vllm.process import EngineProcess
 from rlite.backends.vllm.server import Server
-from rlite.engine.outputs import check_lengths
-from rlite.engine.workers import Part
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -27,6 +25,8 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.replicas.replica import check_lengths
+from rlite.runtime.replicas.workers import Part
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 START_S = 1800.0
@@ -35,6 +35,8 @@ WAIT_S = 0.02
 """seconds that a call waits for the first tokens: new requests and other calls wait as long"""
 CPU_BLOCK = 128
 """tokens of one block of vLLM's KV cache on CPU"""
+PARTS = ("weights", "kv_cache")
+"""parts of vLLM's memory, by vLLM's tags"""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -60,7 +62,8 @@ class VllmWorker:
         self._version = 0
         self._process: EngineProcess | None = None
         self._staging: tuple[SharedArena, dict[str, ParameterShard]] | None = None
-        self._has_cache = self._are_weights_here = False
+        self._on_device: set[str] = set()
+        """parts of vLLM's memory that are on the device"""
         if not self._is_first:
             return
         self._config = load_config(path)
@@ -103,10 +106,12 @@ class VllmWorker:
         self._process.call(Server.pause)
         return self._process.take_chunks()
 
-    def resume(self) -> None:
-        """Continue after `pause`."""
-        if self._process is not None:
-            self._process.call(Server.resume)
+    def resume(self) -> list[TokenChunk]:
+        """Return the tokens that no call has returned, and continue after `pause`."""
+        if self._process is None:
+            return []
+        self._process.call(Server.resume)
+        return self._process.take_chunks()
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
@@ -192,60 +197,43 @@ class VllmWorker:
             return
         if self._process is None:
             self._start("dummy")
-            self._free_cache()
+            self._sleep(1)
         assert self._process is not None
-        if what != "kv_cache" and not self._are_weights_here:
-            if not self._is_cpu:
-                self._process.call(Server.wake_up, ["weights"])
-            self._are_weights_here = True
-        if what != "weights" and not self._has_cache:
-            if self._is_cpu:
-                self._process.call(Server.allocate_cache)
-            else:
-                self._process.call(Server.wake_up, ["kv_cache"])
-            self._has_cache = True
+        wanted = PARTS if what == "all" else (what,)
+        if missing := [part for part in wanted if part not in self._on_device]:
+            self._process.call(Server.wake_up, missing)
+            self._on_device.update(missing)
 
     def to_cpu(self) -> None:
         """Keep the weights in host memory alone, where they are if vLLM computes on CPU. Drop the KV cache."""
-        if self._process is None:
-            return
-        if self._is_cpu:
-            self._free_cache()
-        else:
-            self._process.call(Server.sleep, 1)
-        self._has_cache = self._are_weights_here = False
+        self._sleep(1)
 
     def to_meta(self) -> None:
         """Free all memory. vLLM has no sleep mode on CPU, so there its processes end."""
         self._staging = None
-        if self._process is None:
-            return
         if self._is_cpu:
             self.shut_down()
-        else:
-            self._process.call(Server.sleep, 2)
-        self._has_cache = self._are_weights_here = False
+        self._sleep(2)
+
+    def _sleep(self, level: int) -> None:
+        if self._process is not None:
+            self._process.call(Server.sleep, level)
+        self._on_device.clear()
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this replica holds on its devices, on the first rank."""
-        weights = cache = 0
+        held = {"weights": 0, "kv_cache": 0}
         if self._process is not None:
             itemsize = getattr(torch, self._dtype).itemsize
-            weights = itemsize * sum(map(math.prod, self._shapes.values())) if self._are_weights_here else 0
-            cache = sum(each["kv_cache"] for each in self._process.facts["workers"]) if self._has_cache else 0
-        return {"weights": weights, "kv_cache": cache}
+            held["weights"] = itemsize * sum(map(math.prod, self._shapes.values()))
+            held["kv_cache"] = sum(each["kv_cache"] for each in self._process.facts["workers"])
+        return {part: nbytes if part in self._on_device else 0 for part, nbytes in held.items()}
 
     def shut_down(self) -> None:
         """End vLLM and all its processes."""
         if self._process is not None:
             self._process.close()
             self._process = None
-
-    def _free_cache(self) -> None:
-        assert self._process is not None
-        if self._is_cpu:
-            self._process.call(Server.free_cache)
-        self._has_cache = not self._is_cpu
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +245,7 @@ class VllmWorker:
             "version": self._version,
         }
         self._process = EngineProcess(self._name, settings, self._environment, START_S)
-        self._has_cache = self._are_weights_here = True
+        self._on_device = set(PARTS)
 
     def _engine_arguments(self, load_format: str) -> dict[str, Any]:
         options = self._options

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from rlite.data.chat.forms import Message
 from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
 from rlite.data.chat.parts import WEIGHTS
+from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, special_ids
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
-from rlite.data.tables import check_columns
-from rlite.data.tokens import Tokens, answer_encoder, bounded_tokens
+from rlite.data.readers.tables import check_columns
+from rlite.data.tokens import Tokens, answer_encoder
 from rlite.errors import DataError
 from rlite.types import StopReason
 
@@ -214,22 +215,6 @@ def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Me
     if end is not None:
         return ending.closing.rstrip() + text[end:]
     return _text_after_calls(template, turn, messages, text, ending)
-
-
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of a tokenizer's special tokens, the end token among them."""
-    return frozenset(getattr(tokenizer, "all_special_ids", ()))
-
-
-def end_of(output: Sequence[int], stop_reason: StopReason, end_ids: Collection[int]) -> list[int]:
-    """Return the end token with which a model has ended an answer, in a list; an empty list if it wrote none.
-
-    Args:
-        output: the tokens of the answer.
-        stop_reason: why the answer ended.
-        end_ids: tokens that end an answer.
-    """
-    return [token for token in output[-1:] if stop_reason == "stop" and token in end_ids]
 
 
 def split_at_stop(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from transformers import AddedToken, PreTrainedTokenizerBase
 
+from rlite.data.chat.prompt_tokens import BREAK
 from rlite.errors import ConfigError, DataError
 from rlite.wording import counted
 
@@ -136,8 +137,6 @@ class LearntEnds:
         return ", ".join(repr(self._tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens)) or "none"
 
 
-BREAK = f"\U000f1ce5{secrets.randbits(64)}\U000f1ce6"
-"""stands within the name of a special token that is plain text; random, so that no text holds it"""
 _ALIAS = f"\U000f1ce7{secrets.randbits(64)}-"
 """begins the other names of special tokens"""
 
@@ -251,11 +250,6 @@ class EscapingTokenizer:
         ends = any(text.endswith(name[:size]) for name in self._names for size in range(1, len(name)))
         begins = any(text.startswith(name[-size:]) for name in self._names for size in range(1, len(name)))
         return BREAK * begins + text + BREAK * ends
-
-
-def plain_text(text: str) -> str:
-    """Return a rendered text as a person reads it, without BREAK."""
-    return text.replace(BREAK, "")
 
 
 def _renamed(token: Any, name: str) -> AddedToken:

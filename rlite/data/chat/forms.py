@@ -75,7 +75,8 @@ class MessageForms:
         check_parts(parts, where)
         for part in parts:
             if (kind := part["type"]) not in TEXT_PARTS and f"'{kind}'" not in self._source.replace('"', "'"):
-                raise DataError(f"{where}: 'content' has a part of the type {kind!r}, which the chat template lacks")
+                found = f"a part of the type {kind!r}, which the chat template lacks"
+                raise DataError(f"{where}: 'content' has {found}", where)
         if self._takes(role, is_text=False) or any(part["type"] not in TEXT_PARTS for part in parts):
             return [part | {"type": "text"} if part["type"] in TEXT_PARTS else part for part in parts]
         return "\n".join(part["text"] for part in parts)
@@ -132,7 +133,8 @@ class MessageForms:
             if not isinstance(arguments, dict):
                 raise DataError(
                     f"{where}: the arguments of the call of {function.get('name')!r} are the text {found!r:.200}, "
-                    "which is no JSON object; the chat template takes an object"
+                    "which is no JSON object; the chat template takes an object",
+                    where,
                 )
         elif not isinstance(arguments, str) and self._arguments == {"text"}:
             arguments = json.dumps(arguments, ensure_ascii=False)

@@ -19,8 +19,8 @@ from jinja2 import TemplateError
 
 from rlite.data.chat.forms import Message, forms_of
 from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
+from rlite.data.chat.prompt_tokens import TextTokenizer
 from rlite.data.chat.template_limits import check_constants, limited
-from rlite.data.tokens import TextTokenizer
 from rlite.errors import ConfigError, DataError
 
 _FUNCTION = "strftime_now"
@@ -250,9 +250,10 @@ class ChatTemplate:
                 of = "a part of " if missing[0].places else ""
                 is_role = role != "assistant" and not of
                 what = f"the role {role!r}, whose content would be lost" if is_role else f"{of}{missing[0].name}"
-                raise DataError(f"{where}messages[{number}]: the chat template leaves out {what}")
+                place = f"{where}messages[{number}]"
+                raise DataError(f"{place}: the chat template leaves out {what}", place)
         if missing := places.missing(TOOLS):
-            raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}")
+            raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}", f"{where}tools")
         return places
 
     def _writes(self, answer: Message, options: Mapping[str, Any]) -> bool:

@@ -12,16 +12,15 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 from tensordict import TensorDict
 
 from rlite.data.chat.answers import split_at_stop, tokens_after
-from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
-from rlite.data.tokens import TooManyTokens, bounded_tokens, raw_prompts
-from rlite.errors import ConfigError
+from rlite.data.chat.forms import Message
+from rlite.data.chat.prompt_tokens import TooManyTokens, bounded_tokens, raw_prompts
+from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
+from rlite.errors import ConfigError, RolloutError
 from rlite.rollout.chat.transcript import Transcript, check_turn_discount
-from rlite.rollout.deadlines import beside_loop
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.workflow import (
     PromptWorkflow,
-    RolloutError,
-    as_reward_function,
     context_length,
     end_ids,
     prompt_ids,
@@ -30,6 +29,7 @@ from rlite.rollout.workflow import (
     said_tokens,
     template_options,
 )
+from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]

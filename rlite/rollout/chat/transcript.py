@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from tensordict import TensorDict
 
-from rlite.errors import ConfigError, DataError
-from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory
-from rlite.rollout.workflow import EngineAborted, RolloutError
+from rlite.errors import ConfigError, DataError, EngineAborted, RolloutError
+from rlite.rollout.joined import join_histories
+from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
 

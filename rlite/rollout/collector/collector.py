@@ -1,12 +1,20 @@
 """The collector: runs workflows in the background of the training program, and returns whole groups.
 
-    caller's thread                       the runner's thread, one event loop
+    caller's thread                       the runner's thread, one event loop (`runner.py`)
     submit ──> waiting ──start───────> running: episodes, each attempted until it succeeds or has no attempt left
     wait   <── ready   <──accept──────    │
                lost, with a reason   <────┘ failed, returned None, not accepted, too old, cancelled, ...
 
-The ledger (`ledger.py`) decides and the runner (`runner.py`) acts. The consumer (`consumer.py`) waits for ended groups
-and makes batches of them. The collector is what callers use.
+The ledger (`ledger.py`) decides, the runner acts, and callers wait. Three loops turn:
+
+    loop                    consumes                  waits for                     is unblocked by
+    GroupRunner._admit      waiting groups, in order  room in the ledger            a submission, the end of a group,
+                                                                                    a new version, the end of a pause
+    _finish (collect)       exactly its own groups    the end of the last one       the runner, a time-out
+    AheadOfTraining.next    the oldest ready groups   a batch that the ledger lets  the runner, a time-out, a group that
+      (wait, prepare_batch)                            it consume                    holds up the batch for too long
+
+`prepare_batch` also submits items while it waits, so that as many groups wait as a batch has.
 """
 
 from __future__ import annotations
@@ -14,47 +22,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from rlite.data.prompts import Prompt, item_name
-from rlite.errors import ConfigError, DataError, EvaluationInterrupted
-from rlite.rollout.collector.consumer import GroupConsumer
-from rlite.rollout.collector.group import Ended, Group, Item, Queue, RolloutProgress, ShouldAccept, aborted
-from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
-from rlite.rollout.collector.lost_groups import LostGroups, Selection
-from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.runner import GroupRunner, status_of
-from rlite.rollout.collector.seeds import group_seed
-from rlite.rollout.workflow import RolloutError, RolloutWorkflow
-from rlite.runtime.sandbox.pool import close_shared_pool
-from rlite.types import AsyncInference
-
-_open_collectors: set[RolloutCollector] = set()
+from rlite.errors import ConfigError, DataError, EvaluationInterrupted, RolloutError
+from rlite.observability import stats_tracker
+from rlite.rollout.collector.ahead import raise_late
+from rlite.rollout.collector.bookkeeping import Bookkeeping, Collected
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
+from rlite.rollout.collector.runner import Group, Item, Queue, ShouldAccept
+from rlite.rollout.episode import group_seed
+from rlite.rollout.trajectories import pad_checked
+from rlite.rollout.workflow import RolloutWorkflow
+from rlite.runtime.event_loop import ABANDONED, CLOSE_TIMEOUT, deadline_after
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The finished groups of one call as a batch, and the lost ones by reason."""
-
-    batch: TensorDict | None
-    """rows of the finished groups; None if there are none"""
-    num_groups: int
-    """groups that were asked for"""
-    lost: Counter[str]
-    """groups that were lost, by reason"""
-    error: BaseException | None = None
-    """the exception behind one of the losses"""
-
-    @property
-    def reason(self) -> str:
-        """The most frequent reason for a loss."""
-        return self.lost.most_common(1)[0][0]
-
-
-class RolloutCollector:
+class RolloutCollector(Bookkeeping):
     """Runs workflows on an engine, in an event loop of its own, until it is closed.
 
     `rollout_batch` is synchronous: exactly these items, now. `submit` and `wait`, and `prepare_batch`, which combines
@@ -68,80 +56,6 @@ class RolloutCollector:
         engine: generates, and knows the policy version.
         options: limits, time-outs and retries.
     """
-
-    def __init__(self, engine: AsyncInference, options: CollectorOptions | None = None) -> None:
-        self.engine = engine
-        self.options = options or CollectorOptions()
-        limit = self.options.max_concurrent_rollouts
-        # no step trains while `collect` or `evaluate` waits, so that their groups do not age
-        self._now = Queue(RolloutLedger(max_concurrent=limit))
-        self._tests = Queue(RolloutLedger(max_concurrent=limit), is_training=False)
-        self._ahead = Queue(
-            RolloutLedger(
-                max_concurrent=limit,
-                max_head_offpolicyness=self.options.max_head_offpolicyness,
-                on_stale=self.options.on_stale,
-                batch_size=self.options.consumer_batch_size,
-                version=engine.get_version(),
-            )
-        )
-        self._runner = GroupRunner(engine, self.options, (self._now, self._tests, self._ahead))
-        self._consumer = GroupConsumer(engine, self.options, self._runner)
-        self._changed, self._num_submitted = self._runner.changed, 0
-        self._waited_for: tuple[str, Sequence[Group]] | None = None
-        self._loader: Iterable[Any] | None = None
-        self._source: Iterator[Any] = iter(())
-        _open_collectors.add(self)
-
-    @property
-    def counters(self) -> RolloutCounters:
-        """Number of submitted groups (`submit`, `prepare_batch`) by state."""
-        with self._changed:
-            return self._ahead.ledger.counters
-
-    @property
-    def lost(self) -> Counter[str]:
-        """Number of lost groups by reason; from the 101st reason on they count as "other reasons"."""
-        with self._changed:
-            return self._now.ledger.lost + self._ahead.ledger.lost
-
-    @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
-        with self._changed:
-            return dict(self._runner.lost_groups.first)
-
-    def take_selection(self) -> Selection:
-        """Return what failures have done to the answers of the batches since the last call."""
-        with self._changed:
-            lost = self._runner.lost_groups
-            found, lost.selection = lost.selection, Selection()
-        return found
-
-    @property
-    def failed_attempts(self) -> Counter[str]:
-        """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
-        return self._runner.failed_attempts
-
-    @property
-    def progress(self) -> RolloutProgress | None:
-        """Progress of the call that waits for episodes now; None if no call waits. Any thread may ask."""
-        if (waited_for := self._waited_for) is None:
-            return None
-        (what, groups), size = waited_for, None
-        if not groups:
-            with self._changed:
-                groups, size = list(self._ahead.groups.values()), self._ahead.ledger.batch_size
-        return RolloutProgress.of(what, groups, sum(group.size for group in groups[:size]))
-
-    @contextmanager
-    def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:
-        """Let `progress` report a call inside of the block. Without groups, it waits for groups that run ahead."""
-        self._waited_for = what, groups
-        try:
-            yield
-        finally:
-            self._waited_for = None
 
     # -- exactly these items, now --------------------------------------------------------------------------------
 
@@ -202,8 +116,11 @@ class RolloutCollector:
         """
         groups = self._submit(self._now, data, workflow, group_size, first_place=first_place)
         with self._reporting("rollout", groups):
-            finished = self._consumer.finish(self._now, groups, timeout)
-        return _collected(groups, self._consumer.batch(finished) if finished else None)
+            finished = self._finish(self._now, groups, timeout)
+        batch = self._batch(finished) if finished else None
+        losses = [group.loss for group in groups if group.loss is not None]
+        error = next((loss.error for loss in losses if loss.error is not None), None)
+        return Collected(batch, len(groups), Counter(loss.reason for loss in losses), error)
 
     def evaluate(
         self,
@@ -239,12 +156,12 @@ class RolloutCollector:
         groups = self._submit(self._tests, each_alone, workflow, num_samples=group_size)
         try:
             with self._reporting("evaluation", groups):
-                self._consumer.finish(self._tests, groups, timeout, is_interrupted)
+                self._finish(self._tests, groups, timeout, is_interrupted)
         except EvaluationInterrupted:
             with self._changed:
                 self._num_submitted = groups[0].id
             raise
-        return [_evaluated(group, number, group_size) for number, group in enumerate(groups)]
+        return [evaluated(group, number, group_size) for number, group in enumerate(groups)]
 
     # -- running ahead -------------------------------------------------------------------------------------------
 
@@ -276,7 +193,7 @@ class RolloutCollector:
             raise ConfigError(f"wait({count}): expected at least 1 group")
         self._ahead.ledger.begin(count, self.engine.get_version())
         with self._reporting("rollout"):
-            return self._consumer.next_batch(self._ahead, count, timeout, lambda: len(self._ahead.groups) < count)
+            return self._batch(self._pipeline.next(count, timeout, lambda: len(self._ahead.groups) < count))
 
     def prepare_batch(
         self,
@@ -307,62 +224,30 @@ class RolloutCollector:
 
         def refill() -> None:
             while is_short():
-                self._submit(self._ahead, self._next_items(), workflow, group_size, should_accept)
+                self._submit(self._ahead, self._pipeline.next_items(loader), workflow, group_size, should_accept)
 
-        if self._loader is not loader:
-            self._loader, self._source = loader, _endless(loader)
         refill()
         assert ledger.batch_size is not None
         with self._reporting("rollout"):
-            return self._consumer.next_batch(self._ahead, ledger.batch_size, timeout, is_short, refill)
-
-    def pause(self) -> None:
-        """Start no more groups, and pause generation at a token boundary."""
-        with self._changed:
-            self._runner.is_paused = True
-        self.engine.pause()
-
-    def resume(self) -> None:
-        """Continue after `pause()`."""
-        self.engine.resume()
-        with self._changed:
-            self._runner.is_paused = False
-        self.version_changed()
+            return self._batch(self._pipeline.next(ledger.batch_size, timeout, is_short, refill))
 
     def version_changed(self) -> None:
         """Read the engine's policy version now, and start and drop groups accordingly."""
         self._runner.admit()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the submitted groups, finished or not, and all counts, as plain values and tensors.
+    # -- what a step asks for -------------------------------------------------------------------------------------
 
-        Raises:
-            DataError: An item holds something else.
-        """
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
         with self._changed:
-            failed_attempts = dict(self.failed_attempts)
-            return {**self._ahead.state_dict(), "failed_attempts": failed_attempts, **self.record_state()}
+            return dict(self._runner.first_losses)
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
-    ) -> None:
-        """Continue from a state: finished groups are ready again, the others run (again).
-
-        Args:
-            state: what `state_dict` returned.
-            workflow: runs the unfinished groups.
-            should_accept: as for `prepare_batch`.
-
-        Raises:
-            CheckpointError: This collector has groups already, or another batch size.
-        """
+    def take_selection(self) -> Selection:
+        """Return what failures have done to the answers of the batches since the last call."""
         with self._changed:
-            self._ahead.load_state_dict(state, workflow, should_accept, self.engine.get_version())
-            self._runner.lost_groups = LostGroups(self.failed_attempts)
-            self._restore_record(state)
-        self.version_changed()
-
-    # -- for the record ------------------------------------------------------------------------------------------
+            found, self._selection = self._selection, Selection()
+        return found
 
     def take_ended(self) -> list[Ended]:
         """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
@@ -379,47 +264,6 @@ class RolloutCollector:
         with self._changed:  # once for both: a group that ends in between would be in neither
             groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
             return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
-
-    def give_up_consumed(self, reason: str) -> None:
-        """Call the groups aborted that were consumed since `take_ended`: they will not be trained on.
-
-        Args:
-            reason: why.
-        """
-        with self._changed:
-            self._runner.ended = [
-                replace(group, status="aborted", reason=reason) if group.status is None else group
-                for group in self._runner.ended
-            ]
-
-    def record_state(self) -> dict[str, Any]:
-        """Return the number of submitted groups, and those that `take_ended` has not returned yet, as plain values."""
-        with self._changed:
-            return {"num_ids": self._num_submitted, "ended": [group.state_dict() for group in self._runner.ended]}
-
-    def load_record_state(self, state: Mapping[str, Any], reason: str) -> None:
-        """Continue the numbers and the record of a state. Its groups do not go on: they count as aborted.
-
-        Args:
-            state: what `state_dict` or `record_state` returned, with further groups.
-            reason: why the groups do not go on.
-        """
-        with self._changed:
-            self._restore_record(state)
-            if self.options.keep_ended:
-                self._runner.ended += [aborted(saved, reason) for saved in state["groups"] if "id" in saved]
-
-    def _restore_record(self, state: Mapping[str, Any]) -> None:
-        self._num_submitted = state.get("num_ids", 0)
-        if self.options.keep_ended:
-            self._runner.ended = [Ended.from_state(kept) for kept in state.get("ended", ())]
-
-    def close(self) -> None:
-        """Cancel running groups and end the thread; the last collector ends the reward processes, too. Idempotent."""
-        self._runner.close()
-        _open_collectors.discard(self)
-        if not _open_collectors:
-            close_shared_pool()
 
     # -- steps of the calls above --------------------------------------------------------------------------------
 
@@ -439,10 +283,9 @@ class RolloutCollector:
             groups: list[Group] = []
             for index, item in enumerate(items):
                 id = self._num_submitted + index
-                group = Group(id, item, workflow, group_size, accept, self._seed(position + index, id))
-                group.item = item.item if isinstance(item, Prompt) else item_name(item, id)
-                group.first_sample = index % num_samples
-                groups.append(group)
+                name = item.item if isinstance(item, Prompt) else item_name(item, id)
+                seed = self._seed(position + index, id)
+                groups.append(Group(id, item, workflow, group_size, accept, seed, name, index % num_samples))
             self._num_submitted += len(items)
             self._runner.submit(queue, groups)
         return groups
@@ -453,26 +296,119 @@ class RolloutCollector:
             return group_seed(self.options.seed, self.engine.get_version(), position)
         return group_seed(getattr(self.engine, "seed", None), -1, id)
 
-    def _next_items(self) -> Sequence[Item]:
-        items = next(self._source)
-        if not isinstance(items, Mapping):
-            self._ahead.ledger.begin(len(items), self.engine.get_version())
-            return items
-        if self._ahead.ledger.batch_size is None:
-            raise ConfigError("the loader yields single items: set consumer_batch_size, or let it yield lists of items")
-        return [items]
+    def _finish(
+        self,
+        queue: Queue,
+        groups: Sequence[Group],
+        timeout: float | None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
+        """Wait until all of these groups have ended, and consume those that are not lost.
+
+        If the wait fails, all groups are cancelled. Groups to train on must have the same keys and types.
+
+        Args:
+            queue: holds the groups.
+            groups: in the order of their submission.
+            timeout: in seconds; None sets no limit.
+            is_interrupted: becomes true when the wait is to end early.
+
+        Returns:
+            The groups that are not lost.
+
+        Raises:
+            CallTimeout: Some groups are late; the error names them.
+            EvaluationInterrupted: The wait was interrupted.
+            RolloutError: The run was stopped.
+        """
+        unfinished = list(groups)
+
+        def is_settled() -> bool:
+            while unfinished and unfinished[-1].has_ended:  # one look per change, not one at each group
+                unfinished.pop()
+            return not unfinished
+
+        try:
+            if not self._runner.wait_until(lambda: is_settled() or is_interrupted(), deadline_after(timeout)):
+                raise_late([group for group in groups if not group.has_ended], timeout)
+            if not is_settled():
+                raise EvaluationInterrupted("the evaluation was interrupted")
+        except BaseException as error:
+            with self._changed:
+                for group in groups:
+                    if group.id in queue.groups:
+                        self._runner.drop(queue, group, CANCELLED)
+            if isinstance(error, EvaluationInterrupted):  # the caller goes on: nothing may be left in the engine
+                self._runner.wait_until(
+                    lambda: all(each.task is None for each in groups), deadline_after(CLOSE_TIMEOUT)
+                )
+            raise
+        with self._changed:
+            if queue.is_training:
+                self._runner.drop_misfits(queue, [group for group in groups if group.trajectories is not None])
+            finished = [group for group in groups if group.trajectories is not None]
+            self._runner.consume(queue, finished)
+        return finished
+
+    def _batch(self, groups: Sequence[Group]) -> TensorDict:
+        """Return consumed groups, of which there is at least one, as a padded batch, and record its statistics."""
+        rows = [row for group in groups for row in group.trajectories or ()]
+        batch = pad_checked(rows, [group.id for group in groups for _ in group.trajectories or ()])
+        with self._changed:
+            self._report(batch, groups)
+        return batch
+
+    def _report(self, batch: TensorDict, groups: Sequence[Group]) -> None:
+        """Record statistics of a batch, and of failures and lost groups since the batch before. Needs the lock."""
+        losses, self._runner.losses = self._runner.losses, Losses()
+        attempts = self._runner.failed_attempts.copy()
+        failed, self._num_reported = attempts - self._num_reported, attempts
+        redrawn = Counter(group.redrawn for group in groups if group.redrawn)
+        kept = Counter(batch["loss_mask"].sum(-1).tolist()) if "loss_mask" in batch else Counter[int]()
+        selection = self._selection
+        selection.num_groups += len(groups)
+        selection.num_attempts += failed.total() + sum(group.size for group in groups)
+        selection.failed_attempts += failed
+        selection.redrawn += redrawn
+        selection.failed += losses.failed
+        selection.kept += kept
+        num_refused = losses.kinds.pop(NOT_ACCEPTED.kind, 0)  # should_accept is there to refuse groups
+        with stats_tracker.scope("rollout"):
+            stats_tracker.count(num_groups=len(groups), num_lost=losses.kinds.total(), num_refused=num_refused)
+            stats_tracker.count(**{f"lost/{kind}": number for kind, number in losses.kinds.items()})
+            for name, kinds in (("failed_attempts", failed), ("redrawn", redrawn)):
+                stats_tracker.count(**stats_tracker.by_kind(name, kinds))
+            stats_tracker.scalar(num_abandoned=len(ABANDONED))
+            if "versions" in batch:
+                # a sequence is as old as its oldest token
+                version, made = self.engine.get_version(), batch["versions"]
+                oldest = made.masked_fill(made < 0, torch.iinfo(torch.int64).max).amin(1)
+                stats_tracker.scalar(staleness=(version - oldest.clamp(max=version)).double().mean())
+            if losses.too_old:
+                stats_tracker.count(num_dropped_too_old=len(losses.too_old))
+            if losses.too_old or losses.failed:
+                stats_tracker.scalar(**losses.metrics(kept))
+
+    @contextmanager
+    def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:
+        """Let `progress` report a call inside of the block. Without groups, it waits for groups that run ahead."""
+        self._waited_for = what, groups
+        try:
+            yield
+        finally:
+            self._waited_for = None
 
 
-def _collected(groups: Sequence[Group], batch: TensorDict | None) -> Collected:
-    lost = [group for group in groups if group.reason is not None]
-    error = next((group.error for group in lost if group.error is not None), None)
-    return Collected(batch, len(groups), Counter(group.reason or "" for group in lost), error)
+def evaluated(group: Group, number: int, group_size: int) -> Ended:
+    """Return an episode of an evaluation.
 
-
-def _evaluated(group: Group, number: int, group_size: int) -> Ended:
-    """Return an episode of an evaluation; `number` is its place among all episodes."""
-    status = "evaluated" if group.reason is None else status_of(group.reason, group.error)
-    return replace(group.ended(status, group.reason or ""), group=number // group_size)
+    Args:
+        group: holds the episode alone.
+        number: place of the episode among all.
+        group_size: episodes per item.
+    """
+    ended = group.ended("evaluated") if group.loss is None else group.ended(group.loss.status, group.loss.reason)
+    return replace(ended, group=number // group_size)
 
 
 def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
@@ -491,21 +427,3 @@ def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise DataError(f"data item {index} is {type(item).__name__}: expected a mapping")
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over a loader again and again.
-
-    Yields:
-        What the loader yields.
-
-    Raises:
-        DataError: The loader yields nothing.
-    """
-    while True:
-        is_empty = True
-        for items in loader:
-            is_empty = False
-            yield items
-        if is_empty:
-            raise DataError("the loader has nothing (more) to yield; give one that can be iterated again")

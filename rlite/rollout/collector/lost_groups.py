@@ -1,26 +1,36 @@
-"""Lost groups: why they were dropped, and how many since the last batch.
+"""Lost groups: why they were dropped, which losses stop a run, and what failures do to the answers that are left.
 
-Failures that choose among answers. Pure: decides from counts what deserves an alarm.
+Pure: decides from counts what stops a run, and what deserves an alarm.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from tensordict import TensorDict
-
-from rlite.errors import shortened
-from rlite.observability import stats_tracker
-from rlite.rollout.collector.group import Group, response_lengths
-from rlite.rollout.deadlines import ABANDONED
+from rlite.errors import (
+    CallTimeout,
+    DivergedError,
+    EngineAborted,
+    ResidencyError,
+    RolloutError,
+    WorkerError,
+    shortened,
+)
+from rlite.observability.stats_tracker import by_kind
+from rlite.rollout.collector.ledger import FailureStreaks
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.episode import Episode
+from rlite.rollout.failures import RewardCrash, RewardMemory, RewardTimeout
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
+from rlite.types import Status
 
+ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
+"""errors of the engine, which a workflow cannot fix"""
 MAX_FAILED = 0.1
 """share of the attempts at an episode that may fail without an alarm"""
 MAX_REDRAWN = 0.05
@@ -53,10 +63,7 @@ class Selection:
 
     def counts(self) -> dict[str, int]:
         """Return metrics that count."""
-        found: dict[str, int] = {}
-        for name, kinds in (("failed_attempts", self.failed_attempts), ("redrawn", self.redrawn)):
-            found |= {f"num_{name}": kinds.total(), **{f"{name}/{kind}": count for kind, count in kinds.items()}}
-        return found
+        return by_kind("failed_attempts", self.failed_attempts) | by_kind("redrawn", self.redrawn)
 
     def lengths(self) -> dict[str, float]:
         """Return mean lengths as metrics, if an episode has failed."""
@@ -85,12 +92,52 @@ def mean_length(lengths: Counter[int]) -> float:
     return sum(length * count for length, count in lengths.items()) / max(1, lengths.total())
 
 
-TOO_OLD = "too old"
+@dataclass(frozen=True)
+class Loss:
+    """Why a group is lost."""
+
+    status: Status
+    reason: str
+    """in words"""
+    kind: str
+    """part of a metric's name: the name of an exception, or an event"""
+    error: BaseException | None = None
+    """the exception behind the loss"""
+
+    @classmethod
+    def by(cls, error: BaseException) -> Loss:
+        """Return the loss of a group by an exception."""
+        if isinstance(error, (*ENGINE_FAILURES, EngineAborted)):
+            status: Status = "aborted"
+        elif isinstance(error, RewardTimeout | RewardCrash | RewardMemory):
+            status = "reward_killed"
+        else:
+            status = "timed_out" if isinstance(error, CallTimeout) else "failed"
+        return cls(status, reason_of(error), type(error).__name__, error)
+
+
+def _event(status: Status, reason: str) -> Loss:
+    return Loss(status, reason, reason.replace(" ", "_"))
+
+
+TOO_OLD = _event("too_old", "too old")
 """the group exceeds max_head_offpolicyness"""
-NOT_ACCEPTED = "not accepted by should_accept"
-RETURNED_NONE = "the workflow returned None"
-CANCELLED = "cancelled"
-STOPPED = "the run was stopped"
+NOT_ACCEPTED = _event("refused", "not accepted by should_accept")
+RETURNED_NONE = _event("refused", "the workflow returned None")
+CANCELLED = _event("aborted", "cancelled")
+STOPPED = _event("aborted", "the run was stopped")
+
+
+def held_up(seconds: float) -> Loss:
+    """Return the loss of a group for which a batch has waited too long."""
+    return replace(TOO_OLD, reason=f"{TOO_OLD.reason}: it held up a batch for {seconds:g} s")
+
+
+def unlike_others(keys: Iterable[str]) -> Loss:
+    """Return the loss of a group whose keys, or their types, differ from those of the other groups of its batch."""
+    return _event("refused", f"unlike the others of its batch in {', '.join(sorted(keys))}")
+
+
 MAX_REASON = 900
 """characters of an error's text in a reason; the error itself is the cause of the exception that callers get"""
 
@@ -104,7 +151,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def kind_of(reason: str) -> str:
-    """Return a reason's kind, as part of a metric's name: the exception's name, or what happened."""
+    """Return the kind of a saved reason, see `Loss`."""
     return reason.partition(":")[0].replace(" ", "_")
 
 
@@ -115,17 +162,16 @@ def cause_of(reason: str) -> str:
     return raised[0] if raised else kind
 
 
-def in_full(reason: str, error: BaseException | None, item: Mapping[str, Any]) -> str:
+def in_full(loss: Loss, item: Mapping[str, Any]) -> str:
     """Return a reason with the traceback in the user's code, what is noted with the error, and the row.
 
     Args:
-        reason: why a group was lost.
-        error: the exception behind the reason.
+        loss: why a group was lost.
         item: the group's row.
     """
-    if error is None:
-        return reason
-    said = f"{kind_of(reason)}: {text_of(error)}" if isinstance(error, SandboxError) else in_a_line(reason)
+    if (error := loss.error) is None:
+        return loss.reason
+    said = f"{loss.kind}: {text_of(error)}" if isinstance(error, SandboxError) else in_a_line(loss.reason)
     row = ", ".join(f"{key}: {shortened(value)}" for key, value in item.items())
     return "\n".join([said.rstrip(), *getattr(error, "__notes__", ()), f"row: {row}"])
 
@@ -136,74 +182,78 @@ def in_a_line(reason: str) -> str:
     return lines[0] if len(lines) == 1 else f"{kind_of(reason)}: {lines[-1].strip()}"
 
 
-class LostGroups:
-    """Counts the groups to train on that were lost since the last batch.
+@dataclass
+class Losses:
+    """Groups to train on that were lost since the last batch."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    """groups by kind of the loss"""
+    too_old: list[Sequence[Episode]] = field(default_factory=list)
+    """episodes of the groups that were too old; a cancelled one may still get a few more tokens"""
+    failed: Counter[int] = field(default_factory=Counter)
+    """answers of episodes that have failed for good, by their number of tokens"""
+
+    def add(self, loss: Loss, episodes: Sequence[Episode]) -> None:
+        """Count a lost group."""
+        self.kinds[loss.kind] += 1
+        # an episode without a token has no answer
+        self.failed.update(each.num_tokens for each in episodes if each.failure and each.num_tokens)
+        if loss.status == "too_old":
+            self.too_old.append(episodes)
+
+    def metrics(self, kept: Counter[int]) -> dict[str, float]:
+        """Return mean lengths of what was lost, beside those of the answers that are left.
+
+        Args:
+            kept: answers of the batch, by their number of tokens.
+        """
+        found = Selection(failed=self.failed, kept=kept).lengths()
+        if self.too_old:
+            lengths = Counter(episode.num_tokens for episodes in self.too_old for episode in episodes)
+            found |= {"length_dropped": mean_length(lengths), "length_kept": mean_length(kept)}
+        return found
+
+
+class StopRule:
+    """Decides which loss of a group stops the run: of too many groups in a row, or of one whose loss is final.
 
     Args:
-        failed_attempts: attempts at an episode that have failed before, by kind.
+        options: how many groups in a row may be lost.
     """
 
-    def __init__(self, failed_attempts: Counter[str] | None = None) -> None:
-        self.first: dict[str, str] = {}
-        """reason of the first lost group of each cause, with its row"""
-        self._lost: Counter[str] = Counter()
-        self._failed_attempts = Counter(failed_attempts or ())
-        self._too_old: list[Counter[int]] = []
-        self._failed_lengths = Counter[int]()
-        """answers of episodes that have failed for good, by their number of tokens"""
-        self.selection = Selection()
-        """effect of failures on the answers since the alarms were given"""
+    def __init__(self, options: CollectorOptions) -> None:
+        self._options = options
+        self._failures = FailureStreaks()
+        self.num_refused = 0
+        """groups in a row whose episodes succeeded, and that were refused"""
 
-    def explain(self, group: Group, reason: str, error: BaseException | None) -> None:
-        """Keep the reason of a lost group, also of an evaluation, if it is the first of its cause.
+    def error(self, loss: Loss, item: Mapping[str, Any], start_order: int | None) -> RolloutError | None:
+        """Return the error that stops the run, or None.
 
         Args:
-            group: lost.
-            reason: why.
-            error: the exception behind the reason.
+            loss: why a group is lost.
+            item: the group's row.
+            start_order: the group's number in the order of their starts; None if it is not trained on.
         """
-        if (cause := cause_of(reason)) not in self.first:
-            self.first[cause] = in_full(reason, error, group.data)
+        if start_order is None:
+            return None
+        if loss.status == "refused":
+            is_counted = loss != NOT_ACCEPTED or not self._options.is_filter_bounded
+            self.num_refused = self.num_refused + 1 if is_counted else 0
+            if self.num_refused >= self._options.max_consecutive_rejections:
+                return stopped(f"{self.num_refused} groups in a row were dropped: {loss.reason}")
+        elif (num_failures := self._failures.add(start_order)) >= self._options.max_consecutive_failures:
+            last = in_full(loss, item)
+            return stopped(f"{num_failures} groups in a row failed, the last with {last}", loss.error)
+        return None
 
-    def add(self, group: Group, reason: str) -> None:
-        """Count a lost group."""
-        self._lost[kind_of(reason)] += 1
-        failed = [group.tokens[place] for place, each in enumerate(group.episodes) if each.failure]
-        self._failed_lengths.update(filter(None, failed))  # an episode without a token has no answer
-        if reason.startswith(TOO_OLD):
-            self._too_old.append(group.tokens)  # a cancelled group may still report a few more
+    def clear(self) -> None:
+        """Begin to count again."""
+        self._failures, self.num_refused = FailureStreaks(), 0
 
-    def report(self, batch: TensorDict, groups: Sequence[Group], version: int, failed_attempts: Counter[str]) -> None:
-        """Record statistics of a batch and of the groups that were lost before it, then start again from zero.
 
-        Args:
-            batch: about to be consumed.
-            groups: groups in the batch.
-            version: current policy version.
-            failed_attempts: attempts at an episode that have failed so far, by kind.
-        """
-        failed = failed_attempts - self._failed_attempts
-        found = Selection(
-            num_groups=len(groups),
-            num_attempts=failed.total() + sum(group.size for group in groups),
-            failed_attempts=failed,
-            redrawn=Counter(group.redrawn for group in groups if group.redrawn),
-            failed=self._failed_lengths,
-            kept=Counter(response_lengths([batch])),
-        )
-        self.selection.add(found)
-        num_refused = self._lost.pop(kind_of(NOT_ACCEPTED), 0)  # should_accept is there to refuse groups
-        with stats_tracker.scope("rollout"):
-            stats_tracker.count(num_groups=len(groups), num_lost=self._lost.total(), num_refused=num_refused)
-            stats_tracker.count(**found.counts(), **{f"lost/{kind}": n for kind, n in self._lost.items()})
-            stats_tracker.scalar(num_abandoned=len(ABANDONED), **found.lengths())
-            if "versions" in batch:
-                # a sequence is as old as its oldest token
-                made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
-                stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
-            if self._too_old:
-                lengths = Counter(tokens for group in self._too_old for tokens in group.values())
-                stats_tracker.count(num_dropped_too_old=len(self._too_old))
-                stats_tracker.scalar(length_dropped=mean_length(lengths), length_kept=mean_length(found.kept))
-        self._lost, self._failed_attempts = Counter(), failed_attempts
-        self._too_old, self._failed_lengths = [], Counter()
+def stopped(why: str, cause: BaseException | None = None) -> RolloutError:
+    """Return the error that callers get when the run was stopped."""
+    error = RolloutError(f"the rollouts were stopped: {why}")
+    error.__cause__ = cause
+    return error

@@ -1,44 +1,115 @@
-"""The runner: starts groups as their ledgers admit them, and runs their episodes in a thread of its own."""
+"""The runner: starts groups as their ledgers admit them, and runs their episodes in a thread of its own.
+
+_admit ──> _start ──> _run: Episodes.run, one task for each episode ──> _attempt, again after an error ──┐
+   ^                                                                                                     │
+   └── _settle: ready, or lost with a reason <───────────────────────────────────────────────────────────┘
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import itertools
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
+from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
 from rlite.observability import trace
+from rlite.rollout.attempts import Draws
 from rlite.rollout.collector import lost_groups
-from rlite.rollout.collector.group import Ended, Group, Queue
-from rlite.rollout.collector.ledger import FailureStreaks
-from rlite.rollout.collector.lost_groups import CANCELLED, STOPPED, TOO_OLD, LostGroups, in_full, reason_of
+from rlite.rollout.collector.ended import Ended, short_columns
+from rlite.rollout.collector.ledger import RolloutLedger
+from rlite.rollout.collector.lost_groups import ENGINE_FAILURES, Loss, Losses, StopRule
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.collector.seeds import Draws, SampleInference
-from rlite.rollout.deadlines import Abandoned, Overdue, by_deadline, side_by_side
-from rlite.rollout.episode import running
-from rlite.rollout.loop import LoopThread
-from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardTimeout
-from rlite.rollout.trajectories import check_alike, check_trajectory, pad_checked
-from rlite.rollout.workflow import EngineAborted, RolloutError
+from rlite.rollout.episode import Episode, SampleInference, mix, running
+from rlite.rollout.trajectories import check_alike, check_trajectory, layout, pad_checked
+from rlite.rollout.workflow import RolloutWorkflow
+from rlite.runtime.event_loop import Abandoned, Overdue, SharedLoop, by_deadline, side_by_side
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.child import text_of
-from rlite.services.record.schema import Status
-from rlite.types import AsyncInference
+from rlite.types import AsyncInference, Status
 
 FINAL = (DataError, ConfigError)
 """errors that another attempt would repeat"""
-ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
-"""errors of the engine, which a workflow cannot fix"""
+Item = Mapping[str, Any]
+ShouldAccept = Callable[[TensorDict], bool]
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The episodes of one submitted item. The ledger's module draws a group's life."""
+
+    id: int
+    """unique in its collector; batches carry it as `group_ids`"""
+    data: Item
+    """the submitted item"""
+    workflow: RolloutWorkflow
+    size: int
+    """number of episodes"""
+    should_accept: ShouldAccept | None = None
+    """decides whether the finished group is kept"""
+    seed: int | None = None
+    """key of the group's random numbers; None leaves them to the order of requests"""
+    item: str = ""
+    """name of the item in records"""
+    first_sample: int = 0
+    """number of the first episode among those of the item"""
+    version: int | None = None
+    """policy version at the group's start"""
+    start_order: int | None = None
+    """number of groups for training that started before this group; None for an evaluation"""
+    started: float | None = None
+    """`time.monotonic()` at the group's start, in seconds"""
+    task: asyncio.Task[None] | None = None
+    """runs the episodes"""
+    num_finished: int = 0
+    """episodes that have ended"""
+    trajectories: list[TensorDict] | None = None
+    """one per episode, as soon as the group is ready"""
+    loss: Loss | None = None
+    """why the group is lost"""
+    episodes: list[Episode] = field(init=False)
+
+    def __post_init__(self) -> None:
+        submitted = time.monotonic()
+        self.episodes = [Episode(submitted) for _ in range(self.size)]
+
+    @property
+    def age(self) -> int | None:
+        """Version of the oldest token; the version at the start if the trajectories have no `versions`."""
+        made = [row["versions"][row["versions"] >= 0] for row in self.trajectories or () if "versions" in row]
+        return min((int(versions.min()) for versions in made if len(versions)), default=self.version)
+
+    @property
+    def has_ended(self) -> bool:
+        """True as soon as the group is ready or lost."""
+        return self.trajectories is not None or self.loss is not None
+
+    @property
+    def redrawn(self) -> str:
+        """Kind of the failure after which an episode drew other answers; empty if none did."""
+        return next((episode.redrawn for episode in self.episodes if episode.redrawn), "")
+
+    def ended(self, status: Status | None, reason: str = "") -> Ended:
+        """Return what a record needs.
+
+        Args:
+            status: status of the group; None if it was consumed.
+            reason: why it is lost.
+        """
+        columns = short_columns(self.data)
+        return Ended(self.id, self.item, status, reason, self.episodes, self.first_sample, columns)
+
+    def __str__(self) -> str:
+        state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"
+        return f"group {self.id} ({state})"
 
 
 class EpisodeFailed(Exception):
@@ -58,17 +129,11 @@ class Episodes:
     """
 
     group: Group
-    """group of the episodes; its `tokens` count the tokens that each episode has generated so far"""
     engine: AsyncInference
     options: CollectorOptions
     """time-out and number of attempts"""
     failed_attempts: Counter[str]
     """counts the attempts that raised, by the exception's name or the reward's outcome"""
-
-    @property
-    def name(self) -> str:
-        """Name of the workflow."""
-        return type(self.group.workflow).__name__
 
     async def run(self) -> list[TensorDict] | None:
         """Run all episodes. The first that fails for good cancels its siblings.
@@ -96,29 +161,28 @@ class Episodes:
         return trajectories
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
-        group, recorded, draws = self.group, self.group.episodes[number], Draws()
-        with running(recorded):
+        group, episode, draws = self.group, self.group.episodes[number], Draws()
+        sample, is_trained = group.first_sample + number, group.start_order is not None
+        seed = None if group.seed is None else mix(group.seed, number)
+        keeps_tokens = self.options.keep_ended
+        with running(episode):
             while True:
-                recorded.begin_attempt()
-                draws.begin_attempt()
-                inference = SampleInference(self.engine, group, number, draws, affinity, self.options.keep_ended)
+                inference = SampleInference(
+                    self.engine, episode, draws, sample, seed, affinity, is_trained, keeps_tokens
+                )
                 try:
                     result = await self._attempt(inference)
                 except ENGINE_FAILURES:
                     raise
                 except Exception as error:
-                    kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
-                    recorded.failed_attempts.append(kind)
-                    self.failed_attempts[kind] += 1
-                    is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
-                    if len(recorded.failed_attempts) > self.options.request_retries or is_final:
-                        recorded.failure = reason_of(error)
-                        raise EpisodeFailed(error) from error
+                    self._count_failure(episode, error)
+                    episode.begin_attempt()
+                    draws.begin_attempt()
                 else:
                     group.num_finished += 1
-                    if draws.are_other(self.engine.get_version()):
-                        recorded.redrawn = recorded.failed_attempts[-1]
-                    recorded.take_trajectory(result)
+                    if episode.failed_attempts and draws.are_other(self.engine.get_version()):
+                        episode.redrawn = episode.failed_attempts[-1]
+                    episode.take_trajectory(result)
                     return result
                 finally:
                     inference.end()
@@ -128,39 +192,54 @@ class Episodes:
 
         Raises:
             CallTimeout: The attempt did not end in time.
+            ConfigError: The workflow's method is not async.
         """
-        what = f"an episode of {self.name}"
+        name = type(self.group.workflow).__name__
+
+        async def work() -> TensorDict | None:
+            episode: Any = self.group.workflow.arun_episode(inference, dict(self.group.data))
+            if not inspect.isawaitable(episode):
+                raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
+            return await episode
+
         try:
-            result = await by_deadline(self._episode(inference), self.options.request_timeout, what)
+            result = await by_deadline(work(), self.options.request_timeout, f"an episode of {name}")
         except Overdue as error:
             raise CallTimeout(str(error)) from error
         if result is not None:
-            check_trajectory(result, f"the trajectory of {self.name}")
+            check_trajectory(result, f"the trajectory of {name}")
         return result
 
-    async def _episode(self, inference: Any) -> TensorDict | None:
-        episode = self.group.workflow.arun_episode(inference, dict(self.group.data))
-        if not inspect.isawaitable(episode):
-            raise ConfigError(f"{self.name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
-        return await episode
+    def _count_failure(self, episode: Episode, error: Exception) -> None:
+        """Count a failed attempt.
+
+        Raises:
+            EpisodeFailed: No attempt is left.
+        """
+        kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
+        episode.failed_attempts.append(kind)
+        self.failed_attempts[kind] += 1
+        is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
+        if len(episode.failed_attempts) > self.options.request_retries or is_final:
+            episode.failure = lost_groups.reason_of(error)
+            raise EpisodeFailed(error) from error
 
 
-def status_of(reason: str, error: BaseException | None) -> Status:
-    """Return the status of a group.
+@dataclass(eq=False)
+class Queue:
+    """Groups under one rule of admission: those that wait, run or are ready, in the order of their submission.
 
-    Args:
-        reason: why it is lost.
-        error: the exception behind the reason.
+    The ledger decides by number; the queue keeps the groups behind the numbers.
     """
-    if reason.startswith(TOO_OLD):
-        return "too_old"
-    if reason in (CANCELLED, STOPPED) or isinstance(error, (*ENGINE_FAILURES, EngineAborted)):
-        return "aborted"
-    if error is None:
-        return "refused"
-    if isinstance(error, RewardTimeout | RewardCrash | RewardMemory):
-        return "reward_killed"
-    return "timed_out" if isinstance(error, CallTimeout) else "failed"
+
+    ledger: RolloutLedger
+    is_training: bool = True
+    """true if the groups are trained on. If not, lost groups are not reported and stop no run"""
+    groups: dict[int, Group] = field(default_factory=dict)
+
+    def unfinished(self) -> list[Group]:
+        """Return the groups that wait or run."""
+        return [group for group in self.groups.values() if not group.has_ended]
 
 
 class GroupRunner:
@@ -181,34 +260,85 @@ class GroupRunner:
 
     def __init__(self, engine: AsyncInference, options: CollectorOptions, queues: Sequence[Queue]) -> None:
         self._engine, self._options, self._queues = engine, options, queues
-        self.changed = threading.Condition()
-        """guards the queues and all fields below; notified when a caller's condition has become true"""
+        self.loop = SharedLoop(
+            "rollout-collector", "the collector", RolloutError, options.stale_timeout, options.request_timeout
+        )
+        self.changed = self.loop.changed
+        """guards the queues and all fields below"""
         self.is_paused = False
-        self.is_closed = False
-        self.lost_groups = LostGroups()
+        self.failed_attempts: Counter[str] = Counter()
+        """attempts that raised at an episode to train on, by kind"""
+        self.losses = Losses()
+        self.first_losses: dict[str, str] = {}
+        """reason of the first lost group of each cause, with its row; also of an evaluation"""
         self.ended: list[Ended] = []
         """groups for the record, if the options keep them"""
-        self._stopped: BaseException | None = None
-        self._death: BaseException | None = None
-        self._wake_conditions: list[Callable[[], bool]] = []
         self._num_started = itertools.count()
-        self._failures = FailureStreaks()
-        self._num_refused = 0
-        self._loop = LoopThread("rollout-collector", self._on_loop_end, block_limit=options.request_timeout)
+        self._stop_rule = StopRule(options)
 
     # -- called in any thread ------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Make the loop drop groups that are too old, start groups that may start, and wake callers."""
-        self._loop.call(self._admit)
+        self.loop.call(self._admit)
 
     def submit(self, queue: Queue, groups: Sequence[Group]) -> None:
         """Let groups wait in a queue, and start those that may start."""
-        self.raise_if_stopped()
+        self.loop.raise_if_stopped()
         with self.changed:
             for group in groups:
-                queue.submit(group)
+                queue.groups[group.id] = group
+                queue.ledger.submit(group.id)
+                trace.stage("group", group.id, "waiting")
         self.admit()
+
+    def drop(self, queue: Queue, group: Group, loss: Loss) -> None:
+        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock.
+
+        Args:
+            queue: holds the group.
+            group: is lost from now on.
+            loss: why.
+        """
+        if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
+            self.first_losses[cause] = lost_groups.in_full(loss, group.data)
+        self._keep(queue, group, loss.status, loss.reason)
+        if queue.is_training:
+            self.losses.add(loss, group.episodes)
+        queue.ledger.drop(group.id, loss.reason)
+        trace.finish("group", group.id, loss.reason)
+        del queue.groups[group.id]
+        group.loss, group.trajectories = loss, None
+        if group.task is not None:
+            self.loop.call(group.task.cancel)
+
+    def drop_too_old(self) -> None:
+        """Drop the groups that may no longer be consumed. Needs the lock."""
+        version = self._engine.get_version()
+        for queue in self._queues:
+            for id in queue.ledger.too_old(version):
+                self.drop(queue, queue.groups[id], lost_groups.TOO_OLD)
+
+    def drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
+        """Drop the groups whose keys or types differ from those of most groups. Needs the lock.
+
+        Returns:
+            True if there are any.
+        """
+        layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
+        common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
+        misfits = [(group, own ^ common) for group, own in zip(groups, layouts, strict=True) if own != common]
+        for group, odd in misfits:
+            self.drop(queue, group, lost_groups.unlike_others({key for key, *_ in odd}))
+        return bool(misfits)
+
+    def consume(self, queue: Queue, groups: Sequence[Group]) -> None:
+        """Consume ready groups. Needs the lock."""
+        queue.ledger.consume([group.id for group in groups], self._engine.get_version())
+        for group in groups:
+            trace.finish("group", group.id, "consumed")
+            del queue.groups[group.id]
+            self._keep(queue, group, status=None)
 
     def wait_until(
         self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
@@ -218,213 +348,93 @@ class GroupRunner:
         Args:
             is_settled: evaluated by the loop at every change.
             deadline: by `time.monotonic()`; None sets no limit.
-            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread every few
-                seconds.
+            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
 
         Returns:
             False if the deadline has passed before.
-
-        Raises:
-            RolloutError: The run was stopped, the collector was closed, or its event loop died.
         """
         self.admit()
+        with trace.span("wait for rollouts"):
+            return self.loop.wait_until(is_settled, deadline, is_due)
 
-        def is_over() -> bool:
-            return self._stopped is not None or self.is_closed or is_settled()
-
-        with trace.span("wait for rollouts"), self.changed:
-            self._wake_conditions.append(is_over)
-            try:
-                while not (is_over() or is_due()):
-                    patience = self._options.stale_timeout
-                    if deadline is not None and (patience := min(patience, deadline - time.monotonic())) <= 0:
-                        return False
-                    self._loop.wait(self.changed, patience)
-            finally:
-                self._wake_conditions.remove(is_over)
-        self.raise_if_stopped()
-        return True
-
-    def raise_if_stopped(self) -> None:
-        """Raise the error that stopped the run, once.
-
-        Raises:
-            RolloutError: The run was stopped, the collector is closed, or its event loop died.
-        """
-        with self.changed:
-            if self._death is not None:
-                raise RolloutError(f"the collector's event loop died: {self._death!r}") from self._death
-            if self.is_closed:
-                raise RolloutError("the collector is closed")
-            stopped, self._stopped = self._stopped, None
-        if stopped is not None:
-            raise stopped
-
-    def drop(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
-        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock.
-
-        Args:
-            queue: holds the group.
-            group: is lost from now on.
-            reason: why.
-            error: the exception behind the reason.
-        """
-        self.lost_groups.explain(group, reason, error)
-        self.keep(queue, group, status_of(reason, error), reason)
-        if queue.is_training:
-            self.lost_groups.add(group, reason)
-        queue.drop(group, reason, error)
-        if group.task is not None:
-            self._loop.call(group.task.cancel)
-
-    def keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
-        """Keep a group for the record, if the options say so. Needs the lock.
-
-        Args:
-            queue: has held the group.
-            group: was lost or consumed.
-            status: status of the group; None if it was consumed.
-            reason: why it is lost.
-        """
+    def _keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
+        """Keep a group that was lost, or consumed (status None), for the record, if the options say so."""
         if self._options.keep_ended and queue.is_training:
             self.ended.append(group.ended(status, reason))
 
-    def drop_too_old(self) -> None:
-        """Drop the groups that may no longer be consumed. Needs the lock."""
-        version = self._engine.get_version()
-        for queue in self._queues:
-            for id in queue.ledger.too_old(version):
-                self.drop(queue, queue.groups[id], lost_groups.TOO_OLD)
-
-    def report(self, batch: TensorDict, groups: Sequence[Group]) -> None:
-        """Record the statistics of a batch of these groups, and of the groups lost before it. Needs the lock."""
-        self.lost_groups.report(batch, groups, self._engine.get_version(), self.failed_attempts)
-
-    @property
-    def failed_attempts(self) -> Counter[str]:
-        """Number of attempts that raised at an episode to train on, by kind."""
-        # copied first: the loop counts meanwhile
-        return sum((queue.failed_attempts.copy() for queue in self._queues if queue.is_training), Counter[str]())
-
-    def close(self) -> None:
-        """Cancel the running groups and end the thread."""
-        with self.changed:
-            is_stopping, self.is_closed = self.is_closed, True
-        if not is_stopping:
-            self._loop.stop()
-        self._loop.join()
-
     # -- called in the loop's thread -----------------------------------------------------------------------------
-
-    def _on_loop_end(self, death: BaseException | None) -> None:
-        with self.changed:
-            self._death = death
-            self.is_closed = True
-            self.changed.notify_all()
 
     def _admit(self) -> None:
         with self.changed:
             self.drop_too_old()
-            if not self.is_paused and not self.is_closed:
+            if not self.is_paused and not self.loop.is_closed:
                 version = self._engine.get_version()
                 for queue in self._queues:
                     for _ in range(min(queue.ledger.room(version), queue.ledger.counters.waiting)):
-                        self._start(queue, queue.start(version))
-            if any(is_over() for is_over in self._wake_conditions):
-                self.changed.notify_all()
+                        self._start(queue, version)
+            self.loop.wake()
 
-    def _start(self, queue: Queue, group: Group) -> None:
+    def _start(self, queue: Queue, version: int) -> None:
+        """Start the group that has waited longest."""
+        group = queue.groups[queue.ledger.start(version)]
+        trace.stage("group", group.id, "running")
+        group.started, group.version = time.monotonic(), version
         if queue.is_training:
             group.start_order = next(self._num_started)
-        group.task = self._loop.start_task(self._run(queue, group))
+        group.task = self.loop.start_task(self._run(queue, group))
         group.task.add_done_callback(partial(self._on_task_end, queue, group))
 
     def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
-            self._end(queue, group, lost_groups.CANCELLED)
+            self._settle(queue, group, lost_groups.CANCELLED)
         elif (error := task.exception()) is not None:
-            self._loop.die(error)  # `_run` lets no Exception through
+            self.loop.die(error)  # `_run` lets no Exception through
 
     async def _run(self, queue: Queue, group: Group) -> None:
+        stopping: BaseException | None = None
+        end: list[TensorDict] | Loss
+        failed_attempts = self.failed_attempts if queue.is_training else Counter[str]()
         try:
-            trajectories = await Episodes(group, self._engine, self._options, queue.failed_attempts).run()
-            is_accepted = group.should_accept is None or (
-                trajectories is not None and group.should_accept(pad_checked(trajectories))
-            )
+            trajectories = await Episodes(group, self._engine, self._options, failed_attempts).run()
+            end = lost_groups.RETURNED_NONE if trajectories is None else trajectories
+            if trajectories is not None and group.should_accept is not None:
+                end = trajectories if group.should_accept(pad_checked(trajectories)) else lost_groups.NOT_ACCEPTED
         except asyncio.CancelledError:  # by the workflow: a group that the collector cancels was dropped before
-            self._fail(queue, group, lost_groups.CANCELLED)
-        except ENGINE_FAILURES as error:
-            if self._end(queue, group, reason_of(error), error):
-                self._stop(error)
+            end = lost_groups.CANCELLED
         except EpisodeFailed as failed:
-            self._fail(queue, group, reason_of(failed.error), failed.error)
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # only should_accept is left: it is the caller's code, and would fail again
-            if self._end(queue, group, reason_of(error), error):
-                self._stop(_stopping_error(f"should_accept raised {reason_of(error)}", error))
-        else:
-            if trajectories is None:
-                self._refuse(queue, group, lost_groups.RETURNED_NONE)
-            elif not is_accepted:
-                self._refuse(queue, group, lost_groups.NOT_ACCEPTED)
+            end = Loss.by(failed.error)
+        except ENGINE_FAILURES as error:
+            end, stopping = Loss.by(error), error
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # of should_accept: the caller's code
+            end = Loss.by(error)
+            stopping = lost_groups.stopped(f"should_accept raised {end.reason}", error)
+        self._settle(queue, group, end, stopping)
+
+    def _settle(
+        self, queue: Queue, group: Group, end: list[TensorDict] | Loss, stopping: BaseException | None = None
+    ) -> None:
+        """Make a group ready or lost at the end of its task, and stop the run if its loss is one too many."""
+        with self.changed:
+            group.task = None
+            if group.has_ended:  # it was dropped a moment ago, and its end has no effect
+                pass
+            elif isinstance(end, Loss):
+                self.drop(queue, group, end)
+                stopping = stopping or self._stop_rule.error(end, group.data, group.start_order)
+                if stopping is not None:
+                    self._stop(stopping)
             else:
-                self._accept(queue, group, trajectories)
-
-    def _accept(self, queue: Queue, group: Group, trajectories: list[TensorDict]) -> None:
-        with self.changed:
-            group.task = None
-            if queue.is_training:
-                self._num_refused = 0
-            if not group.has_ended:  # else it was dropped a moment ago
-                queue.accept(group, trajectories)
+                trace.stage("group", group.id, "ready")
+                group.trajectories = end
+                queue.ledger.accept(group.id, group.age)
+                if queue.is_training:
+                    self._stop_rule.num_refused = 0
         self._admit()
-
-    def _refuse(self, queue: Queue, group: Group, reason: str) -> None:
-        """Drop a group whose episodes succeeded, and stop the run if too many in a row were refused."""
-        if self._end(queue, group, reason) and queue.is_training:
-            is_counted = reason != lost_groups.NOT_ACCEPTED or not self._options.is_filter_bounded
-            self._num_refused = self._num_refused + 1 if is_counted else 0
-            if self._num_refused >= self._options.max_consecutive_rejections:
-                self._stop(_stopping_error(f"{self._num_refused} groups in a row were dropped: {reason}"))
-
-    def _fail(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
-        """Drop a group whose episodes failed, and stop the run if too many in a row failed."""
-        if self._end(queue, group, reason, error) and group.start_order is not None:
-            num_failures = self._failures.add(group.start_order)
-            if num_failures >= self._options.max_consecutive_failures:
-                last = in_full(reason, error, group.data)
-                self._stop(_stopping_error(f"{num_failures} groups in a row failed, the last with {last}", error))
-
-    def _end(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> bool:
-        """Drop a group whose task ends.
-
-        Returns:
-            False if the group was dropped before: then its error has no effect.
-        """
-        with self.changed:
-            group.task = None
-            is_first = not group.has_ended
-            if is_first:
-                self.drop(queue, group, reason, error)
-        self._admit()
-        return is_first
 
     def _stop(self, error: BaseException) -> None:
         """Drop every group that runs or waits. The next caller gets the error."""
-        with self.changed:
-            self._stopped = error
-            self._failures.clear()
-            self._num_refused = 0
-            for queue in self._queues:
-                for group in queue.unfinished():
-                    self.drop(queue, group, lost_groups.STOPPED)
-            self.changed.notify_all()
-
-
-def _stopping_error(why: str, cause: BaseException | None = None) -> RolloutError:
-    error = RolloutError(f"the rollouts were stopped: {why}")
-    error.__cause__ = cause
-    return error
+        self._stop_rule.clear()
+        for queue in self._queues:
+            for group in queue.unfinished():
+                self.drop(queue, group, lost_groups.STOPPED)
+        self.loop.stop_callers(error)

@@ -12,7 +12,8 @@ from typing import Any, Unpack
 
 from rlite.errors import ConfigError
 from rlite.rollout.environments.child import GymFunction, MakeFile, Turn, advance, close, read_turn, start
-from rlite.rollout.environments.step import ENVIRONMENT_ERRORS, EnvironmentFailure, ProcessOptions, sandboxed
+from rlite.rollout.environments.step import ProcessOptions, sandboxed
+from rlite.rollout.failures import ENVIRONMENT_ERRORS, EnvironmentFailure
 from rlite.runtime.sandbox.function import limited
 
 

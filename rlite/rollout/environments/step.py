@@ -11,37 +11,8 @@ from typing import TypedDict, Unpack
 
 from rlite.errors import shortened
 from rlite.rollout.environments.child import MAX_MEMORY, StepFile, Turn, read_turn
-from rlite.runtime.sandbox import calls as sandbox
+from rlite.rollout.failures import ENVIRONMENT_ERRORS, EnvironmentFailure
 from rlite.runtime.sandbox.function import SandboxFunction
-
-
-class EnvironmentFailure(sandbox.SandboxError):
-    """Failure of a call of an environment. `outcome` names the kind of failure in one word."""
-
-
-class EnvironmentTimeout(EnvironmentFailure, sandbox.SandboxTimeout):
-    """Time-out of the call. Its process was killed."""
-
-
-class EnvironmentCrash(EnvironmentFailure, sandbox.SandboxCrash):
-    """End of the process during the call. The message has the exit code or the signal."""
-
-
-class EnvironmentMemory(EnvironmentFailure, sandbox.SandboxMemory):
-    """Use of more memory than the process's limit, or than the machine has."""
-
-
-class EnvironmentRaised(EnvironmentFailure, sandbox.SandboxRaised):
-    """Exception raised by the environment, or a return value of the wrong form."""
-
-
-class EnvironmentInvalid(EnvironmentFailure, sandbox.SandboxInvalid):
-    """Answer of the process that is not a turn."""
-
-
-ENVIRONMENT_ERRORS = sandbox.error_kinds(
-    EnvironmentTimeout, EnvironmentCrash, EnvironmentMemory, EnvironmentRaised, EnvironmentInvalid
-)
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from typing import Any, Unpack
 import cloudpickle
 from tensordict import TensorDict
 
-from rlite.data.chat.template import has_chat_template
+from rlite.data.chat.template import Tokenizer, has_chat_template
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import ConversationOptions, ConversationWorkflow
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.gym import GymEnvironment
 from rlite.rollout.environments.step import Environment, ProcessOptions, noting
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 _NOT_EXTRA = ("prompt", "messages", "input_ids", "extra_info")

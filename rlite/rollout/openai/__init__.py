@@ -19,4 +19,13 @@ if TYPE_CHECKING:
     from rlite.services.endpoint.workflow import AgentWorkflow
 
 # lazy: the client needs the openai package, the endpoint aiohttp; the rest needs neither
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.services.endpoint.client": "AgentClient",
+        "rlite.services.endpoint.endpoint": "Access AgentEndpoint",
+        "rlite.services.endpoint.recording": "Recording Turn",
+        "rlite.services.endpoint.session": "AgentSession",
+        "rlite.services.endpoint.workflow": "AgentWorkflow",
+    },
+)

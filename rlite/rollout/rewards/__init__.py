@@ -14,4 +14,13 @@ if TYPE_CHECKING:
     from rlite.rollout.rewards.reasoning import reasoning_gym_reward
 
 # lazy: ready rewards are built on packages that take a second to import, and a reward process needs one of them
-__all__, __getattr__, __dir__ = lazy.exports()
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.rollout.rewards.adapters": "from_trl from_verl",
+        "rlite.rollout.rewards.function": "RewardFunction",
+        "rlite.rollout.rewards.gsm8k": "gsm8k_reward",
+        "rlite.rollout.rewards.math": "math_verify_reward",
+        "rlite.rollout.rewards.reasoning": "reasoning_gym_reward",
+    },
+)

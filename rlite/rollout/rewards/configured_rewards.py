@@ -10,9 +10,10 @@ from typing import Any
 from rlite.errors import ConfigError
 from rlite.rollout.registry import find_reward
 from rlite.rollout.rewards.adapters import TrlReward
-from rlite.rollout.rewards.function import Part, RewardFunction, WeightedRewards
+from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import RewardOptions
 from rlite.rollout.rewards.signatures import Adapted, Row, adapt, check_columns
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 
 
 @dataclass(frozen=True)

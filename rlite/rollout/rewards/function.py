@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import math
-import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from rlite.errors import ConfigError, shortened
+from rlite.errors import shortened
 from rlite.observability import trace
-from rlite.rollout.deadlines import side_by_side
 from rlite.rollout.episode import current_episode, in_reward
+from rlite.rollout.failures import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.adapters import TrlReward
-from rlite.rollout.rewards.judges import JudgeLoop, Slots
-from rlite.rollout.rewards.score import (
-    REWARD_ERRORS,
-    Reward,
-    RewardError,
-    RewardInvalid,
-    read_batch,
-    read_score,
-    score,
-    score_batch,
-)
+from rlite.rollout.rewards.batches import JoinedCalls, read_batch, score_batch
+from rlite.rollout.rewards.judges import JudgeLoop, Retrying, Slots, check_options
+from rlite.rollout.rewards.score import Reward, read_score, score
 from rlite.runtime.sandbox.function import SandboxFunction, limited
-
-_Rows = dict["asyncio.Future[float | str]", dict[str, Any]]
-"""calls of a batch: keyword arguments by the future of the result"""
-
-
-class Retrying(Protocol):
-    """Policy for repeated attempts: a `tenacity.AsyncRetrying`."""
-
-    def copy(self, *, reraise: bool) -> Retrying:
-        """Return a copy with its own state."""
-
-    def __call__(self, fn: Callable[..., Awaitable[Any]], *args: Any) -> Awaitable[Any]:
-        """Call a function until it succeeds or the policy gives up."""
 
 
 class RewardFunction:
@@ -94,31 +70,17 @@ class RewardFunction:
         what: str = "the reward function",
         env_vars: Sequence[str] = (),
     ) -> None:
-        if not callable(fn):
-            raise ConfigError(f"RewardFunction({fn!r}): expected a function")
-        if not timeout > 0 or batch_wait < 0:
-            raise ConfigError(f"timeout={timeout}, batch_wait={batch_wait}: expected more than 0 s, and at least 0 s")
-        for key, count in {"max_concurrent": max_concurrent, "batch_size": batch_size}.items():
-            if count is not None and count < 1:
-                raise ConfigError(f"{key}={count}: expected at least 1")
-        can_retry = retries >= 0 if isinstance(retries, int) else inspect.iscoroutinefunction(type(retries).__call__)
-        if not can_retry:
-            raise ConfigError(f"retries={retries!r}: expected a number of at least 0, or a tenacity.AsyncRetrying")
-        if in_process and memory_limit_gib is not None:
-            raise ConfigError(f"memory_limit_gib={memory_limit_gib}, in_process=True: a limit needs a process")
+        check_options(fn, timeout, retries, in_process, memory_limit_gib, max_concurrent, batch_size, batch_wait)
         self.fn = fn
         self.timeout = timeout
         self.retries = retries
         self.in_process = in_process
-        self.batch_size = batch_size
-        self.batch_wait = batch_wait
         self.what = what
         self.outcomes: Counter[str] = Counter()
         self._names = fn.names if isinstance(fn, TrlReward) else ()
         self._slots = None if max_concurrent is None else Slots(max_concurrent)
         self._loop = JudgeLoop(what, timeout)
-        self._joining: weakref.WeakKeyDictionary[Any, _Rows] = weakref.WeakKeyDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._joined = JoinedCalls(self._call_batch, batch_size, batch_wait)
         if not in_process:
             options = (fn, timeout, num_processes, memory_limit_gib, what, env_vars)
             self._functions: dict[Callable[[Any], Any], SandboxFunction] = {
@@ -201,8 +163,8 @@ class RewardFunction:
         return rewards
 
     async def _compute(self, keywords: dict[str, Any]) -> float:
-        if self.batch_size is not None:
-            return self._reward(await self._join_batch(keywords))
+        if self._joined.size is not None:
+            return self._reward(await self._joined.result(keywords))
         answer = await self._call(score, keywords)
         return self._reward(read_score(answer, self._names), answer)
 
@@ -231,51 +193,10 @@ class RewardFunction:
                 value = self.fn(**keywords)
             return finish(await self._loop.run(value) if inspect.isawaitable(value) else value)
 
-    # -- batches -------------------------------------------------------------------------------------------------
-
     async def _call_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float | str]:
         names = dict.fromkeys(name for row in rows for name in row)
         answer = await self._call(score_batch, {name: [row.get(name) for row in rows] for name in names})
         return self._reward(read_batch(answer, len(rows), self._names), answer)
-
-    async def _join_batch(self, keywords: dict[str, Any]) -> float | str:
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[float | str] = loop.create_future()
-        rows = self._joining.setdefault(loop, {})
-        rows[result] = keywords
-        if len(rows) == 1:
-            loop.call_later(self.batch_wait, self._send_batch, loop, rows)
-        if len(rows) == self.batch_size:
-            self._send_batch(loop, rows)
-        return await result
-
-    def _send_batch(self, loop: asyncio.AbstractEventLoop, rows: _Rows) -> None:
-        if self._joining.get(loop) is rows:  # else it was full before its time was up
-            del self._joining[loop]
-            task = loop.create_task(self._run_batch(rows))
-            self._tasks.add(task)  # the loop itself holds tasks weakly
-            task.add_done_callback(self._tasks.discard)
-
-    async def _run_batch(self, rows: _Rows) -> None:
-        rows = {result: keywords for result, keywords in rows.items() if not result.done()}  # else it was cancelled
-        if not rows:
-            return
-        found: Sequence[float | str | BaseException]
-        try:
-            found = await self._call_batch([*rows.values()])
-        except BaseException as error:  # whatever it is, the callers wait for it
-            task = asyncio.current_task()
-            if len(rows) > 1 and not (task and task.cancelling()):
-                await asyncio.gather(*(self._run_batch({result: rows[result]}) for result in rows))
-                return
-            found = [error] * len(rows)
-        for result, value in zip(rows, found, strict=True):
-            if result.done():
-                continue
-            if isinstance(value, BaseException):
-                result.set_exception(value)
-            else:
-                result.set_result(value)
 
 
 def noted(source: object, reward: float) -> float:
@@ -288,56 +209,3 @@ def noted(source: object, reward: float) -> float:
     if (episode := current_episode()) is not None:
         episode.take_answer(source, reward.answer if isinstance(reward, Reward) else None)
     return reward
-
-
-class Part(NamedTuple):
-    """One of several rewards."""
-
-    function: RewardFunction
-    weight: float
-
-
-class WeightedRewards:
-    """The weighted sum of several reward functions, which run concurrently.
-
-    A function with TRL's signature may return None for a completion to which it does not apply. It then does not count.
-
-    Args:
-        parts: the rewards by name. The name is that of the metric `reward/NAME`, the mean before the weight.
-    """
-
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        self.parts = dict(parts)
-
-    async def __call__(self, /, **arguments: Any) -> Reward:
-        """Return the sum, with its parts.
-
-        Args:
-            **arguments: arguments of each function.
-
-        Raises:
-            RewardError: a part failed. The other parts are cancelled.
-            RewardInvalid: all parts are None.
-        """
-        rewards = await side_by_side([part.function(**arguments) for part in self.parts.values()])
-        values = dict(zip(self.parts, map(_value, rewards), strict=True))
-        counted = [self.parts[name].weight * value for name, value in values.items() if not math.isnan(value)]
-        if not counted:
-            raise RewardInvalid(f"none of the rewards {', '.join(values)} applies to the completion: all are None")
-        reward = Reward(math.fsum(counted))
-        reward.parts = values
-        reward.answer = next((each.answer for each in rewards if isinstance(each, Reward) and each.answer), None)
-        noted(self, reward)
-        return reward
-
-
-def has_trl_signature(reward: RewardFunction | WeightedRewards) -> bool:
-    """Return whether a reward function, or one of several, has TRL's signature and so takes lists of completions."""
-    parts = reward.parts.values() if isinstance(reward, WeightedRewards) else [Part(reward, 1.0)]
-    return any(isinstance(part.function.fn, TrlReward) for part in parts)
-
-
-def _value(reward: float) -> float:
-    """Return a part's reward; NaN if its function returned None, which `TrlReward.is_part` reports as its one part."""
-    parts = list(reward.parts.values()) if isinstance(reward, Reward) else []
-    return math.nan if len(parts) == 1 and math.isnan(parts[0]) else float(reward)

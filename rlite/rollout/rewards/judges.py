@@ -1,19 +1,20 @@
-"""Run async reward functions in this process, and limit concurrent calls."""
+"""Run async reward functions in this process, limit concurrent calls, and check the options of calls."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
-from rlite.rollout.deadlines import converted
-from rlite.rollout.loop import LoopThread
-from rlite.rollout.rewards.score import REWARD_ERRORS, RewardTimeout
+from rlite.errors import ConfigError
+from rlite.rollout.failures import REWARD_ERRORS, RewardTimeout
+from rlite.runtime.event_loop import LoopThread, converted
 
 BLOCKED_AFTER = 5.0
 """seconds beyond its time-out after which a call's loop counts as blocked"""
@@ -105,3 +106,52 @@ class Slots:
                 if turn.set_running_or_notify_cancel():
                     turn.set_result(None)
                     self._num_free -= 1
+
+
+class Retrying(Protocol):
+    """Policy for repeated attempts: a `tenacity.AsyncRetrying`."""
+
+    def copy(self, *, reraise: bool) -> Retrying:
+        """Return a copy with its own state."""
+
+    def __call__(self, fn: Callable[..., Awaitable[Any]], *args: Any) -> Awaitable[Any]:
+        """Call a function until it succeeds or the policy gives up."""
+
+
+def check_options(
+    fn: Any,
+    timeout: float,
+    retries: int | Retrying,
+    in_process: bool,
+    memory_limit_gib: float | None,
+    max_concurrent: int | None,
+    batch_size: int | None,
+    batch_wait: float,
+) -> None:
+    """Check the options of a `RewardFunction`.
+
+    Args:
+        fn: the function.
+        timeout: seconds.
+        retries: number of further attempts, or a policy.
+        in_process: the function runs without a process.
+        memory_limit_gib: limit of a process.
+        max_concurrent: maximum number of calls that run at once.
+        batch_size: maximum number of calls in a batch.
+        batch_wait: seconds.
+
+    Raises:
+        ConfigError: An option is out of range.
+    """
+    if not callable(fn):
+        raise ConfigError(f"RewardFunction({fn!r}): expected a function")
+    if not timeout > 0 or batch_wait < 0:
+        raise ConfigError(f"timeout={timeout}, batch_wait={batch_wait}: expected more than 0 s, and at least 0 s")
+    for key, count in {"max_concurrent": max_concurrent, "batch_size": batch_size}.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{key}={count}: expected at least 1")
+    can_retry = retries >= 0 if isinstance(retries, int) else inspect.iscoroutinefunction(type(retries).__call__)
+    if not can_retry:
+        raise ConfigError(f"retries={retries!r}: expected a number of at least 0, or a tenacity.AsyncRetrying")
+    if in_process and memory_limit_gib is not None:
+        raise ConfigError(f"memory_limit_gib={memory_limit_gib}, in_process=True: a limit needs a process")

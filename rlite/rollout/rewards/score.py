@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlite.runtime.sandbox import calls as sandbox
 from rlite.runtime.sandbox.child import MAX_TEXT, printable
 
 Score = float | str | list[Any] | dict[str, Any]
@@ -67,18 +66,10 @@ def score(value: Any) -> Score:
         value = {"score": float(value), "answer": value.answer}
     if type(value) is dict and (number := as_number(value.get("score"))) is not None:
         found = next((value[key] for key in ANSWER_KEYS if value.get(key) is not None), None)
-        text = found if isinstance(found, str) else _text(found)
+        text = found if isinstance(found, str) else text_of_value(found)
         return number if found is None else {"score": number, "answer": text[:MAX_ANSWER]}
     number = as_number(value)
-    return number if number is not None else _text(value)
-
-
-def score_batch(values: Any) -> str | list[Score]:
-    """Return the scores of a batch function's result."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)):
-        return f"{_text(values)} for a batch, where a list of numbers was expected"
-    return [score(value) for value in values]
+    return number if number is not None else text_of_value(value)
 
 
 def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
@@ -104,27 +95,6 @@ def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
     return None
 
 
-def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[float | str] | str | None:
-    """Return the rewards in the answer of a batch, each as by `read_score`.
-
-    Args:
-        answer: answer of an untrusted process.
-        count: number of completions in the batch.
-        names: names of the parts of a `Reward`, if the function is a sum.
-
-    Returns:
-        The rewards, or the text that says why there are none. None if the answer has another form.
-    """
-    if isinstance(answer, str):
-        return printable(answer)
-    if not isinstance(answer, list):
-        return None
-    if len(answer) != count:
-        return f"{len(answer)} values for a batch of {count}"
-    results = [read_score(one, names) for one in answer]
-    return None if None in results else results  # type: ignore[return-value]
-
-
 def as_number(value: Any) -> float | None:
     """Return a finite float from a number, or from a tensor or array of one element; None for anything else."""
     try:
@@ -136,35 +106,9 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _text(value: Any) -> str:
+def text_of_value(value: Any) -> str:
+    """Return a value as a short text."""
     try:
         return repr(value)[:MAX_TEXT]
     except Exception:  # a class of the function's own
         return f"a {type(value).__name__}"
-
-
-class RewardError(sandbox.SandboxError):
-    """Failure to compute a reward. `outcome` names the kind of failure in one word."""
-
-
-class RewardTimeout(RewardError, sandbox.SandboxTimeout):
-    """Time-out of the function. Its process was killed."""
-
-
-class RewardCrash(RewardError, sandbox.SandboxCrash):
-    """End of the process during the call. The message has the exit code or the signal."""
-
-
-class RewardMemory(RewardError, sandbox.SandboxMemory):
-    """Use of more memory than the process's limit, or than the machine has."""
-
-
-class RewardRaised(RewardError, sandbox.SandboxRaised):
-    """Exception raised by the function. The message begins with the exception and ends with its traceback."""
-
-
-class RewardInvalid(RewardError, sandbox.SandboxInvalid):
-    """Result of the function that is not a finite number."""
-
-
-REWARD_ERRORS = sandbox.error_kinds(RewardTimeout, RewardCrash, RewardMemory, RewardRaised, RewardInvalid)

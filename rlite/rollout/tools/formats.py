@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from rlite.rollout.deadlines import beside_loop
+from rlite.runtime.event_loop import beside_loop
 
 
 class ToolCall(NamedTuple):

@@ -1,41 +1,12 @@
-"""Results of tools: texts and errors. Sandbox processes load this module: it imports no transformers."""
+"""Results of tools as texts. Sandbox processes load this module: it imports no transformers."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from rlite.runtime.sandbox import calls as sandbox
-
 MAX_LENGTH = 8192
 """characters of a result; the rest is left out, and the text says so"""
-
-
-class ToolError(sandbox.SandboxError):
-    """A call of a tool that has no result."""
-
-
-class ToolTimeout(ToolError, sandbox.SandboxTimeout):
-    """The tool ran for longer than its time-out."""
-
-
-class ToolCrash(ToolError, sandbox.SandboxCrash):
-    """The tool ended its process."""
-
-
-class ToolMemory(ToolError, sandbox.SandboxMemory):
-    """The tool took more memory than the machine has."""
-
-
-class ToolRaised(ToolError, sandbox.SandboxRaised):
-    """The tool raised an exception."""
-
-
-class ToolInvalid(ToolError, sandbox.SandboxInvalid):
-    """The tool's process answered something else than a text."""
-
-
-TOOL_ERRORS = sandbox.error_kinds(ToolTimeout, ToolCrash, ToolMemory, ToolRaised, ToolInvalid)
 
 
 def result_text(value: Any) -> str:

@@ -11,9 +11,10 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from rlite.errors import ConfigError
-from rlite.rollout.deadlines import converted
 from rlite.rollout.tools.formats import ToolCall
-from rlite.rollout.tools.results import TOOL_ERRORS, ToolError, ToolTimeout, read_text, result_text
+from rlite.rollout.tools.results import read_text, result_text
+from rlite.runtime.event_loop import converted
+from rlite.runtime.sandbox.calls import SANDBOX_ERRORS, SandboxError, SandboxTimeout
 from rlite.runtime.sandbox.function import SandboxFunction
 
 
@@ -105,24 +106,22 @@ class Toolbox:
             return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self._call)}", is_error=True)
         try:
             text = await self._call[call.name](call.arguments)
-        except ToolTimeout:
+        except SandboxTimeout:
             return ToolResult(f"Error: {call.name} took too long", is_error=True)
-        except ToolError as error:
+        except SandboxError as error:
             what, _, _ = str(error).partition("\n")  # below it is the traceback
             return ToolResult(f"Error: {what.removeprefix(f'the tool {call.name} raised ')}", is_error=True)
         return ToolResult(text)
 
 
 def _runner(tool: Tool, timeout: float, env_vars: Sequence[str]) -> Callable[[Mapping[str, Any]], Awaitable[str]]:
-    """Return a function of the tool's arguments that returns a text, and raises ToolError on failure."""
+    """Return a function of the tool's arguments that returns a text, and raises SandboxError on failure."""
     what = f"the tool {tool.name}"
     if inspect.iscoroutinefunction(tool.function):
 
         async def text_of(arguments: Mapping[str, Any]) -> str:
             return result_text(await tool.function(**arguments))
 
-        return lambda arguments: converted(text_of(arguments), timeout, what, TOOL_ERRORS)
-    function = SandboxFunction(
-        tool.function, timeout, what=what, env_vars=env_vars, finish=result_text, errors=TOOL_ERRORS
-    )
+        return lambda arguments: converted(text_of(arguments), timeout, what, SANDBOX_ERRORS)
+    function = SandboxFunction(tool.function, timeout, what=what, env_vars=env_vars, finish=result_text)
     return lambda arguments: function.ask(read_text, **arguments)

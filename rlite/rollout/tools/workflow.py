@@ -9,14 +9,16 @@ from typing import Any, Unpack
 
 from tensordict import TensorDict
 
-from rlite.data.chat.template import Message
+from rlite.data.chat.forms import Message
+from rlite.data.chat.template import Tokenizer
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, numbered, typed
 from rlite.rollout.tools.response_template import tool_call_format
 from rlite.rollout.tools.toolbox import Toolbox
-from rlite.rollout.workflow import Tokenizer, as_reward_function, reward_arguments
+from rlite.rollout.workflow import reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
-from rlite.runtime.cluster.launcher import Launcher, SessionOptions
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
+from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.parallel.processes import join_alone, leave
 
@@ -65,24 +65,12 @@ class InprocessLauncher(Launcher):
         self._handle = InprocessHandle()
         join_alone(options.device)
 
-    def start(
-        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
-    ) -> WorkerGroup:
-        """Make a worker in this process.
-
-        Args:
-            name: name of the group.
-            devices: the one device.
-            factory: makes a worker from its context.
-            replica_size: unused.
-
-        Returns:
-            The group.
-        """
-        (device,) = devices
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Return the group of a worker, after making it in this process."""
+        (device,) = request.devices
         timeout = self._options.call_timeout
-        group = WorkerGroup(name, devices, [self._handle], timeout)
-        group.create(factory, [device.torch_name], [self._options.num_threads or 0], [0], timeout)
+        group = WorkerGroup(request.name, request.devices, [self._handle], timeout)
+        group.create(request.factory, [device.torch_name], [self._options.num_threads or 0], [0], timeout)
         return group
 
     def shutdown(self) -> None:

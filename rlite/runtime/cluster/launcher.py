@@ -29,6 +29,20 @@ class SessionOptions:
     start_timeout: float
 
 
+@dataclass(frozen=True)
+class GroupRequest:
+    """A group of workers to start."""
+
+    name: str
+    devices: Sequence[Device]
+    """one per worker"""
+    factory: WorkerFactory
+    """makes a worker from its context, in its process"""
+    replica_size: int | None = None
+    """number of neighbouring workers that no collective joins with others; None: all. A launcher that survives deaths
+    makes such workers a replica of the group"""
+
+
 class Launcher(Protocol):
     """Starter of worker processes."""
 
@@ -37,18 +51,8 @@ class Launcher(Protocol):
     survives_deaths: bool
     """the other workers live on when one dies"""
 
-    def start(
-        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
-    ) -> WorkerGroup:
-        """Start a group of workers.
-
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: number of neighbouring workers that no collective joins with others; None: all. A launcher
-                that survives deaths makes such workers a replica of the group.
-        """
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Start a group of workers."""
 
     def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
         """Start the workers of one replica, in the place of a lost replica or beside the others.
@@ -57,7 +61,7 @@ class Launcher(Protocol):
             group: a group of this launcher.
             first: first rank of the replica; the number of ranks appends a replica.
             devices: one per worker.
-            factory: as for `start`.
+            factory: makes a worker from its context, in its process.
 
         Raises:
             ConfigError: this launcher starts no process while others run.

@@ -1,4 +1,4 @@
-"""`rlite.init()` and `rlite.shutdown()`: a program's one session, with its launcher and its ledger of devices."""
+"""A program's one session, with its launcher and its ledger of devices, and its end by `rlite.shutdown()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.host import WorkerFactory
 from rlite.runtime.cluster.inprocess import InprocessLauncher
-from rlite.runtime.cluster.launcher import Launcher, SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
 from rlite.runtime.parallel.processes import keep_for_ever
@@ -74,22 +74,10 @@ class Session:
             self._ledger, executors = self._ledger.place(request)
         return executors
 
-    def start(
-        self, owner: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
-    ) -> WorkerGroup:
-        """Start the owner's workers.
-
-        Args:
-            owner: name of the engine.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: number of neighbouring workers that no collective joins with others; None: all.
-
-        Returns:
-            The group of the workers.
-        """
-        self._groups[owner] = self.launcher.start(owner, devices, factory, replica_size)
-        return self._groups[owner]
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Return an owner's workers, after starting them. The owner has the name of the group."""
+        self._groups[request.name] = self.launcher.start(request)
+        return self._groups[request.name]
 
     def restart(self, owner: str, replica: int, factory: WorkerFactory) -> None:
         """Start the workers of a lost replica again, on their devices, or on others if their node has died.
@@ -198,20 +186,17 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def init(
+def open_session(
     options: SessionOptions,
     launcher: LauncherName | None = None,
     engine_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Session:
-    """Start the program's session. Programs call `rlite.init`, which documents the arguments.
+    """Return the program's session, after starting it for `rlite.init`.
 
     Args:
         options: options for the launcher.
         launcher: name of the launcher, or None.
         engine_options: defaults of the executors' options, by the name of the executor.
-
-    Returns:
-        The session.
 
     Raises:
         ConfigError: a session exists, the device is missing, or the launcher is not available.

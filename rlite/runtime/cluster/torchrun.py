@@ -28,8 +28,8 @@ import torch.distributed as dist
 from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.guard import end_with_parent
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
-from rlite.runtime.cluster.launcher import Launcher, SessionOptions
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
+from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
 
@@ -235,26 +235,15 @@ class TorchrunLauncher(Launcher):
         self._groups: list[WorkerGroup] = []
         make_program_a_world()
 
-    def start(
-        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
-    ) -> WorkerGroup:
-        """Start a group of workers.
-
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: unused: when a process dies, torchrun ends all of them.
-
-        Returns:
-            The group.
-        """
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them."""
+        name, devices = request.name, request.devices
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)
         group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)
         self._groups.append(group)
         torch_devices = [device.torch_name for device in devices]
-        group.create(factory, torch_devices, [self._num_threads] * len(devices), ranks, self._call_timeout)
+        group.create(request.factory, torch_devices, [self._num_threads] * len(devices), ranks, self._call_timeout)
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:

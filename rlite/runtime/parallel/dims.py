@@ -21,12 +21,12 @@ class ParallelDims:
     """ranks that share each matrix (tensor parallel)"""
 
     @classmethod
-    def of(cls, world_size: int, executor_size: int, seq: int, tensor: int) -> ParallelDims:
+    def of(cls, world_size: int, copy_size: int, seq: int, tensor: int) -> ParallelDims:
         """Compute the axes of an engine.
 
         Args:
             world_size: all workers of the engine.
-            executor_size: workers that hold one copy of the model.
+            copy_size: workers that hold one copy of the model.
             seq: `sp_size`.
             tensor: `tp_size`.
 
@@ -36,12 +36,12 @@ class ParallelDims:
         Raises:
             ConfigError: the equation in the message has no whole solution.
         """
-        if executor_size % (seq * tensor):
+        if copy_size % (seq * tensor):
             raise ConfigError(
-                f"{executor_size} workers hold one copy of the model, and {executor_size} = fsdp x sp_size={seq} x "
-                f"tp_size={tensor} has no whole solution: choose sizes whose product divides {executor_size}"
+                f"{copy_size} workers hold one copy of the model, and {copy_size} = fsdp x sp_size={seq} x "
+                f"tp_size={tensor} has no whole solution: choose sizes whose product divides {copy_size}"
             )
-        return cls(world_size // executor_size, executor_size // (seq * tensor), seq, tensor)
+        return cls(world_size // copy_size, copy_size // (seq * tensor), seq, tensor)
 
     @classmethod
     def of_world(cls, world_size: int, copies: int, seq: int, tensor: int) -> ParallelDims:

@@ -109,11 +109,7 @@ class Code:
         return cls(hashlib.blake2b(blob, digest_size=16).digest(), blob, **options)
 
     def took(self, seconds: float) -> None:
-        """Update the mean duration with one call.
-
-        Args:
-            seconds: duration of the call.
-        """
+        """Update the mean duration with one call."""
         known = self.seconds != float("inf")
         self.seconds = 0.8 * self.seconds + 0.2 * seconds if known else seconds
 

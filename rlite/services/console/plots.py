@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rlite.errors import ConfigError, DataError
+from rlite.errors import DataError
+from rlite.imports import optional
 from rlite.services.console.sinks.jsonl import read_metrics
 
-try:
+with optional("plots need", "plot"):
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
-except ModuleNotFoundError as error:
-    raise ConfigError("plots need the package matplotlib: pip install 'rlite[plot]'") from error
 
 _COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626")
 

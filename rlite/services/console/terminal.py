@@ -31,6 +31,8 @@ from rich.text import Text
 
 from rlite.errors import did_you_mean
 from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.trainer.run import observer
+from rlite.wording import number
 
 Choice = Literal["auto", "all"] | Sequence[str]
 """auto: the trainer's own choice; all metrics; or a list of names"""
@@ -124,25 +126,6 @@ def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
     return "".join(f"{'':{GAP}}{cell:>{_width(key)}}" for key, cell in zip(columns, cells, strict=True))
 
 
-def number(key: str, value: float) -> str:
-    """Return a metric's value as text: three digits of seconds, whole tokens per second, four digits of the rest.
-
-    Args:
-        key: name of the metric.
-        value: its value.
-    """
-    size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
-    if key.endswith("per_second") or size >= 1000:
-        return f"{value:,.0f}"
-    if key.rpartition("/")[2].startswith("seconds"):
-        return f"{value:.{max(0, min(3, 2 - math.floor(math.log10(size))))}f}" if size else "0"
-    if size and size < 0.001:
-        return f"{value:.1e}"
-    return f"{value:.{4 if size < 10 else 2 if size < 100 else 1}f}" if size else "0"
-
-
 def plain_number(value: float) -> str:
     """Return a value for a pipe: four digits, and whole numbers from 10,000 on, without separators."""
     is_large = math.isfinite(value) and abs(value) >= 10_000
@@ -174,7 +157,7 @@ _PLAIN_COLUMNS = 165
 """characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
 
 
-class ConsoleReporter:
+class ConsoleReporter(observer.Console):
     """A metric sink for readers. Its methods may be called in any thread.
 
     `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a

@@ -6,16 +6,14 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rlite.errors import ConfigError
+from rlite.imports import optional
 from rlite.services.endpoint.recording import RecordingOwner
 from rlite.services.endpoint.requests import ApiError
 from rlite.services.endpoint.responses import Reply
 from rlite.services.endpoint.session import AgentSession
 
-try:
+with optional("the client in this process needs", "agents"):
     import openai
-except ModuleNotFoundError as error:
-    raise ConfigError("the client in this process needs the package openai: pip install 'rlite[agents]'") from error
 
 # the HTTP package that the installed openai is built on: httpx, or httpx2 in newer ones
 _http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__bases__[0].__module__.partition(".")[0]]

@@ -180,14 +180,9 @@ class Listener:
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
 
-    def trust(self, transport: asyncio.BaseTransport | None) -> None:
-        """Keep a connection on which a session's token has arrived; None is a lost connection."""
-        if transport is not None and (connection := self._open.get(transport)) is not None:
-            connection.is_trusted = True
-
     @contextlib.contextmanager
     def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[Connection]:
-        """Mark a connection as busy while its request is answered inside the block.
+        """Mark a connection, on which a token has arrived, as busy while its request is answered inside the block.
 
         Yields:
             The connection.
@@ -198,7 +193,7 @@ class Listener:
         connection = None if transport is None else self._open.get(transport)
         if connection is None:
             raise ConnectionResetError("the client has left")
-        connection.has_asked = True
+        connection.is_trusted = connection.has_asked = True
         try:
             yield connection
         finally:

@@ -13,17 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rlite.errors import ConfigError
+from rlite.imports import optional
 from rlite.services.endpoint.requests import ApiError, unexpected
 from rlite.services.endpoint.responses import Reply
 from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_large
 
-try:
+with optional("the endpoint needs", "agents"):
     from aiohttp import web
 
     from rlite.services.endpoint.connections import Connection, Listener, RefusalLog
-except ModuleNotFoundError as error:
-    raise ConfigError("the endpoint needs the package aiohttp: pip install 'rlite[agents]'") from error
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +182,6 @@ class _Server:
         served = self.sessions.get(_digest(token))
         if scheme.lower() != "bearer" or served is None:
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
-        self._listener.trust(request.transport)
         return served
 
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import TensorDict
 
-from rlite.data.chat.template import Message
-from rlite.errors import ConfigError, DataError
+from rlite.data.chat.forms import Message
+from rlite.errors import ConfigError, DataError, RolloutError
 from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.rewards.score import as_number
-from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory, pad_trajectories
-from rlite.rollout.workflow import RolloutError
+from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.types import StopReason
 
 Style = Literal["individual", "concat"]

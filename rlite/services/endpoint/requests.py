@@ -23,9 +23,10 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.answers import text_after, tokens_after
-from rlite.data.chat.template import OPTIONAL, ChatTemplate, Message, Tokenizer
-from rlite.data.tokens import bounded_tokens, raw_prompts
-from rlite.errors import DataError, RliteError, shortened
+from rlite.data.chat.forms import Message
+from rlite.data.chat.prompt_tokens import bounded_tokens, raw_prompts
+from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
+from rlite.errors import DataError, ParameterError, RliteError, shortened
 from rlite.services.endpoint.recording import Turn
 from rlite.types import GenerationHyperparameters
 
@@ -302,9 +303,9 @@ class _Sampling(_Object):
             changes.setdefault("min_new_tokens", min(defaults.min_new_tokens, max(changes["max_new_tokens"], 0)))
         try:
             return defaults.new(n_samples=1, **changes)
-        except RliteError as error:
-            names = [key for key in _Sampling.model_fields if f"parameter {RENAMED.get(key, key)}=" in str(error)]
-            raise ApiError(str(error), param=names[0] if names else None, code="invalid_value") from error
+        except ParameterError as error:
+            names = (key for key in _Sampling.model_fields if RENAMED.get(key, key) == error.name)
+            raise ApiError(str(error), param=next(names, None), code="invalid_value") from error
 
 
 class _Body(_Sampling):
@@ -568,7 +569,7 @@ def _check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what}: half of a surrogate pair, {error.object[error.start]!r}, is no text") from error
+        raise DataError(f"{what}: half of a surrogate pair, {error.object[error.start]!r}, is no text", what) from error
 
 
 def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> list[Turn]:
@@ -597,6 +598,25 @@ MAX_SCORED_TOKENS = 1 << 17
 """largest number of scored tokens in a request: prompts and longest answers of all choices"""
 SLICE_TOKENS = 1 << 14
 """scored at a time: between two slices, a request whose client has left ends"""
+
+
+def check_scores(request: ModelRequest, can_score: bool, gconfig: GenerationHyperparameters) -> None:
+    """Check that the engine computes the log-probabilities that a request wants.
+
+    Args:
+        request: the request.
+        can_score: the engine computes log-probabilities of prompts.
+        gconfig: sampling parameters of the answer.
+
+    Raises:
+        ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
+    """
+    if request.needs_scores and not can_score:
+        message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
+        raise ApiError(message, param="logprobs", code=UNSUPPORTED)
+    if request.needs_scores and request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
+        message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
+        raise ApiError(message, param="temperature", code=UNSUPPORTED)
 
 
 def check_num_scored(request: ModelRequest, prompt_lengths: Sequence[int], limit: int | None) -> None:

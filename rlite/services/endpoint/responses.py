@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from rlite.data.chat.answers import end_of, split_at_stop
-from rlite.data.chat.template import Message
-from rlite.rollout.deadlines import beside_loop
+from rlite.data.chat.answers import split_at_stop
+from rlite.data.chat.forms import Message
+from rlite.data.chat.prompt_tokens import end_of
+from rlite.data.chat.template import Tokenizer
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, numbered, typed
-from rlite.rollout.workflow import Tokenizer
+from rlite.runtime.event_loop import beside_loop
 from rlite.services.endpoint.recording import Turn
 from rlite.services.endpoint.requests import ApiError, ModelRequest, Prompt, unexpected
 from rlite.types import PromptLogprobs, StopReason, TokenChunk

@@ -10,27 +10,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlite.data.chat.template import TemplateRefusal
-from rlite.data.tokens import TooManyTokens
+from rlite.data.chat.prompt_tokens import TooManyTokens
+from rlite.data.chat.template import TemplateRefusal, Tokenizer
 from rlite.errors import ConfigError, DataError, RliteError
-from rlite.rollout.collector.seeds import mix
-from rlite.rollout.deadlines import beside_loop
+from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.response_template import tool_call_format
-from rlite.rollout.workflow import Tokenizer, context_length, end_ids
-from rlite.services.endpoint import responses
+from rlite.rollout.workflow import context_length, end_ids
+from rlite.runtime.event_loop import beside_loop
+from rlite.services.endpoint import requests, responses
 from rlite.services.endpoint.recording import Recording, RecordingOwner, Turn
-from rlite.services.endpoint.requests import (
-    ApiError,
-    ChatPrompts,
-    ModelRequest,
-    check_num_scored,
-    parse_json,
-    read_chat,
-    read_completion,
-    slices,
-    unknown_model,
-)
+from rlite.services.endpoint.requests import ApiError, ModelRequest
 from rlite.services.endpoint.responses import Choice, Delta, Exchange, Reply, TextStream
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
@@ -78,7 +68,7 @@ class AgentSession(RecordingOwner):
         """the engine's error; the agent cannot fix it"""
         self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self._limit = limit = context_length(engine, max_length)
-        self._prompts = ChatPrompts(tokenizer, chat_template_options, limit)
+        self._prompts = requests.ChatPrompts(tokenizer, chat_template_options, limit)
         self._end_ids = end_ids(engine, tokenizer)
         self.max_body_bytes = MAX_BODY_BYTES
         """the longest request that is read"""
@@ -109,7 +99,7 @@ class AgentSession(RecordingOwner):
             ApiError: the name is another than the session's.
         """
         if name not in (None, self.model):
-            raise unknown_model(name, self.model)
+            raise requests.unknown_model(name, self.model)
         entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "rlite"}
         return {"object": "list", "data": [entry]} if name is None else entry
 
@@ -129,7 +119,7 @@ class AgentSession(RecordingOwner):
         if len(body) > self.max_body_bytes:
             raise too_large(self.max_body_bytes)
         ask = self.chat if path == "/chat/completions" else self.completion
-        return await beside_loop(len(body), lambda: ask(parse_json(body)))
+        return await beside_loop(len(body), lambda: ask(requests.parse_json(body)))
 
     def chat(self, body: Any) -> Reply:
         """Answer a body of /chat/completions. It is tokenised in this call; see `answer`.
@@ -140,7 +130,7 @@ class AgentSession(RecordingOwner):
         Raises:
             ApiError: the request is refused, here or before the first message.
         """
-        return self._reply(read_chat, body)
+        return self._reply(requests.read_chat, body)
 
     def completion(self, body: Any) -> Reply:
         """Answer a body of /completions. Errors are those of `chat`.
@@ -148,42 +138,26 @@ class AgentSession(RecordingOwner):
         Returns:
             The reply.
         """
-        return self._reply(read_completion, body)
+        return self._reply(requests.read_completion, body)
 
     def _reply(self, read: Callable[..., ModelRequest], body: Any) -> Reply:
         try:
             request = read(body, self.model, self._gconfig)
             self._check_format(request)
-            self._check_scores(request)
+            gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
+            requests.check_scores(request, hasattr(self.engine, "ascore"), gconfig)
             prompts = self._prompts.of(request, self.recording.turns)
-            check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
+            requests.check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
         except TooManyTokens as error:
             raise _too_long(str(error)) from error
         except TemplateRefusal as error:
             raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
         except DataError as error:
-            param = str(error).partition(":")[0]
-            raise ApiError(str(error), param=param, code="invalid_value") from error
+            raise ApiError(str(error), param=error.place or None, code="invalid_value") from error
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
         return Reply(request.is_stream, self._messages(exchange), exchange.delivered)
-
-    def _check_scores(self, request: ModelRequest) -> None:
-        """Check that the engine computes the log-probabilities that a request wants.
-
-        Raises:
-            ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
-        """
-        if not request.needs_scores:
-            return
-        if not hasattr(self.engine, "ascore"):
-            message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
-            raise ApiError(message, param="logprobs", code="unsupported_value")
-        gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
-        if request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
-            message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
-            raise ApiError(message, param="temperature", code="unsupported_value")
 
     def _check_format(self, request: ModelRequest) -> None:
         """Determine the format of tool calls before the first call is requested.
@@ -274,7 +248,7 @@ class AgentSession(RecordingOwner):
             return None
         room = None if self._limit is None else self._limit - 1  # a full context is scored but for its last token
         scores: list[PromptLogprobs] = []
-        for part in slices([choice.turn.sequence[:room] for choice in choices]):
+        for part in requests.slices([choice.turn.sequence[:room] for choice in choices]):
             if self._is_closed:
                 raise _closed()
             try:

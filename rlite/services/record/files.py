@@ -37,13 +37,15 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.errors import DataError, StorageError, writing
 from rlite.services.record.schema import ROWS
+from rlite.trainer.run.folder import RECORD
 from rlite.wording import warn_once
 
-FOLDER = "record"
+FOLDER = RECORD
 TRAIN = "train"
 DAMAGED = ".damaged"
 """suffix of a file that a resumed run can neither read nor cut"""
@@ -167,6 +169,9 @@ class Gap:
         return f"steps {self.first} to {last} are missing or incomplete: {self.reason}"
 
 
+_GAP = TypeAdapter(Gap)
+
+
 def read_gaps(folder: Path) -> list[Gap]:
     """Return the gaps of the record in a run's folder. Lines that cannot be read are left out."""
     try:
@@ -174,7 +179,11 @@ def read_gaps(folder: Path) -> list[Gap]:
             lines = file.read(MAX_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [gap for line in lines if (gap := _gap(line)) is not None]
+    gaps = []
+    for line in lines:
+        with suppress(ValidationError):
+            gaps.append(_GAP.validate_json(line))
+    return gaps
 
 
 def write_gaps(folder: Path, gaps: Sequence[Gap]) -> None:
@@ -201,15 +210,6 @@ def resume_gaps(folder: Path, step: int) -> None:
     if gaps := read_gaps(folder):
         kept = [gap for gap in gaps if gap.first <= step]
         write_gaps(folder, [replace(gap, last=step if gap.last is None else min(gap.last, step)) for gap in kept])
-
-
-def _gap(line: str) -> Gap | None:
-    try:
-        found = json.loads(line)
-        last = found["last"]
-        return Gap(int(found["first"]), None if last is None else int(last), str(found["reason"]))
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-        return None
 
 
 logger = logging.getLogger(__name__)

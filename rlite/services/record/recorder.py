@@ -24,11 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlite.batch import NAMED_REWARD
-from rlite.rollout.collector.group import Ended
+from rlite.rollout.collector.ended import Ended, seconds
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
 from rlite.services.record.files import TRAIN, RecordWriter, Tables
-from rlite.services.record.schema import ROWS, TOKENS, Status
+from rlite.services.record.schema import ROWS, TOKENS
+from rlite.types import Status
 
 WIDEST = 4
 """tokens that one character takes at most"""
@@ -336,12 +337,12 @@ def _times(episode: Episode) -> dict[str, Any]:
         return {}
     environment = None
     if ended is not None:
-        environment = max(0.0, ended - started - episode.seconds("generate", "reward"))
+        environment = max(0.0, ended - started - seconds(episode, "generate", "reward"))
     return {
         "seconds_queue": started,
-        "seconds_generate": episode.seconds("generate"),
+        "seconds_generate": seconds(episode, "generate"),
         "seconds_environment": environment,
-        "seconds_reward": episode.seconds("reward"),
+        "seconds_reward": seconds(episode, "reward"),
         "ended": episode.ended_at,
         "events": [{"name": name, "start": start, "end": end} for name, start, end in _events(episode)[:MAX_EVENTS]],
     }
@@ -431,7 +432,7 @@ class NoRecorder:
         """Do nothing."""
 
 
-class FileRecorder:
+class FileRecorder(RecordWriter):
     """Recorder that writes the files of `rlite.services.record`. It ends if a step cannot be written.
 
     Args:
@@ -442,15 +443,10 @@ class FileRecorder:
     """
 
     def __init__(self, folder: Path, tokenizer: Any, is_whole: bool, limit: int) -> None:
+        super().__init__(folder, limit)
         self._texts = TokenTexts(copy.deepcopy(tokenizer))
         self._is_whole = is_whole
         self._has_warned = False
-        self._writer = RecordWriter(folder, limit)
-
-    @property
-    def has_removed(self) -> bool:
-        """True as soon as old texts and tokens were removed because of the limit."""
-        return self._writer.has_removed
 
     def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
         """Record the end of groups in a step of training.
@@ -463,7 +459,7 @@ class FileRecorder:
         ordered = sorted(groups, key=lambda group: group.group)
         shown = range(len(ordered)) if self._is_whole else sampled(step, ordered)
         if ordered:
-            self._writer.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
+            self.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
 
     def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
         """Record an evaluation.
@@ -475,21 +471,7 @@ class FileRecorder:
         """
         is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
         shown = {place for place, is_one in enumerate(is_shown) if is_one}
-        self._writer.write(
-            f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn)
-        )
-
-    def compact(self, before: int) -> None:
-        """Merge the files of full hundreds of steps before step `before`."""
-        self._writer.compact(before)
-
-    def flush(self) -> None:
-        """Wait until everything is on disk."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Wait until everything is on disk, and end the thread."""
-        self._writer.close()
+        self.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn))
 
     def _warn(self, message: str) -> None:
         """Log the first trajectory that is not recorded; thousands may follow."""

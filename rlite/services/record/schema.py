@@ -5,40 +5,17 @@ The field metadata `meaning` describes each column. A record is Parquet, in `FOL
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import pyarrow as pa
+
+from rlite.types import Status
 
 VERSION = 1
 """version of the format; a reader refuses other versions"""
 VERSION_KEY = b"rlite.record"
 """metadata key of the tables that holds the version"""
 
-Status = Literal[
-    "trained",
-    "evaluated",
-    "skipped",
-    "filtered",
-    "refused",
-    "too_old",
-    "failed",
-    "timed_out",
-    "reward_killed",
-    "aborted",
-]
-"""status of a rollout:
-
-    trained        a batch that was trained on holds it
-    evaluated      an evaluation counts it
-    skipped        every update with one of its rows was skipped: not finite, or without a token to train on
-    filtered       all rewards of its group were equal, and dynamic filtering replaced it
-    refused        should_accept refused its group, the workflow returned None, or the trainer left it out
-    too_old        exceeds max_head_offpolicyness
-    failed         its episode, or one of its group, raised an error until no attempt was left
-    timed_out      its episode did not end in time
-    reward_killed  the reward's process was killed, died, or exceeded its limits
-    aborted        it was under way when the run ended, or a program or the engine cancelled it
-"""
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 

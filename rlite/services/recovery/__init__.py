@@ -1,1 +1,1 @@
-"""Failover decisions, records of jobs and their stores, and injected faults."""
+"""Failover decisions, and records of jobs."""

@@ -337,11 +337,8 @@ class Decision(NamedTuple):
     state: JobState
     actions: tuple[Action, ...]
     why: str
-
-    @property
-    def is_stale(self) -> bool:
-        """True if the event is about a process or a recovery that was replaced."""
-        return self.why.startswith("stale")
+    is_stale: bool = False
+    """the event is about a process or a recovery that was replaced"""
 
 
 def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
@@ -374,11 +371,11 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
         case RecoveryEvent():
             label = next((label for label, ticket in state.recoveries.items() if ticket == event.ticket), None)
             if label is None:
-                return Decision(state, (), "stale: this recovery was replaced")
+                return Decision(state, (), "stale: this recovery was replaced", is_stale=True)
             return _on_recovery(state, event, label, policy)
     assert isinstance(event, TrainerEvent)
     if event.run != state.run or state.is_trainer_waiting:
-        return Decision(state, (), "stale: this run was replaced")
+        return Decision(state, (), "stale: this run was replaced", is_stale=True)
     match event:
         case TrainerBegun():
             runs = state.runs + (event.run != state.begun_run)  # a new master reports it again
@@ -392,7 +389,7 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
 def _on_workloads(state: JobState, event: WorkloadsFailed, policy: FailoverPolicy) -> Decision:
     failed = [workload for workload in event.workloads if state.is_current(workload)]
     if not failed:
-        return Decision(state, (), "stale: already replaced, or lost and ignored")
+        return Decision(state, (), "stale: already replaced, or lost and ignored", is_stale=True)
     state, is_excluded = _blame(state, event, policy)
     roles = dict.fromkeys(workload.role for workload in failed)
     levels = {role: _level(state, role, policy) for role in roles}

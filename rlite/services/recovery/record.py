@@ -1,115 +1,17 @@
-"""Record of a job: its state and the log of events and decisions, as JSON in a store and as readable lines.
-
-Stores of a job's state: text by name. Each `save` is complete or has not happened.
-
-Limit restarts per time span. A pure decision: the time is an argument.
-"""
+"""Record of a job: its state and the log of events and decisions, as JSON in a store and as readable lines."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from textwrap import shorten
-from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlite import files
-from rlite.errors import ConfigError, RliteError, writing
+from rlite.errors import RliteError
+from rlite.runtime.storage.texts import StateStore
 from rlite.services.recovery.failover import JobState
 from rlite.services.recovery.reporting import TrainerReport, clock
-
-
-class StateStore(Protocol):
-    """Store of texts that survive the writing process, as far as the implementation documents."""
-
-    def load(self, name: str) -> str | None:
-        """Return the text saved last under a name, or None."""
-
-    def save(self, name: str, text: str) -> None:
-        """Replace the text of a name."""
-
-    def remove(self, name: str) -> None:
-        """Forget the text of a name, if there is one."""
-
-    def names(self) -> list[str]:
-        """Return all names that have a text."""
-
-
-class MemoryStore:
-    """Texts in this process."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def load(self, name: str) -> str | None:
-        """Return the text saved last under a name, or None."""
-        return self._texts.get(name)
-
-    def save(self, name: str, text: str) -> None:
-        """Replace the text of a name."""
-        self._texts[name] = text
-
-    def remove(self, name: str) -> None:
-        """Forget the text of a name, if there is one."""
-        self._texts.pop(name, None)
-
-    def names(self) -> list[str]:
-        """Return all names that have a text."""
-        return sorted(self._texts)
-
-
-class FileStore:
-    """Texts in files of one folder that only their owner can read. A text survives a crash of the machine."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-
-    def load(self, name: str) -> str | None:
-        """Return the text saved last under a name, or None."""
-        try:
-            return self._path(name).read_text()
-        except FileNotFoundError:
-            return None
-
-    def save(self, name: str, text: str) -> None:
-        """Replace the text of a name.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        path = self._path(name)
-        with writing(path):
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files.replace(path, text.encode(), mode=0o600)
-
-    def remove(self, name: str) -> None:
-        """Forget the text of a name, if there is one."""
-        self._path(name).unlink(missing_ok=True)
-
-    def names(self) -> list[str]:
-        """Return all names that have a text."""
-        return sorted(path.stem for path in self._folder.glob("*.json"))
-
-    def _path(self, name: str) -> Path:
-        check_name(name)
-        return self._folder / f"{name}.json"
-
-
-def check_name(name: str) -> None:
-    """Check that a name is valid for a file and for a Ray actor.
-
-    Raises:
-        ConfigError: the name is not valid.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ConfigError(
-            f"job name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', with a letter or digit first"
-        )
-
 
 MAX_ENTRIES = 1000
 """entries of a log that are kept, the latest"""
@@ -193,20 +95,3 @@ def forget_old(store: StateStore) -> None:
                 ended[name] = record.log[-1].at
     for name in sorted(ended, key=ended.__getitem__)[:-MAX_ENDED]:
         store.remove(name)
-
-
-@dataclass(frozen=True)
-class RestartBudget:
-    """At most `max_restarts` restarts within `window_s` seconds. Repeated failures use up the budget."""
-
-    max_restarts: int
-    window_s: float = 3600.0
-
-    def allows(self, restarts: Sequence[float], now: float) -> bool:
-        """Return whether one more restart may begin.
-
-        Args:
-            restarts: times in seconds at which restarts began.
-            now: the time on the same clock.
-        """
-        return sum(now - began < self.window_s for began in restarts) < self.max_restarts

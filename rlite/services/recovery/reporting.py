@@ -15,8 +15,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlite.trainer.run.interruption import BEGUN
+
 FILE = "RLITE_REPORT_FILE"
-BEGUN = "RLITE_RUN_HAS_BEGUN"
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,6 @@ def environment(file: Path, has_begun: bool) -> dict[str, str]:
         has_begun: an earlier start of the program had begun its run, so this start continues it.
     """
     return {FILE: str(file), BEGUN: str(int(has_begun))}
-
-
-def has_begun() -> bool:
-    """Return True if an earlier start of this program had begun its run: it continues, and overwrites nothing."""
-    return os.environ.get(BEGUN) == "1"
 
 
 def report_step(step: int, total_steps: int) -> None:

@@ -19,14 +19,11 @@ import rlite
 from rlite import config
 from rlite.algorithms import lr_factor
 from rlite.engine.train import RliteTrainEngine
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
-from rlite.nn.lora import LoraTrainModule
-from rlite.nn.options import LoraOptions
-from rlite.nn.pretrained import opening
-from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
-from rlite.trainer.losses import OwnLogprobs
+from rlite.nn import HuggingFaceFsdp2ScoreModule, HuggingFaceFsdp2TrainModule, LoraOptions, LoraTrainModule
+from rlite.nn.pretrained import causal_lm_class, opening, score_class
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, OptimizerOptions, frozen_build_options
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 
 
 class _Optimized(LoraTrainModule):
@@ -41,7 +38,7 @@ class _Optimized(LoraTrainModule):
         if options is None:
             return
         self.optimizer = make_optimizer(self, self.parameter_groups)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(options))
 
     def on_state_loaded(self) -> None:
         """Set the peak learning rates and the weight decay of this run's options.
@@ -51,7 +48,7 @@ class _Optimized(LoraTrainModule):
         options, scheduler = self.optimizer_options, self.lr_scheduler
         if options is None or self.optimizer is None or scheduler is None:
             return
-        factor = schedule(scheduler.last_epoch, options)
+        factor = schedule(options)(scheduler.last_epoch)
         scheduler.base_lrs = [group.lr for group in self.parameter_groups]
         for held, group in zip(self.optimizer.param_groups, self.parameter_groups, strict=True):
             held.update(initial_lr=group.lr, lr=group.lr * factor, weight_decay=group.weight_decay)
@@ -69,11 +66,11 @@ class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
     _keeps_dropout = False
 
 
-def schedule(step: int, options: OptimizerOptions) -> float:
-    """Return the factor of the peak rate at a step: linear warm-up to 1, then the schedule down to `lr_end`."""
-    return lr_factor(
-        step,
-        options.scheduler,
+def schedule(options: OptimizerOptions) -> Callable[[int], float]:
+    """Return step -> factor of the peak rate: linear warm-up to 1, then the schedule down to `lr_end`."""
+    return partial(
+        lr_factor,
+        schedule=options.scheduler,
         total_steps=options.total_steps,
         warmup_steps=options.warmup_steps,
         min_factor=options.lr_end / options.lr if options.lr else 0.0,
@@ -96,9 +93,7 @@ def policy_module(
         disable_dropout: train without the dropout of the checkpoint's config.
     """
     cls = causal_lm_class(path, _carrier(PolicyModule, disable_dropout))
-    with init_empty_weights(), opening(path, "config of a model"):
-        module = cls.from_pretrained(path)
-    return _optimized(module, optimizer_options, lora)
+    return _optimized(cls, path, optimizer_options, lora)
 
 
 def critic_module(
@@ -115,7 +110,8 @@ def critic_module(
         lora: train the head, and adapters beside the other weights.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    return _optimized(score_module(path, _carrier(CriticModule, disable_dropout)), optimizer_options, lora)
+    cls = score_class(path, _carrier(CriticModule, disable_dropout))
+    return _optimized(cls, path, optimizer_options, lora)
 
 
 def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
@@ -138,7 +134,9 @@ def _carrier(carrier: Any, disable_dropout: bool) -> Any:
     return carrier if disable_dropout else type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
 
 
-def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:
+def _optimized(cls: Any, path: str | Path, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:
+    with init_empty_weights(), opening(path, "config of a model"):
+        module = cls.from_pretrained(path)
     if lora is not None:
         module.add_lora(lora)
     module.optimizer_options = optimizer_options

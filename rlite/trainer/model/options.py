@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from rlite.backends.fsdp2.options import BalanceBy
 from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
-from rlite.data.microbatch_plan import PackingMethod
+from rlite.data.microbatch_plan import BalanceBy, PackingMethod
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.runtime.parallel.dims import ParallelDims

@@ -1,8 +1,9 @@
-"""From the rewards of a batch of rollouts to the advantages of its tokens."""
+"""From a batch of rollouts to the advantages of its tokens, and the log-probabilities under other policies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.algorithms import (
+    ADVANTAGES,
     gae,
     kl_penalty,
     last_action_rewards,
@@ -20,12 +22,82 @@ from rlite.algorithms import (
     outcome_advantages,
     reinforce_pp_advantages,
 )
-from rlite.algorithms.advantages.token import ActionTokens
-from rlite.batch import NAMED_REWARD, with_keys
+from rlite.algorithms.advantages.base import ActionTokens
+from rlite.algorithms.calls import Configured
+from rlite.batch import NAMED_REWARD
+from rlite.data.packs import with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
+from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import WHITENED, AdvantageOptions, KlOptions
+from rlite.trainer.rl.policy_loss import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.statistics import report_off_policy
+
+
+class LogprobPasses:
+    """The forward passes that compute log-probabilities of rollouts under other policies.
+
+    Args:
+        engines: take turns on the device.
+        temperature: temperature of the log-probabilities that are trained.
+        has_reference: leaving the reference policy costs something.
+        is_base_reference: the reference is the actor without its adapters.
+        has_old: something compares with the policy before the updates of a batch.
+        longest: tokens of one microbatch of the actor and of the reference; None is the engine's default.
+        reports_off_policy: report `off_policy/*`.
+        tis_coef: cap of the importance weights there.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        temperature: float,
+        *,
+        has_reference: bool = False,
+        is_base_reference: bool = False,
+        has_old: bool = False,
+        longest: tuple[int | None, int | None] = (None, None),
+        reports_off_policy: bool = False,
+        tis_coef: float | None = None,
+    ) -> None:
+        self._engines = engines
+        self._full = OwnLogprobs(temperature=temperature, is_full=True)
+        self._both = BothLogprobs(temperature=temperature)
+        self._has_reference, self._is_base, self._has_old = has_reference, is_base_reference, has_old
+        self._longest, self._longest_of_reference = longest
+        self._reports_off_policy, self._tis_coef = reports_off_policy, tis_coef
+
+    def with_reference(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `ref_logprobs` [N, L] in the whole vocabulary, if leaving the reference costs something.
+
+        The reference is a model of its own, or the actor without its adapters.
+        """
+        if not self._has_reference:
+            return batch
+        with stats_tracker.record_timing("reference"):
+            engine = self._engines.reference or self._engines.actor
+            self._engines.move_to_device(engine)
+            logprobs = engine.forward(batch, self._full, self._longest_of_reference, without_adapters=self._is_base)
+        return with_keys(batch, ref_logprobs=logprobs)
+
+    def with_old(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them.
+
+        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
+        """
+        if not self._has_old:
+            return batch
+        with stats_tracker.record_timing("old_logprobs"):
+            self._engines.move_to_device(self._engines.actor)
+            found = self._engines.actor.forward(batch, self._both, self._longest)
+        columns = {"old_logprobs": found[..., 0].contiguous()}
+        if "kept_counts" in batch:
+            columns["full_old_logprobs"] = found[..., 1].contiguous()
+        batch = with_keys(batch, **columns)
+        if self._reports_off_policy:
+            report_off_policy(batch, self._tis_coef)
+        return batch
 
 
 def compute_advantages(
@@ -35,6 +107,7 @@ def compute_advantages(
     is_single: bool,
     kl_coef: float | None = None,
     weights: Mapping[str, float] | None = None,
+    estimator: Configured | None = None,
 ) -> TensorDict:
     """Return a batch with `advantages` [N, L], 0 off the model's own tokens, and for gae `returns` [N, L].
 
@@ -49,16 +122,17 @@ def compute_advantages(
         is_single: there is one response to each prompt, so that the whole batch is one group.
         kl_coef: weight of the KL; default: `kl.coef`.
         weights: weights of rewards by name for gdpo, which needs `reward/NAME` in the batch; default: 1.
+        estimator: the result of `outcome_estimator(adv)`, which need not be made for every batch.
     """
     penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
     if kl.type == "reward":
         rewards = rewards - penalty
-    if adv.estimator == "gae":
+    if estimator := estimator or outcome_estimator(adv):
+        columns = _outcomes(batch, rewards, adv.gamma, estimator, is_single, weights or {})
+    elif adv.estimator == "gae":
         columns = _gae(batch, rewards, adv)
-    elif adv.estimator in WHITENED:
-        columns = _whitened(batch, rewards, adv, is_single)
     else:
-        columns = _outcomes(batch, rewards, adv, is_single, weights or {})
+        columns = _whitened(batch, rewards, adv, is_single)
     if kl.type == "advantage":
         columns["advantages"] = columns["advantages"] - penalty
     return with_keys(batch, **columns)
@@ -116,25 +190,29 @@ def _normalized(advantages: Tensor, mask: Tensor, adv: AdvantageOptions) -> Tens
 
 
 def _outcomes(
-    batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool, weights: Mapping[str, float]
+    batch: TensorDict,
+    rewards: Tensor,
+    gamma: float,
+    estimator: Configured,
+    is_single: bool,
+    weights: Mapping[str, float],
 ) -> dict[str, Tensor]:
     """Return the same advantage for all action tokens of a trajectory."""
     real, cu_seqlens = _end_to_end(batch)
     index = trajectory_index(batch)
     actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
     table = actions.table(rewards[real])
-    discounted = (table * adv.gamma ** torch.arange(table.shape[1])).sum(1)
+    discounted = (table * gamma ** torch.arange(table.shape[1])).sum(1)
     lengths = torch.bincount(actions.rows, minlength=len(discounted))
     # a trajectory without an action learns nothing, but its reward is one of its group
     totals = torch.zeros_like(discounted).index_add(0, index, rewards.double().sum(1))
-    scores, options = torch.where(lengths > 0, discounted, totals), adv.options
-    if adv.estimator == "gdpo":
+    scores = torch.where(lengths > 0, discounted, totals)
+    if estimator.name == "gdpo":
         kinds = _named_rewards(batch)
         scores = torch.stack([*kinds.values()])
-        options = {"weights": [weights.get(name, 1.0) for name in kinds], **options}
-    advantages = outcome_advantages(
-        _estimator(adv), scores, _groups(batch, is_single), lengths=lengths, options=options
-    )
+        given = {"weights": [weights.get(name, 1.0) for name in kinds], **estimator.options}
+        estimator = replace(estimator, options=given)
+    advantages = outcome_advantages(estimator, scores, _groups(batch, is_single), lengths=lengths)
     return {"advantages": advantages.float()[index][:, None] * batch["loss_mask"]}
 
 
@@ -151,11 +229,15 @@ def _named_rewards(batch: TensorDict) -> dict[str, Tensor]:
     return {key.removeprefix(NAMED_REWARD): batch[key][first].double() for key in keys}
 
 
-def _estimator(adv: AdvantageOptions) -> str | Callable[..., Tensor]:
+def outcome_estimator(adv: AdvantageOptions) -> Configured | None:
+    """Return the estimator of outcomes that the options name; None for gae and the whitened estimators."""
+    if adv.estimator in ("gae", *WHITENED):
+        return None
     if adv.estimator != "reinforce":
-        return adv.estimator
+        return Configured.of(ADVANTAGES, adv.estimator, adv.options)
     level: Any = "batch" if adv.global_norm else "group"
-    return partial(normalize_rewards, mean=level, std=level if adv.norm_var else None)
+    mean = partial(normalize_rewards, mean=level, std=level if adv.norm_var else None)
+    return Configured.of(ADVANTAGES, mean, adv.options)
 
 
 def token_rewards(batch: TensorDict) -> Tensor:

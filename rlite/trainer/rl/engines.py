@@ -1,73 +1,16 @@
-"""The engines of a reinforcement-learning trainer, and the devices that they share or divide.
-
-Sampling replay: if training rollouts truncate (top_p, top_k), the policy is trained over the ids that were kept.
-"""
+"""The engines of a reinforcement-learning trainer, and their turns on the devices that they share or divide."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tensordict import TensorDict
-
-import rlite
-from rlite.engine.base import Engine
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.engine.train_lifecycle import MemorySnapshot
-from rlite.engine.weight_sync import SyncReport
-from rlite.errors import ConfigError, DataError
-from rlite.rollout import RolloutWorkflow
-from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
-from rlite.trainer.model.options import ModelOptions, frozen_build_options
-from rlite.trainer.rl.options import PpoConfig, RolloutOptions
-
-REMEDY = "sample with top_p=1 and top_k=0"
-
-
-def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
-    """Refuse truncated training rollouts if the inference executor does not return the kept ids.
-
-    Args:
-        rollout: options of the rollouts.
-        extras: names of the columns that the executor offers.
-
-    Raises:
-        ConfigError: the executor does not return them.
-    """
-    if _cut(rollout) and "kept_ids" not in extras:
-        raise ConfigError(
-            f"rollout.train_sampling_params truncates ({_cut(rollout)}), and rollout.executor={rollout.executor} does "
-            "not return the token ids that it kept, so the sampled distribution could not be trained on; "
-            f"{REMEDY}, or with rollout.executor=torch"
-        )
-
-
-def check_kept(batch: TensorDict, rollout: RolloutOptions, workflow: RolloutWorkflow) -> None:
-    """Refuse rollouts that were truncated but lack the kept ids.
-
-    Args:
-        batch: a batch of the workflow.
-        rollout: options of the rollouts.
-        workflow: made the batch.
-
-    Raises:
-        DataError: the batch has no `kept_ids`.
-    """
-    if _cut(rollout) and "kept_ids" not in batch:
-        raise DataError(
-            f"training rollouts truncate ({_cut(rollout)}), and the trajectories of {type(workflow).__name__} have no "
-            "kept_ids: its log-probabilities would be those of another distribution. Build trajectories with "
-            "trajectory(response) or TokenHistory.add(response), which keep response.extras['kept_ids'], or "
-            f"{REMEDY}"
-        )
-
-
-def _cut(rollout: RolloutOptions) -> str:
-    """Return how training rollouts truncate; "" if they do not."""
-    sampling = rollout.train_sampling_params
-    return f"top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.gconfig().is_truncating else ""
+from rlite.engine.train_state import MemorySnapshot
+from rlite.engine.weights import SyncReport
+from rlite.runtime.replicas.engine import Engine
 
 
 class Engines:
@@ -79,82 +22,29 @@ class Engines:
     move to host memory.
 
     Args:
-        options: the run's config.
-        max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
-
-    Raises:
-        ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids.
+        rollout: serves the policy.
+        actor: the policy that is trained.
+        critic: predicts returns, if the algorithm needs it.
+        reference: the policy to stay near, if it is a model of its own.
+        evaluation: serves evaluations with weights of its own; None: the rollout engine serves them.
     """
 
-    def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
-        self._max_model_len = max_model_len
-        actor, trainer = options.actor, options.trainer
-        self._options = options
-        self._takes_turns: dict[Engine, bool] = {}
-        self._resident: Engine | None = None
-        self.rollout = self._inference_engine()
-        check_engine(options.rollout, self.rollout.extras)
-        self.evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
-        """serves evaluations with weights of its own; None: the rollout engine serves them"""
-        num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
-        self.actor = trained_engine(policy_module, actor, num_updates)
-        self.critic: RliteTrainEngine | None = None
-        self.reference: RliteTrainEngine | None = None
-        if options.has_critic:
-            critic = options.critic.as_model(actor)
-            self.critic = trained_engine(critic_module, critic, trainer.total_steps * actor.update_per_rollout)
-        if options.has_reference and not options.is_base_reference:
-            self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
-
-    def build(self) -> None:
-        """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
-        session, options = rlite.current_session(), self._options
-        rollout, actor = options.rollout, options.actor
-        num_shared, num_evaluating = without_evaluation(len(session.devices), options)
-        num_training, num_generating = divide_devices(num_shared, rollout)
-        models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(self.actor, actor, actor.offload_model)]
-        for engine, others in ((self.critic, options.critic), (self.reference, options.ref_actor)):
-            if engine is not None:
-                models.append((engine, others.as_model(actor), others.offload_model))
-        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
-        self._build_inference(self.rollout, num_generating)
-        if self.evaluation is not None and not num_evaluating:
-            self._build_beside_rollouts(self.evaluation, num_generating)
-        default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
-        self._is_apart = rollout.max_head_offpolicyness > 0
-        self._takes_turns = {self.rollout: default and not self._is_apart}
-        self._resident = self.rollout if self._takes_turns[self.rollout] else None
-        owner = self.actor if self._is_apart else self.rollout
-        for (engine, _, offload), own in zip(models, build_options, strict=True):
-            own = frozen_build_options(own, session.device) if engine is self.reference else own
-            engine.build(**own, colocate_with=None if engine is owner else owner)
-            self._takes_turns[engine] = default if offload is None else offload
-        if self.evaluation is not None and num_evaluating:
-            self._build_inference(self.evaluation, num_evaluating)
-
-    def _inference_engine(self) -> RliteInferenceEngine:
-        rollout = self._options.rollout
-        name = self._options.actor.model_name
-        return RliteInferenceEngine(name, executor=rollout.executor, max_replacements=rollout.max_replacements)
-
-    def _build_inference(
-        self, engine: RliteInferenceEngine, num_devices: int, beside: RliteInferenceEngine | None = None
+    def __init__(
+        self,
+        rollout: RliteInferenceEngine,
+        actor: RliteTrainEngine,
+        critic: RliteTrainEngine | None = None,
+        reference: RliteTrainEngine | None = None,
+        evaluation: RliteInferenceEngine | None = None,
     ) -> None:
-        options = self._options
-        own = options.rollout.build_options(num_devices)
-        if options.trainer.evaluate == "snapshot":
-            own["gpu_memory_utilization"] /= 2  # two engines on the same devices
-        engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
-        engine.rollout_options = options.collector_options()
-
-    def _build_beside_rollouts(self, engine: RliteInferenceEngine, num_devices: int) -> None:
-        """Build an engine on the devices of the rollouts. It sizes its KV cache by the memory that it finds free."""
-        has_residency = self.rollout.capabilities.has_residency
-        if has_residency:
-            self.rollout.cpu()
-        self._build_inference(engine, num_devices, self.rollout)
-        if has_residency:
-            self.rollout.cuda()
+        self.rollout, self.actor, self.critic, self.reference = rollout, actor, critic, reference
+        self.evaluation = evaluation
+        self.is_apart = False
+        """the rollout engine has devices of its own"""
+        self.takes_turns: dict[Engine, bool] = {}
+        """engines, and true for each that leaves the device to others"""
+        self.resident: Engine | None = None
+        """the engine that is on the device, of those that take turns"""
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:
@@ -182,51 +72,51 @@ class Engines:
             snapshots: one for each trained engine.
             version: policy version that the rollout engine goes back to.
         """
-        if self._resident is self.rollout:
+        if self.resident is self.rollout:
             self.rollout.meta()
-        self._resident = None
+        self.resident = None
         for engine in self._workers:
             if engine in snapshots or engine.has_died:
                 engine.recover(snapshots.get(engine))
-                if self._takes_turns[engine]:
+                if self.takes_turns[engine]:
                     engine.cpu()
         if self.rollout.get_version() != version:
             self.rollout.set_version(version)
 
     def begin_turns(self) -> None:
         """Move the engines that take turns to the host; before this call, all of them are on the device."""
-        for engine, takes_turns in self._takes_turns.items():
+        for engine, takes_turns in self.takes_turns.items():
             if takes_turns and engine is not self.rollout:
                 engine.cpu()
 
     def move_to_device(self, engine: Engine) -> None:
         """Move an engine to the device, and the current engine away, if they take turns."""
-        if not self._takes_turns[engine] or self._resident is engine:
+        if not self.takes_turns[engine] or self.resident is engine:
             return
         self._leave()
         engine.cuda()
-        self._resident = engine
+        self.resident = engine
 
     def _leave(self) -> None:
-        if self._resident is self.rollout:
+        if self.resident is self.rollout:
             self.rollout.meta()
-        elif self._resident is not None:
-            self._resident.cpu()
-        self._resident = None
+        elif self.resident is not None:
+            self.resident.cpu()
+        self.resident = None
 
     @contextmanager
     def trained_on_device(self) -> Iterator[None]:
         """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host."""
-        trained = [engine for engine in self.trained if self._takes_turns[engine]]
-        if self._resident is self.rollout:
+        trained = [engine for engine in self.trained if self.takes_turns[engine]]
+        if self.resident is self.rollout:
             self.rollout.cpu()
         for engine in trained:
             engine.cuda()
         yield
         for engine in trained:
-            if engine is not self._resident:
+            if engine is not self.resident:
                 engine.cpu()
-        if self._resident is self.rollout:
+        if self.resident is self.rollout:
             self.rollout.cuda()
 
     def sync(self) -> SyncReport:
@@ -236,16 +126,16 @@ class Engines:
             Bytes and seconds of the weight sync.
         """
         self.move_to_device(self.actor)
-        if not self._takes_turns[self.rollout]:
+        if not self.takes_turns[self.rollout]:
             report = self.actor.p2p_weight_sync(self.rollout)
-            if not self._is_apart:
+            if not self.is_apart:
                 self._leave()
             return report
         self.rollout.cuda("weights")
         report = self.actor.p2p_weight_sync(self.rollout)
         self.actor.cpu()
         self.rollout.cuda("kv_cache")
-        self._resident = self.rollout
+        self.resident = self.rollout
         return report
 
     def sync_evaluation(self, version: int) -> None:
@@ -260,43 +150,3 @@ class Engines:
         assert self.evaluation is not None
         self.evaluation.load(model)
         self.evaluation.set_version(version)
-
-
-def without_evaluation(world: int, options: PpoConfig) -> tuple[int, int]:
-    """Return the number of devices that train and generate, and of devices that only evaluate.
-
-    Raises:
-        ConfigError: The devices cannot be divided so.
-    """
-    if options.trainer.evaluate != "beside":
-        return world, 0
-    tp_size = options.rollout.tp_size
-    evaluating = options.trainer.evaluation_devices or tp_size
-    if evaluating % tp_size:
-        raise ConfigError(f"trainer.evaluation_devices={evaluating}: rollout.tp_size={tp_size} does not divide it")
-    if evaluating >= world:
-        raise ConfigError(
-            f"trainer.evaluate=beside: evaluations need devices of their own, {evaluating} of them, and there are "
-            f"{world} in all. Give more (num_devices=2 launcher=ray), or let training wait (trainer.evaluate=in_turns)"
-        )
-    return world - evaluating, evaluating
-
-
-def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
-    """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead.
-
-    Raises:
-        ConfigError: The devices cannot be divided so.
-    """
-    generating = world
-    if rollout.max_head_offpolicyness:
-        generating = rollout.num_devices or max(world // 2 // rollout.tp_size, 1) * rollout.tp_size
-        if not 0 < generating < world:
-            raise ConfigError(
-                f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}: rollouts that run beside training "
-                f"need devices of their own, {generating} of them, and there are {world} in all. Give more "
-                "(num_devices=2 launcher=ray), or let them take turns (rollout.max_head_offpolicyness=0)"
-            )
-    if generating % rollout.tp_size:
-        raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide {generating} devices for generation")
-    return world if generating == world else world - generating, generating

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge
 from pydantic import Field
@@ -18,7 +18,7 @@ from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.suggestions import single_or_named
-from rlite.trainer.held_out.options import HeldOutPromptOptions
+from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.model.options import (
     FrozenModelOptions,
     ModelOptions,
@@ -255,6 +255,41 @@ class AdvantageOptions(Options):
         return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
 
 
+class EqualRewards(NamedTuple):
+    """Answer to the question whether groups of equal rewards may teach something."""
+
+    can_teach: bool
+    reason: str = ""
+    """why they may, in words"""
+
+
+def what_equal_rewards_teach(adv: AdvantageOptions, kl: KlOptions, group_size: int) -> EqualRewards:
+    """Return whether groups of equal rewards may teach something: an advantage depends on more than their rewards.
+
+    Args:
+        adv: the way from rewards to advantages.
+        kl: the price of leaving the reference.
+        group_size: responses to each prompt.
+    """
+    is_wider = adv.estimator in ("gdpo", *WHITENED)
+    reasons = {
+        "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
+        "train_data.responses_per_prompt=1 the baseline is the mean of the batch": group_size == 1,
+        "adv.global_norm=true the baseline is the mean of the batch": adv.global_norm,
+        f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
+        f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
+    }
+    if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
+        return EqualRewards(True, f"with {reason}")
+    if adv.estimator == "reinforce":
+        return EqualRewards(False)
+    if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
+        return EqualRewards(False)
+    return EqualRewards(
+        True, f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+    )
+
+
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
@@ -409,12 +444,12 @@ class PpoConfig(LaunchOptions):
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
-        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
+        if self.rollout.dynamic_filtering and (equal := self.equal_rewards).can_teach:
             yield (
-                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
-                "leave rollout.dynamic_filtering out"
+                "rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: "
+                f"{equal.reason}; leave rollout.dynamic_filtering out"
             )
-        if self.is_greedy and not self.why_equal_rewards_teach():
+        if self.is_greedy and not self.equal_rewards.can_teach:
             yield (
                 "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "
                 f"{self.responses_per_prompt} responses to a prompt are the same, and adv.estimator="
@@ -496,27 +531,12 @@ class PpoConfig(LaunchOptions):
     def has_dynamic_filtering(self) -> bool:
         """True if groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering
-        return not self.why_equal_rewards_teach() if asked is None else asked
+        return not self.equal_rewards.can_teach if asked is None else asked
 
-    def why_equal_rewards_teach(self) -> str:
-        """Return why groups of equal rewards teach something; "" if they teach nothing."""
-        adv, size = self.adv, self.responses_per_prompt
-        if adv.estimator == "gae":
-            return "with adv.estimator=gae advantages depend on the critic"
-        if size == 1:
-            return "with train_data.responses_per_prompt=1 the baseline is the mean of the batch"
-        if adv.global_norm:
-            return "with adv.global_norm=true the baseline is the mean of the batch"
-        if adv.gamma != 1:
-            return f"with adv.gamma={adv.gamma} advantages depend on lengths"
-        if self.kl.type in ("reward", "advantage"):
-            return f"with kl.type={self.kl.type} advantages depend on the KL"
-        if adv.estimator == "reinforce":
-            return ""
-        is_wider = adv.estimator in ("gdpo", *WHITENED)
-        if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, size):
-            return ""
-        return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+    @property
+    def equal_rewards(self) -> EqualRewards:
+        """Effect of groups of equal rewards."""
+        return what_equal_rewards_teach(self.adv, self.kl, self.responses_per_prompt)
 
     def collector_options(self) -> CollectorOptions:
         """Return the options of the rollout engine's collector."""

@@ -13,11 +13,9 @@ from typing import Any
 
 from rlite import files
 from rlite.errors import ConfigError, did_you_mean, writing
-from rlite.evaluation.journal import reaches
 from rlite.observability import trace
 from rlite.runtime.storage.atomic import publish
-from rlite.services.console.terminal import number
-from rlite.trainer.held_out.options import KEY
+from rlite.trainer.held_out import KEY, reaches
 from rlite.trainer.options import RunOptions
 
 logger = logging.getLogger(__name__)
@@ -91,12 +89,6 @@ class BestModel:
             write_evaluation_facts(evaluated, {"step": step, **self._goal, "value": value})
             publish(evaluated, self._folder / BEST)
             self.value, self.step = value, step
-
-    def describe(self) -> str:
-        """Return the metric with its best value and the step, or "" before the first evaluation."""
-        if self._metric is None or self.value is None:
-            return ""
-        return f"{self._metric} {number(self._metric, self.value)} at step {self.step}"
 
 
 class Thresholds:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
-from weakref import WeakValueDictionary
+from typing import Any
 
-from rlite.arguments import read_saved, shown
-from rlite.errors import ConfigError, FolderInUse
+from rlite.arguments import differences, read_saved, shown, some_of
+from rlite.errors import ConfigError
 from rlite.observability.trace import earlier_traces
-from rlite.owner import LOCK, Owner, to_json
+from rlite.runtime.owner import LOCK
 from rlite.runtime.storage.atomic import discard
-from rlite.services.record.files import FOLDER as RECORD
+from rlite.runtime.storage.lock import FolderLock, lock_folder
 from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"
+RECORD = "record"
+"""folder of the record"""
+LEARNING = "learning.json"
+"""facts about what a run learns from, for those who look at it"""
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"
@@ -43,8 +42,6 @@ MAY_DIFFER = {
 }
 """options that may change while a run is still the same run: where and how long it runs, what it writes, and the files
 of its own code"""
-MAX_SHOWN = 8
-NOT_SET = "nothing"
 
 
 def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
@@ -88,52 +85,14 @@ def checkpoint_to_load(
         )
     if not isinstance(saved, str) and not _has_steps(folder):
         return load_ckpt_from
-    more = f"; and {len(different) - MAX_SHOWN} more" if len(different) > MAX_SHOWN else ""
     raise ConfigError(
-        f"trainer.save_dir={folder}: it holds the results of another run ({'; '.join(different[:MAX_SHOWN])}{more}). "
+        f"trainer.save_dir={folder}: it holds the results of another run ({some_of(different)}). "
         "Choose another folder; or go on with that run under these options (trainer.load_ckpt_from=latest); or replace "
         "its results (trainer.overwrite=true)"
     )
 
 
-class RunLock:
-    """Lock of a run's folder, held until `close` or the end of the process. The file names the process.
-
-    Args:
-        file: the locked file.
-        made: the folder, if it was made for this lock.
-    """
-
-    def __init__(self, file: TextIO, made: Path | None = None) -> None:
-        self._file, self._pid, self._made = file, os.getpid(), made
-        self._name(Owner.of_this_process())
-
-    def close(self) -> None:
-        """Let other runs use the folder, and remove it if it was made for nothing else. Safe to call again."""
-        if not self._file.closed and os.getpid() == self._pid:  # a forked child holds no lock
-            self._name(Owner())
-            with suppress(OSError):  # somebody else has removed it, or has put a file there
-                if self._made is not None and os.listdir(self._made) == [LOCK]:
-                    (self._made / LOCK).unlink()
-                    self._made.rmdir()
-            self._file.close()
-
-    def _name(self, owner: Owner) -> None:
-        self._file.truncate(0)
-        self._file.write(to_json(owner))
-        self._file.flush()
-
-    @property
-    def is_open(self) -> bool:
-        """True until `close`."""
-        return not self._file.closed
-
-
-_held: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
-"""locks of this process, which the system would give it again, by device and number of the file"""
-
-
-def lock(folder: Path) -> RunLock:
+def lock(folder: Path) -> FolderLock:
     """Keep other runs out of a folder, which is made if it is not there.
 
     Returns:
@@ -142,39 +101,13 @@ def lock(folder: Path) -> RunLock:
     Raises:
         FolderInUse: another run of this or another process is using the folder.
     """
-    while True:
-        made = None if folder.exists() else folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # its last holder has just removed the folder
-            if (found := _lock_in(folder, made)) is not None:
-                return found
-
-
-def _lock_in(folder: Path, made: Path | None) -> RunLock | None:
-    """Return a lock of a folder that is there, or None if its file was removed meanwhile."""
-    path = folder / LOCK
-    path.touch()
-    key = (path.stat().st_dev, path.stat().st_ino)
-    in_use = FolderInUse(f"trainer.save_dir={folder}: another run is under way there; choose another folder")
-    if (held := _held.get(key)) is not None and held.is_open:  # before the file is opened: its close ends all locks
-        raise in_use
-    file = path.open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise in_use from error
-        # a file system without locks
-    if os.fstat(file.fileno()).st_nlink == 0:  # a lock of it would keep nobody out
-        file.close()
-        return None
-    _held[key] = found = RunLock(file, made)
-    return found
+    in_use = f"trainer.save_dir={folder}: another run is under way there; choose another folder"
+    return lock_folder(folder, LOCK, in_use, is_kept=True)
 
 
 def clear(folder: Path) -> None:
     """Delete the files of the overwritten run; opening its metrics replaces them."""
-    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)
@@ -219,12 +152,13 @@ def _read(file: Path) -> Mapping[str, Any] | str:
 def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
     """Return which options differ from the saved ones. An option that was not saved is newer, and does not count."""
     before, now = dict(_paths(saved)), dict(_paths(options))
-    found = [
-        f"{key}: {shown(before[key])} there, {shown(now.get(key, NOT_SET))} here"
-        for key in before
-        if not {key, key.rpartition(".")[0]} & MAY_DIFFER and not (key in now and before[key] == now[key])
-        if not isinstance(before[key], Mapping) or not before[key]  # of a group, its options
+    compared = [
+        key
+        for key, value in before.items()
+        if not {key, key.rpartition(".")[0]} & MAY_DIFFER
+        if not isinstance(value, Mapping) or not value  # of a group, its options
     ]
+    found = differences(before, now, compared)
     if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
         found.append(
             f"trainer.load_ckpt_from: {shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"

@@ -17,9 +17,16 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM. Like Ctrl-C it is no Exception, so that code on the way does not catch it."""
 
 
+BEGUN = "RLITE_RUN_HAS_BEGUN"
+"""variable of the environment by which a watcher says that it has started this program before"""
 NOT_BEGUN = "The run had not begun, and nothing was changed."
 AGAIN_S = 0.1
 """seconds after which a signal is sent again whose exception Python has ignored"""
+
+
+def has_begun() -> bool:
+    """Return True if an earlier start of this program had begun its run: it continues, and overwrites nothing."""
+    return os.environ.get(BEGUN) == "1"
 
 
 class Interruption:
@@ -28,7 +35,8 @@ class Interruption:
     def __init__(self) -> None:
         self._is_followed = False
         self._may_wait = False
-        self._asked: type[KeyboardInterrupt] | None = None
+        self.asked: type[KeyboardInterrupt] | None = None
+        """exception with which the run is to end after it was saved"""
         self.raised: type[KeyboardInterrupt] | None = None
         """exception of the last signal that has ended a wait; other code may have raised another in its place"""
         self._tell_ignored = sys.unraisablehook
@@ -61,19 +69,14 @@ class Interruption:
     def release(self) -> None:
         """Stop handling signals."""
         self._is_followed = self._may_wait = False
-        self._asked = self.raised = None
+        self.asked = self.raised = None
         self.advice = NOT_BEGUN
         sys.unraisablehook = self._tell_ignored
 
-    @property
-    def is_asked(self) -> bool:
-        """True if the run is to save and to end."""
-        return self._asked is not None
-
     def obey(self) -> None:
         """Raise the delayed KeyboardInterrupt, if there is one."""
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
+        if self.asked is not None:
+            asked, self.asked = self.asked, None
             raise asked
 
     def _install(self) -> None:
@@ -91,12 +94,12 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        if self._asked is not None:  # the end of millions of tasks takes long: one more signal cuts it off
+        if self.asked is not None:  # the end of millions of tasks takes long: one more signal cuts it off
             signal.signal(number, signal.SIG_DFL)
-        if not self._may_wait or self._asked is not None:
+        if not self._may_wait or self.asked is not None:
             self.raised = error
             raise error
-        self._asked = error
+        self.asked = error
         text = "\nA checkpoint is saved at the end of this step; a second signal ends the run at once.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())  # print is not reentrant
 

@@ -1,134 +1,247 @@
-"""Manage a trainer's run around its loop: the folder, metrics, checkpoints, resume.
-
-The time at which a run started: the date that its chat template writes, today and after every resume.
-"""
+"""The run loop that every trainer shares, and the state of its run."""
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
+import math
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from rlite import config
-from rlite.data.chat.template import CLOCK
+from tensordict import TensorDict
+
+from rlite.data.packs import sequence_lengths
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, StorageError, why_not_written
+from rlite.errors import (
+    CallbackError,
+    DivergedError,
+    NonFiniteError,
+    RolloutError,
+    StreamedDataError,
+)
 from rlite.observability import stats_tracker, trace
-from rlite.rollout.workflow import RolloutError
-from rlite.runtime.cluster.session import at_shutdown
-from rlite.runtime.storage.atomic import FACTS
-from rlite.services.checkpoints import Checkpoints, steps_of
-from rlite.services.console.sinks.base import Run, open_sinks
-from rlite.services.record.files import drop_later
-from rlite.services.recovery import reporting
+from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
-from rlite.trainer.run.best import BestModel, EvaluationTime, Thresholds
-from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
-from rlite.trainer.run.folder import CONFIG, NEWEST, TRACE, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.best import EVALUATED, BestModel, EvaluationTime, Thresholds
 from rlite.trainer.run.interruption import INTERRUPTION
-from rlite.trainer.run.report import ReportedMetrics, RunReport, usage_metrics
+from rlite.trainer.run.observer import Console, Observer
+from rlite.trainer.run.saved_state import SavedState
 
-STARTED = "started"
-"""fact of a checkpoint: the time at which its run started"""
+T = TypeVar("T")
+WATCHED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
+EXPLOSION = 10.0
+"""times the first loss (at least 1) beyond which a loss has exploded"""
+NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
 
-def wanted_checkpoint(resolved: Any) -> str | None:
-    """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run.
+@dataclass(frozen=True, kw_only=True)
+class ReportedMetrics:
+    """The names of the metrics that a run shows."""
 
-    Args:
-        resolved: the trainer's config.
+    of_steps: Sequence[str] = ()
+    """metrics of every step for the console, the most important first"""
+    headlines: Sequence[str] = ()
+    """metrics of evaluations for the console"""
+    compared: Sequence[str] = ()
+    """metrics of evaluations for the comparison at the end"""
+    evaluated: Sequence[str] = ()
+    """metrics of evaluations from which `best_metric` and `stop_at` choose"""
 
-    Raises:
-        ConfigError: the folder holds another run.
+
+class Judged(NamedTuple):
+    """Evaluations that have ended."""
+
+    metrics: dict[str, float]
+    """metrics that are logged"""
+    valid: Mapping[str, float]
+    """metrics that measure the model, and not its grader; the best model is chosen from them"""
+    step: int
+    """finished steps of the evaluated weights"""
+
+
+class TrainerLoop(ABC):
+    """The run loop.
+
+        start ──> evaluate what is owed ──> [ batch ──> learn ──> evaluate ──> observe ──> save ]* ──> end
+
+    The order decides what counts, and what is lost if one of them fails:
+
+    - *batch*, *learn*: an error ends the run, and the step never was. A trainer that recovers repeats `learn` from the
+      state of the step before. If streamed data cannot be used, the steps before are saved first.
+    - *evaluate*: the step counts from here on. An evaluation that fails ends the run before the step is logged, so that
+      a resumed run makes the step again. An interruption leaves evaluations to the run that resumes.
+    - *observe*: observers log the step, then it is judged (`DivergedError` if too many steps were bad), then callbacks
+      are called. An observer's error ends the run; a callback's error ends it after the step was saved.
+    - *save*: evaluations that the save cannot meet end first. A checkpoint exists as a whole or not at all: if writing
+      fails, the run ends with `CheckpointError`, and the checkpoints before remain.
+    - *end*: however the run ends, every observer that has started is closed, and the folder is free again.
     """
-    options = resolved.trainer
-    overwrites = options.overwrite and not reporting.has_begun()
-    folder = Path(options.save_dir)
-    return checkpoint_to_load(folder, options.load_ckpt_from, overwrites, config.to_container(resolved))
 
+    name: ClassVar[str]
+    """name of the command"""
+    run: TrainingRun
 
-def started_at(resolved: Any) -> datetime:
-    """Return the time at which the run started that is resumed, else the present.
+    def fit(self) -> dict[str, float]:
+        """Train to the last step.
 
-    Args:
-        resolved: the trainer's config. Its group `trainer` has the options of the run.
+        Returns:
+            The metrics of the last step.
 
-    Raises:
-        ConfigError: the folder holds another run.
-    """
-    wanted = wanted_checkpoint(resolved)
-    if wanted is None:
-        return datetime.now()
-    steps = steps_of(Path(resolved.trainer.save_dir) / "state")
-    found = [path for _, path in sorted(steps.items(), reverse=True)] if wanted in NEWEST else [Path(wanted)]
-    for path in found:  # a damaged one is reported when it is loaded
-        with suppress(OSError, ValueError, KeyError):
-            return datetime.fromisoformat(json.loads((path / FACTS).read_text())[STARTED])
-        with suppress(OSError):  # an earlier version has not saved the time: it wrote this file when it started
-            return datetime.fromtimestamp((path.parent.parent / CONFIG).stat().st_mtime)
-    return datetime.now()
+        Raises:
+            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
+        """
+        with self.run:
+            self.start()
+            metrics = self._evaluate_owed()
+            try:
+                while not self.run.is_over:
+                    with stats_tracker.record_timing("step"), self.run.generating():
+                        if (batch := self._next_batch()) is None:
+                            break
+                        learnt = self._repeated(lambda: self.learn(batch), is_counted=False)
+                    metrics = self._finish(learnt)
+            except StreamedDataError:
+                self.run.save_before_bad_data(self._save_after_evaluations)
+                raise
+            discard(self.run.folder / EVALUATED)  # an evaluated model that was not the best
+            self.run.close()
+        return metrics
 
+    # -- what a trainer does -------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
+    @abstractmethod
+    def start(self) -> None:
+        """Build the engines, resume if asked, and open the run."""
 
+    @abstractmethod
+    def _next_batch(self) -> TensorDict | None:
+        """Return what the next step learns from; None if the data has ended."""
 
-class StepTrace:
-    """Starts and stops the trace of a run. A trace that cannot be written costs a warning.
+    @abstractmethod
+    def learn(self, batch: TensorDict) -> Any:
+        """Update the models from a batch, and return what `_finish` takes."""
 
-    Args:
-        options: `trace` and `trace_steps`.
-        folder: the run's folder.
-    """
+    @abstractmethod
+    def _finish(self, learnt: Any) -> dict[str, float]:
+        """End the step by `_end_step`, and return its metrics."""
 
-    def __init__(self, options: RunOptions, folder: Path) -> None:
-        self._is_wanted, self._path = options.trace, folder / TRACE
-        self._first, self._last = options.trace_steps or (1, sys.maxsize)
+    @abstractmethod
+    def _is_evaluation_due(self, is_saving: bool) -> bool:
+        """Return whether there is an evaluation to make, to begin or to await, perhaps before a save."""
 
-    def follow(self, step: int, is_over: bool) -> None:
-        """Trace the next step if the options say so, and write the trace of the last step.
+    @abstractmethod
+    def _evaluate_sets(self) -> Judged:
+        """Make what is due. Called until nothing is due."""
+
+    @abstractmethod
+    def _save_evaluated(self, folder: Path) -> None:
+        """Write the model that was evaluated last into a folder, unless it is there."""
+
+    @abstractmethod
+    def _save(self) -> None:
+        """Save the run by `run.save`, with the trainer's own state."""
+
+    def _repeated(self, act: Callable[[], T], is_counted: bool = True) -> T:
+        """Return the result of an action on the engines. A trainer that recovers repeats it if workers are lost.
 
         Args:
-            step: finished steps.
-            is_over: no step is left. The trace of a run that was over before is kept.
+            act: acts on the engines.
+            is_counted: the step counts already: the action is on its result, and not a part of it.
         """
-        if not self._is_wanted or (is_over and not trace.is_on()):
-            return
-        if step >= self._last:
-            trace.stop()
-        elif step + 1 >= self._first and not trace.is_on():
-            self._start()
-        trace.flush()
+        return act()
 
-    def _start(self) -> None:
-        try:
-            trace.start(self._path)
-        except StorageError as error:  # no trace is worth a run
-            logger.warning("this run is not traced: %s", error)
-            self._is_wanted = False
+    # -- the steps of the loop -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the trace, if the options ask for one."""
-        if self._is_wanted:
-            trace.stop()
+    def _end_step(self, batch: TensorDict, metrics_of: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Count a step, evaluate what is due, log the step, and save if that is due.
+
+        Args:
+            batch: what was trained on.
+            metrics_of: returns the metrics of the step, after it is counted.
+
+        Returns:
+            The metrics of the step, and of evaluations after it.
+        """
+        run = self.run
+        run.step, run.batch = run.step + 1, batch
+        metrics = metrics_of()
+        for each in run.observers:
+            each.on_train(run, metrics)
+        metrics |= self._evaluate_and_judge()
+        run.log(metrics)
+        if run.is_save_due():
+            metrics |= self._save_after_evaluations()
+        return metrics
+
+    def _evaluate_owed(self) -> dict[str, float]:
+        """Return the metrics of evaluations before the first step, or of those that an interruption has left."""
+        run = self.run
+        was_over = run.is_over
+        metrics = self._evaluate_and_judge()
+        run.end_if_interrupted()  # the checkpoint owes these evaluations, if there is one
+        if metrics:
+            run.log_evaluation(metrics)
+        # the last step owed them, or a threshold was reached
+        if run.step and run.is_over and (metrics or not was_over):
+            self._save_after_evaluations()
+        return metrics
+
+    def _evaluate_and_judge(self, is_saving: bool = False) -> dict[str, float]:
+        """Make or begin the evaluations that are due, and judge the model by those that have ended.
+
+        Args:
+            is_saving: a checkpoint is about to be written, which meets no evaluation of an earlier step.
+
+        Returns:
+            The newest metrics; older ones are logged.
+        """
+        metrics: dict[str, float] = {}
+        while self._is_evaluation_due(is_saving):
+            with self.run.evaluation_time.measured():
+                found = self._evaluate_sets()
+            if metrics.keys() & found.metrics.keys():
+                self.run.log_evaluation(metrics | self.run.evaluation_time.take())
+                metrics = {}
+            metrics |= found.metrics
+            if found.valid:
+                self._judge(found.valid, found.step)
+        return metrics | self.run.evaluation_time.take() if metrics else {}
+
+    def _judge(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the model if it is the best so far, and pass its evaluation to callbacks and thresholds."""
+        if step:
+            self._repeated(lambda: self.run.best.see(step, metrics, self._save_evaluated))
+        self.run.evaluated(metrics, is_trained=step > 0)
+
+    def _save_after_evaluations(self) -> dict[str, float]:
+        """Save the run, after evaluations that have become due since its last step, or must not meet the checkpoint.
+
+        Returns:
+            The metrics of these evaluations.
+        """
+        if metrics := self._evaluate_and_judge(is_saving=True):
+            self.run.log_evaluation(metrics)
+        self._repeated(self._save)
+        return metrics
 
 
 class TrainingRun:
-    """The folder of a run: checkpoints, metrics, and the step from which a resumed run continues.
+    """The state of a run: its step, its metrics, who observes it, and whether it goes on.
 
-    `step` counts finished steps. Callbacks are notified here, for every trainer.
+    `step` counts finished steps. Callbacks are notified here, for every trainer. The end of a `with` block closes the
+    observers, and lets other runs use the folder.
 
     Args:
         resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
-        reported: metrics for the console and for the report at the end.
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
         callbacks: callbacks besides the callbacks that the config names.
+        observers: observers, which may also be set before `open`.
 
     Raises:
         ConfigError: the folder holds another run, or an object is not a callback.
@@ -138,164 +251,52 @@ class TrainingRun:
     def __init__(
         self,
         resolved: Any,
-        reported: ReportedMetrics,
         total_steps: int,
         has_absolute_loss: bool = False,
         callbacks: Sequence[Callback] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
-        self._options: RunOptions = resolved.trainer
-        options, self.folder = self._options, Path(self._options.save_dir)
-        self._report, self._trace = RunReport(options, reported), StepTrace(options, self.folder)
-        self.total_steps = total_steps
-        self.config = resolved
-        self._kind = type(resolved).__name__
-        self.step = 0
+        options: RunOptions = resolved.trainer
+        self._options, self.config, self.total_steps = options, resolved, total_steps
         self._callbacks = Callbacks([*options.callbacks, *callbacks])
+        self.observers = observers
+        self._started: list[Observer] = []
+        self.saved = SavedState(resolved)
+        self.folder = self.saved.folder
+        self.console = Console()
+        self.step = 0
+        self.batch: TensorDict | None = None
+        """batch of the last step, as it was trained on"""
         self._metrics: Mapping[str, float] = {}
-        self._stop_reason = ""
-        self._replaced_best = ""
+        self.stop_reason = ""
+        """reason, in words, for which the run ends early"""
         self.evaluation_time = EvaluationTime()
-        self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
+        self.best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
-        self._overwrites = options.overwrite and not reporting.has_begun()
-        self._started = CLOCK.now()
-        self.held = ExitStack()
-        """holds the folder, from `restore` to the end of its `with` block at the latest"""
-        self._checkpoints = self._find_checkpoints()
+        self._is_unconfirmed = True
+        self._replaced_best = ""
 
-    def _find_checkpoints(self) -> Checkpoints:
-        options, wanted = self._options, wanted_checkpoint(self.config)
-        return Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
-
-    def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
-        """Lock the folder, take the engines that this run saves, and load the checkpoint to resume from into them.
-
-        Args:
-            engine: the engine of the main model. Its weights go into latest/.
-            **others: further engines. Their weights go into NAME_latest/.
-
-        Returns:
-            The facts that were saved; {} for a new run.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
-                finite.
-            CallbackError: a callback does not take its state.
-            ConfigError: the folder cannot be written to, or another run is under way there.
-        """
-        self._engine, self._others = engine, others
-        with self._writing():
-            self.held.callback(lock(self.folder).close)
-        at_shutdown(self.held.close)  # for a trainer whose loop is not `fit`
-        self._checkpoints = self._find_checkpoints()  # another run may have gone on since
-        facts = self._checkpoints.restore(engine, others)
-        if facts and (damage := self._nonfinite_weights()):
-            raise CheckpointError(f"{self._checkpoints.found}: {damage}; resume from an earlier one")
-        if facts and facts.get("config", self._kind) != self._kind:
-            raise CheckpointError(
-                f"{self._checkpoints.found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
-                "another trainer begins from the weights in latest/"
-            )
-        self.step = facts.get("step", 0)
-        self._replaced_best = self._best.restore() if facts and not self._begins_empty else ""
-        self._thresholds.latest = facts.get("evaluated", {})
-        has_same_callbacks = self._callbacks.load_state_dict(facts.get("callbacks", {}))
-        if has_same_callbacks and facts.get("stop_at", {}) == self._options.stop_at:  # else the run goes on
-            self._stop_reason = facts.get("stopped", "")
-        return facts
-
-    def open(self) -> None:
-        """Write the resolved config, and open the metric sinks.
-
-        The sinks drop the lines that a resumed run writes again. From here to `close`, Ctrl-C and SIGTERM wait for the
-        end of the step.
-
-        Raises:
-            ConfigError: the folder cannot be written to.
-            CallbackError: a callback raised an exception.
-        """
-        stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
-        with self._writing():
-            if self._begins_empty:
-                clear(self.folder)
-            if self._checkpoints.found is not None:
-                self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
-            config.save(self.config, self.folder / "config.yaml")
-        options = self._options
-        self._sinks = open_sinks(
-            options.all_sinks,
-            Run(
-                directory=self.folder,
-                project=options.project,
-                name=options.experiment_name,
-                config=config.to_container(self.config),
-                resume_after=self.step or -1,  # what stands at step 0 is of another run
-            ),
-        )
-        drop_later(self.folder, self.step or -1)
-        self.console = self._report.open(self.total_steps, self.step)
-        self._trace.follow(self.step, self.is_over)
-        if (found := self._checkpoints.found) is not None:
-            self._report.resumed(self.step, self.total_steps, found, self._stop_reason)
-        if self._replaced_best:
-            self.console.warn("the best model is chosen anew", {"reason": self._replaced_best})
-        reporting.report_step(self.step, self.total_steps)
-        INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or starts over if there is none.")
-        if self.is_over:
-            self._callbacks = Callbacks(())  # they were notified when the run ended
-        self._notify("on_start", {})
-        if self._callbacks.failure is not None:
-            self.close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
-            ) from error
-
-    def show_plan(self, title: str, plan: Callable[[], Mapping[str, str]]) -> None:
-        """Report how the work is divided, if there is work left.
-
-        Args:
-            title: title of the report.
-            plan: returns the plan, as text by topic.
-        """
-        if not self.is_over:
-            self.console.report(title, plan())
-
-    @property
-    def oldest_checkpoint(self) -> int | None:
-        """Step of the oldest checkpoint from which the run can be resumed; None if there is none."""
-        return self._checkpoints.oldest
+    # -- in every step -------------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
         """True if no step is left, or if a callback has ended the run."""
-        return self.step >= self.total_steps or bool(self._stop_reason) or self._callbacks.failure is not None
+        return self.step >= self.total_steps or bool(self.stop_reason) or self._callbacks.failure is not None
 
-    def stop(self, reason: str) -> None:
-        """End the run after this step, with a checkpoint. The same command does not go on after it.
+    def is_due(self, every: int) -> bool:
+        """Return whether an action is due that happens every `every` steps, and at the end."""
+        return self.step % every == 0 or self.is_over
 
-        Args:
-            reason: cause, in words, for the console and for the checkpoint; not empty.
-        """
-        if not self._stop_reason:
-            self._stop_reason = reason
-            self.console.warn(f"stop after step {self.step} of {self.total_steps}", {"reason": reason})
-
-    def _way_on(self) -> str:
-        """Return the name of the command that resumes this run."""
-        return "The same command without trainer.overwrite=true" if self._begins_empty else "The same command"
+    def is_save_due(self) -> bool:
+        """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
+        return self.is_due(self._options.save_freq) or self.is_interrupted
 
     @property
-    def _begins_empty(self) -> bool:
-        """True if what the folder holds is deleted first."""
-        return self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
+    def is_interrupted(self) -> bool:
+        """True if a signal asks the run to save now and to end."""
+        return INTERRUPTION.asked is not None
 
-    def log(self, metrics: Mapping[str, float]) -> None:
+    def log(self, metrics: dict[str, float]) -> None:
         """Log the metrics of the step that has just ended.
 
         Args:
@@ -305,61 +306,19 @@ class TrainingRun:
             CheckpointError: the last checkpoint could not be written in the background.
             DivergedError: too many steps were bad.
         """
-        self._sinks.log(self.step, metrics)
-        self._report.log(self.step, metrics)
-        reporting.report_step(self.step, self.total_steps)
-        self._checkpoints.look()
-        self._trace.follow(self.step, self.is_over)
+        for each in self.observers:
+            each.on_step(self, metrics)
+        if self.saved.checkpoints.under_way:
+            self.saved.checkpoints.look()
         if self._watch.see(metrics):
-            self._checkpoints.confirm()
+            if self._is_unconfirmed:
+                self.saved.checkpoints.confirm()
+                self._is_unconfirmed = False
         elif self._watch.num_bad == 1 or self._watch.has_diverged:
             self._alarm(metrics)
         self._metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
             self._notify("on_step", metrics)
-
-    def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
-        """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
-
-        Args:
-            metrics: metrics of the evaluation.
-            is_trained: whether the evaluated model has been trained.
-        """
-        self._notify("on_evaluate", metrics)
-        if is_trained and (reason := self._thresholds.see(metrics)):
-            self.stop(reason)
-
-    def _notify(self, event: Event, metrics: Mapping[str, float]) -> None:
-        """Call the callbacks, and log the metrics that they add."""
-        if added := self._callbacks.call(event, self, metrics):
-            self._sinks.log(self.step, added)
-
-    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics of an evaluation in a line of their own."""
-        self._sinks.log(self.step, metrics)
-        self._report.log(self.step, metrics)
-
-    def _alarm(self, metrics: Mapping[str, float]) -> None:
-        """Report the first of several bad steps.
-
-        Raises:
-            DivergedError: there were too many bad steps, or the weights are not finite.
-        """
-        damage = self._nonfinite_weights()
-        cause = damage or self._watch.cause
-        if damage or self._watch.has_diverged:
-            raise self._diverged(cause)
-        values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
-        remedy = "look at the data and the loss" if self.step <= 1 else "a lower lr is the usual remedy"
-        self.console.alarm(
-            f"ALARM at step {self.step}: "
-            + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
-            {
-                "cause": f"{cause} ({values}); {remedy}",
-                "from here": f"no checkpoint is written until a step is good, and the run stops after "
-                f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
-            },
-        )
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -379,14 +338,162 @@ class TrainingRun:
         except (DivergedError, RolloutError) as error:
             failure = error if isinstance(error, DivergedError) else error.__cause__
             is_named = isinstance(failure, DivergedError | NonFiniteError)
-            cause = str(failure) if is_named else self._nonfinite_weights()
+            cause = str(failure) if is_named else self.saved.nonfinite_weights()
             if not cause or not self.step:
                 raise
             raise self._diverged(cause) from error
 
+    # -- begin and end -------------------------------------------------------------------------------------------
+
+    def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
+        """Take the engines that this run saves, and load the checkpoint to resume from into them.
+
+        Args:
+            engine: the engine of the main model. Its weights go into latest/.
+            **others: further engines. Their weights go into NAME_latest/.
+
+        Returns:
+            The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
+        """
+        facts = self.saved.restore(engine, others)
+        self.step = facts.get("step", 0)
+        self._replaced_best = self.best.restore() if facts and not self.saved.begins_empty else ""
+        self._thresholds.latest = facts.get("evaluated", {})
+        has_same_callbacks = self._callbacks.load_state_dict(facts.get("callbacks", {}))
+        if has_same_callbacks and facts.get("stop_at", {}) == self._options.stop_at:  # else the run goes on
+            self.stop_reason = facts.get("stopped", "")
+        return facts
+
+    def open(self) -> None:
+        """Write the resolved config, and start the observers and the callbacks.
+
+        From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+            CallbackError: a callback raised an exception.
+        """
+        stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
+        self.saved.open()
+        for each in self.observers:
+            each.on_start(self, {})
+            self._started.append(each)
+        if self._replaced_best:
+            self.console.warn("the best model is chosen anew", {"reason": self._replaced_best})
+        INTERRUPTION.begin(f"{self.saved.way_on} goes on from the newest checkpoint, or starts over if there is none.")
+        if self.is_over:
+            self._callbacks = Callbacks(())  # they were notified when the run ended
+        self._notify("on_start", {})
+        if self._callbacks.failure is not None:
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the observers in their order, then the folder."""
+        started, self._started = self._started, []
+        with ExitStack() as stack:  # calls the last one first, and all of them
+            stack.callback(self.saved.held.close)
+            for each in reversed(started):
+                stack.callback(each.close, self, error)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, notify the callbacks, then close the observers.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+            DivergedError: the last steps were bad.
+            errors: the error of a callback that raised one, if it ended the run.
+        """
+        try:
+            with self:
+                self.saved.checkpoints.finish()
+                if self._watch.num_bad and not self.is_interrupted and self.failure is None:
+                    raise self._diverged(f"the last steps were bad: {self._watch.cause}")
+                self.saved.checkpoints.confirm()
+                self._notify("on_end", self._metrics)
+                if self.failure is not None:
+                    raise self.failure
+        finally:
+            INTERRUPTION.end()
+
+    @property
+    def failure(self) -> CallbackError | None:
+        """First error that a callback raised."""
+        return self._callbacks.failure
+
+    @property
+    def oldest_checkpoint(self) -> int | None:
+        """Step of the oldest checkpoint from which the run can be resumed; None if there is none."""
+        return self.saved.checkpoints.oldest
+
+    # -- events that decide --------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with a checkpoint. The same command does not go on after it.
+
+        Args:
+            reason: cause, in words, for the console and for the checkpoint; not empty.
+        """
+        if not self.stop_reason:
+            self.stop_reason = reason
+            self.console.warn(f"stop after step {self.step} of {self.total_steps}", {"reason": reason})
+
+    def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
+        """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
+
+        Args:
+            metrics: metrics of the evaluation.
+            is_trained: whether the evaluated model has been trained.
+        """
+        self._notify("on_evaluate", metrics)
+        if is_trained and (reason := self._thresholds.see(metrics)):
+            self.stop(reason)
+
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Log metrics of an evaluation in a line of their own."""
+        for each in self.observers:
+            each.on_log(self, metrics)
+
+    def answered(self, step: int, evaluations: Sequence[Any]) -> None:
+        """Show observers the evaluations by answers of the weights after `step` steps, with their episodes."""
+        for each in self.observers:
+            each.on_answers(self, step, evaluations)
+
+    def _notify(self, event: Event, metrics: Mapping[str, float]) -> None:
+        """Call the callbacks, and log the metrics that they add."""
+        if self._callbacks.by_name and (added := self._callbacks.call(event, self, metrics)):
+            for each in self.observers:
+                each.on_added(self, added)
+
+    def _alarm(self, metrics: Mapping[str, float]) -> None:
+        """Report the first of several bad steps.
+
+        Raises:
+            DivergedError: there were too many bad steps, or the weights are not finite.
+        """
+        damage = self.saved.nonfinite_weights()
+        cause = damage or self._watch.cause
+        if damage or self._watch.has_diverged:
+            raise self._diverged(cause)
+        values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
+        remedy = "look at the data and the loss" if self.step <= 1 else "a lower lr is the usual remedy"
+        self.console.alarm(
+            f"ALARM at step {self.step}: "
+            + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
+            {
+                "cause": f"{cause} ({values}); {remedy}",
+                "from here": f"no checkpoint is written until a step is good, and the run stops after "
+                f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
+            },
+        )
+
     def _diverged(self, cause: str) -> DivergedError:
         """Return the error that ends the run. `latest` now ignores checkpoints that no good step followed."""
-        aside, good = self._checkpoints.set_aside()
+        aside, good = self.saved.checkpoints.set_aside()
         bad = "an earlier one, if the metrics were bad before"
         way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start over"
         moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
@@ -395,28 +502,7 @@ class TrainingRun:
             f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
         )
 
-    def _nonfinite_weights(self) -> str:
-        """Return the names of weights that are not finite, as text; "" if all are finite."""
-        engines = {"model": self._engine, **self._others}
-        found = {key: engine.nonfinite_parameters() for key, engine in engines.items()}
-        return "; ".join(
-            f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-            for key, names in found.items()
-            if names
-        )
-
-    def is_due(self, every: int) -> bool:
-        """Return whether an action is due that happens every `every` steps, and at the end."""
-        return self.step % every == 0 or self.is_over
-
-    def is_save_due(self) -> bool:
-        """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
-        return self.is_due(self._options.save_freq) or self.is_interrupted
-
-    @property
-    def is_interrupted(self) -> bool:
-        """True if a signal asks the run to save now and to end."""
-        return INTERRUPTION.is_asked
+    # -- saving --------------------------------------------------------------------------------------------------
 
     def save(self, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
         """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
@@ -433,27 +519,28 @@ class TrainingRun:
             KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
         """
         is_suspect = self._watch.num_bad > 0
-        if not is_suspect and (damage := self._nonfinite_weights()):
+        if not is_suspect and (damage := self.saved.nonfinite_weights()):
             raise self._diverged(damage)
+        for each in self.observers:
+            each.before_save(self)
         with trace.span("checkpoint", step=self.step):
             # in this order: a run that is killed in between makes these steps again, and then both
             if not is_suspect:
-                for name, other in self._others.items():
-                    other.save(self.folder / f"{name}_latest")
-                self._engine.save(self.folder / "latest")
-            if not is_suspect or (self.is_over and self._callbacks.failure is None):
+                self.saved.write_models()
+            if not is_suspect or (self.is_over and self.failure is None):
                 own = {
-                    "config": self._kind,
-                    STARTED: self._started.isoformat(),
-                    "stopped": self._stop_reason,
+                    "stopped": self.stop_reason,
                     "evaluated": self._thresholds.latest,
                     "stop_at": self._options.stop_at,
+                    "callbacks": self._callbacks.state_dict(),
                 }
-                facts = {**own, "callbacks": self._callbacks.state_dict(), **facts}
-                self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
+                self.saved.write_state(self.step, {**own, **facts}, kept)
+                self._is_unconfirmed = True
         if not is_suspect:
+            for each in self.observers:
+                each.on_save(self, self._metrics)
             self._notify("on_save", self._metrics)
-        saved = f"Step {self.step} is saved. {self._way_on()} goes on from there."
+        saved = f"Step {self.step} is saved. {self.saved.way_on} goes on from there."
         self.end_if_interrupted("" if is_suspect else saved)
 
     def end_if_interrupted(self, advice: str = "") -> None:
@@ -470,7 +557,7 @@ class TrainingRun:
             INTERRUPTION.advice = advice or INTERRUPTION.advice
             INTERRUPTION.obey()
 
-    def save_before_bad_data(self, save: Callable[[], None]) -> None:
+    def save_before_bad_data(self, save: Callable[[], object]) -> None:
         """Save the finished steps of a run that ends because streamed data cannot be used.
 
         Args:
@@ -480,47 +567,59 @@ class TrainingRun:
             return
         if not self.is_save_due():  # else it is saved already
             save()
-        self._checkpoints.finish()
-        way = f"repair the data. {self._way_on()} goes on from there, if the rows before are the same"
+        self.saved.checkpoints.finish()
+        way = f"repair the data. {self.saved.way_on} goes on from there, if the rows before are the same"
         self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
 
-    def save_best(
-        self, metrics: Mapping[str, float], save: Callable[[Path], None] | None = None, step: int | None = None
-    ) -> None:
-        """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning.
 
-        Args:
-            metrics: metrics of the evaluation.
-            save: writes the evaluated model into a folder, unless it is there; default: the model as it is now.
-            step: step of the evaluated weights; default: now.
-        """
-        self._best.see(self.step if step is None else step, metrics, save or self._engine.save)
+class DivergenceWatch:
+    """Decision, from the metrics of each step, whether training still learns.
 
-    def close(self) -> None:
-        """Wait for the last checkpoint, notify the callbacks, then close the sinks and the progress bar.
+    Args:
+        max_bad: consecutive bad steps after which the run has diverged. Half of the last `4 * max_bad` steps count the
+            same: an alternating run learns little, too.
+        has_absolute_loss: losses of different steps are comparable, as in supervised training.
+    """
 
-        Raises:
-            CheckpointError: the last checkpoint could not be written.
-            DivergedError: the last steps were bad.
-            errors: the error of a callback that raised one, if it ended the run.
-        """
-        try:
-            self._checkpoints.finish()
-            if self._watch.num_bad and not self.is_interrupted and self._callbacks.failure is None:
-                raise self._diverged(f"the last steps were bad: {self._watch.cause}")
-            self._checkpoints.confirm()
-            self._notify("on_end", self._metrics)
-            if self._callbacks.failure is not None:
-                raise self._callbacks.failure
-        finally:
-            self._trace.close()
-            self._sinks.close()
-            self.console.close()
-            self.held.close()
-            INTERRUPTION.end()
-        how = "interrupted" if self.is_interrupted else "stopped" if self._stop_reason else "finished"
-        reason = f": {self._stop_reason}" if how == "stopped" else ""
-        self._report.end(f"{how} after step {self.step} of {self.total_steps}{reason}", self._best.describe())
+    def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
+        self._max = max_bad
+        self._has_absolute_loss = has_absolute_loss
+        self._first_loss: float | None = None
+        self._recent: deque[bool] = deque(maxlen=4 * max_bad)
+        self.num_bad = 0
+        """bad steps in a row, up to the last one"""
+        self.cause = ""
+        """why the last step was bad; empty if it was not"""
+
+    def see(self, metrics: Mapping[str, float]) -> bool:
+        """Return True if this step was a good one, as far as the metrics show."""
+        is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
+        self.cause = self._explosion(metrics) if is_finite else NOT_FINITE
+        self._recent.append(bool(self.cause))
+        self.num_bad = self.num_bad + 1 if self.cause else 0
+        return not self.cause
+
+    def _explosion(self, metrics: Mapping[str, float]) -> str:
+        """Return how a finite loss shows that training no longer learns; an empty text if it does not."""
+        if not self._has_absolute_loss or not {"loss", "grad_norm"} <= metrics.keys():
+            return ""
+        loss = metrics["loss"]
+        if self._first_loss is None:
+            self._first_loss = loss
+        if loss > EXPLOSION * max(self._first_loss, 1.0):
+            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
+        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
+            return "the gradient is 0, and the loss is not below that of the first step"
+        return ""
+
+    @property
+    def has_diverged(self) -> bool:
+        """True if too many steps were bad."""
+        return self.num_bad >= self._max or sum(self._recent) >= 2 * self._max
+
+    def describe(self) -> str:
+        """Return how many steps were bad, as text."""
+        return f"{self.num_bad} in a row, {sum(self._recent)} of the last {len(self._recent)}"
 
 
 def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:
@@ -528,20 +627,16 @@ def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:
     return {"loss_weight" if key == "weight" else key: value for key, value in stats.items()}
 
 
-def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: bool = True) -> dict[str, float]:
-    """Return the metrics that `stats_tracker` gathered in this step, tokens per second, peak memory and MFU.
+def step_metrics(batch: TensorDict) -> dict[str, float]:
+    """Return the metrics that `stats_tracker` gathered in this step, and tokens per second.
 
     Timings are called "seconds_PHASE", and "seconds" for the whole step.
 
     Args:
-        engine: the engine that is trained.
-        lengths: number of tokens of each sequence of the step.
-        is_trained: whether the step has updated the weights.
+        batch: the sequences of the step.
     """
-    usage = engine.device_usage()  # if it fails, the statistics are still there for another call
     renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
     metrics = {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
     if "seconds" in metrics:
-        metrics["tokens_per_second"] = sum(lengths) / metrics["seconds"]
-    trained = lengths if is_trained else []
-    return metrics | usage_metrics(usage, engine.module, trained, metrics.get("seconds_update", 0.0))
+        metrics["tokens_per_second"] = sum(sequence_lengths(batch)) / metrics["seconds"]
+    return metrics

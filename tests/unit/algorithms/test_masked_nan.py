@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlite.algorithms.kl import BinaryDivergence, binary_divergence, kl_penalty
+from rlite.algorithms.log_ratios import kl_penalty
+from rlite.algorithms.off_policy import BinaryDivergence, binary_divergence
 from rlite.algorithms.policy_losses.base import POLICY_LOSSES, LossInputs, is_selective, policy_loss, select_tokens
 from rlite.algorithms.reduce import aggregate, masked_mean, masked_variance, sequence_means
-from rlite.algorithms.value import value_loss
+from rlite.algorithms.token_losses import value_loss
 from rlite.types import KLEstimator
 
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1])

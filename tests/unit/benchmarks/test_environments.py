@@ -24,7 +24,7 @@ from benchmarks.environments import (
 )
 from rlite import config
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.sft import SftConfig
+from rlite.trainer.supervised_options import SftConfig
 
 
 @pytest.mark.parametrize("name", tasks())

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import ray
 from omegaconf import OmegaConf
@@ -33,7 +34,7 @@ def test_a_job_has_what_its_builder_was_told() -> None:
         .build()
     )  # fmt: skip
     assert list(job.spec.roles()) == [RLRoleType.ACTOR, RLRoleType.ROLLOUT]
-    assert job.classes.workloads[RLRoleType.ROLLOUT].cls is Rollout
+    assert cloudpickle.loads(job.classes.workloads[RLRoleType.ROLLOUT].pickled) is Rollout
     assert job.spec.collocation_of(RLRoleType.ACTOR) == "ACTOR,ROLLOUT"
     assert job.spec.resource_of(RLRoleType.ACTOR) == {"CPU": 0.5, "memory": 100.0}
     assert job.spec.resource_of(RLRoleType.ROLLOUT) == {"CPU": 1}
@@ -45,7 +46,7 @@ def test_a_class_decorated_by_ray_is_accepted_with_its_options() -> None:
     decorated = ray.remote(runtime_env={"env_vars": {"A": "1"}})(Actor)
     job = builder().actor(decorated).total(1).per_node(1).end().build()
     found = job.classes.workloads[RLRoleType.ACTOR]
-    assert found.cls is Actor
+    assert cloudpickle.loads(found.pickled) is Actor
     assert found.actor_options["runtime_env"]["env_vars"] == {"A": "1"}
     with pytest.raises(ConfigError, match=r"num_cpus=1.*the job decides.*resource"):
         builder().actor(ray.remote(num_cpus=1)(Actor)).total(1).per_node(1).end().build()
@@ -117,7 +118,7 @@ def test_a_yaml_spec_is_the_same_job_as_the_builder_makes(tmp_path: Path) -> Non
     (tmp_path / "job.yaml").write_text(SPEC)
     job = job_of(load(JobSpec, ["--config", str(tmp_path / "job.yaml"), "config.steps=3"]))
     assert job.spec.config == {"lr": 1e-3, "twice": 1e-3, "steps": 3}
-    assert job.classes.trainer is Trainer
+    assert cloudpickle.loads(job.classes.trainer) is Trainer
     assert len(job.layout.seats[RLRoleType.ROLLOUT]) == 2
     (tmp_path / "job.yaml").write_text(SPEC.replace("rollout:", "rolout:"))
     with pytest.raises(UnknownOptionError, match="rolout"):
@@ -130,7 +131,7 @@ PROGRAM = {"trainer": "rlite.trainer.ppo", "device_per_node": 2, "device_type": 
 def test_a_trainer_without_a_class_is_a_program_on_devices_of_one_node() -> None:
     job = job_of(JobSpec(**PROGRAM, num_processes=2, config={"actor": {"lr": 1e-3}}))
     assert job.spec.is_program
-    assert job.classes.trainer is None
+    assert not job.classes.trainer
     assert job.layout.num_devices == (2,)
 
 

@@ -10,7 +10,7 @@ import pytest
 from rlite.control import command
 from rlite.control.entry import KEPT, JobEntry, JobOutput, entries, folder_of, keep_record, save_entry
 from rlite.errors import ConfigError
-from rlite.owner import Owner
+from rlite.runtime.owner import Owner
 from rlite.services.recovery.failover import JobState
 from rlite.services.recovery.record import JobRecord, LogEntry
 

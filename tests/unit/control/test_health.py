@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from rlite.control.health import Judge, NodeAgent, Vital
+from rlite.control.spec import HealthOptions
 from rlite.services.recovery.failover import WorkloadId
 
 A, B = WorkloadId("ACTOR", 0), WorkloadId("ACTOR", 1)
@@ -20,7 +21,7 @@ SLEEPING, STOPPED, RUNNING = psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psut
 
 @pytest.fixture
 def judge() -> Judge:
-    judge = Judge(stopped_after_s=3.0, silent_after_s=8.0, hung_after_s=20.0)
+    judge = Judge(HealthOptions(stopped_after=3.0, silent_after=8.0, hung_after=20.0))
     judge.watch(A, "n", 1)
     judge.watch(B, "n", 2)
     return judge

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from rlite.control import RLJobBuilder, RLRoleType
-from rlite.control.plan import JobPlan
+from rlite.control.spec import JobPlan
 from rlite.runtime.cluster.ray.host import hosting
 
 LIBRARY = """

@@ -9,10 +9,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
+from rlite.control.role_group import RoleGroup, UnboundGroup, hold_port, role_groups
 from rlite.control.spec import RLRoleType
-from rlite.control.workload import BaseWorkload, WorkloadFactory, hold_port
-from rlite.dispatch import NeedParallel
+from rlite.control.workers import BaseWorkload, WorkloadFactory
+from rlite.data.dispatch import NeedParallel
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied
 from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.host import WorkerHost

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlite.data.loader import BatchLoader
 from rlite.data.order import ShuffledOrder
 from rlite.data.tokens import TokenRows, tokenise
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError
 
 
 def numbered_rows(count: int) -> TokenRows:
@@ -74,10 +74,3 @@ def test_a_state_of_other_data_is_refused() -> None:
     loader = BatchLoader(numbered_rows(5), 2)
     with pytest.raises(CheckpointError, match="made with 4 items of data; now there are 5"):
         loader.load_state_dict(BatchLoader(numbered_rows(4), 2).state_dict())
-
-
-def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size=0: expected at least 1"):
-        BatchLoader(numbered_rows(5), 0)
-    with pytest.raises(ConfigError, match="n_epochs=0: expected at least 1"):
-        BatchLoader(numbered_rows(5), 1, n_epochs=0)

@@ -99,7 +99,7 @@ def test_several_values_per_token_are_packed_end_to_end_and_go_through_any_split
     data = dict(lazy_pack(batch, rows, CPU))
     assert data["kept_ids"].tolist() == [value for row in rows for value in flat[row]]
     assert data["kept_counts"].tolist() == [len(token) for row in rows for token in values[row]]
-    shares = split_batch("test", batch, 2, max(lengths) + 3, lambda _: None)
+    shares = split_batch("test", batch, 2, max(lengths) + 3)
     for share in shares:
         for microbatch in filter(None, share.microbatches):
             data = dict(lazy_pack(share.batch, microbatch, CPU))

@@ -21,7 +21,7 @@ from rlite.backends.embedded.cuda_graphs import (
 )
 from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.nn.architecture import rope_limit
+from rlite.backends.models.architecture import rope_limit
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir
 

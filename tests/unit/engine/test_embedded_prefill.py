@@ -12,7 +12,7 @@ from torch import Tensor
 from rlite.backends.embedded.attention import PrefillPlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.nn import attention
+from rlite.backends.models import attention
 
 CPU = torch.device("cpu")
 HEADS = (4, 2, 2)

@@ -3,13 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlite.algorithms.replay import KeptIds
-from rlite.backends.embedded import native
-from rlite.backends.embedded.deterministic import sample_each
-from rlite.backends.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
-from rlite.backends.embedded.scheduler import RunningSequence
+from rlite.algorithms.kept_ids import KeptIds
+from rlite.backends.serving import native
+from rlite.backends.serving.requests import Sampling
+from rlite.backends.serving.sampling import SamplingBatch, kept_ids_of, sample, sample_each, uniforms
 from rlite.nn import linear_logprobs
-from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
+from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -17,12 +16,11 @@ NO_STOP: frozenset[int] = frozenset()
 def batch_of(
     *gconfigs: GenerationHyperparameters, vocab_size: int, stop_ids=NO_STOP, is_early=False, extras=()
 ) -> SamplingBatch:
-    sequences = []
-    for number, gconfig in enumerate(gconfigs):
-        request = SequenceRequest(request_id=number, input_ids=[1], gconfig=gconfig, seed=number, extras=extras)
-        min_tokens = 2 if is_early else 0
-        sequences.append(RunningSequence(request, [1], max_tokens=8, stop_ids=stop_ids, min_tokens=min_tokens))
-    return SamplingBatch.of(sequences, vocab_size, torch.device("cpu"))
+    rows = [
+        Sampling(gconfig, number, stop_ids, is_early, has_kept_ids="kept_ids" in extras)
+        for number, gconfig in enumerate(gconfigs)
+    ]
+    return SamplingBatch.of(rows, vocab_size, torch.device("cpu"))
 
 
 def reference_splitmix64(state: int) -> int:

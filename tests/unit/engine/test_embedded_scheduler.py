@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlite.backends.embedded import cache
-from rlite.backends.embedded.cache import Move
-from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
+from rlite.backends.embedded import scheduler as scheduling
+from rlite.backends.embedded.scheduler import Move, RunningSequence, Scheduler
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 
@@ -113,13 +112,13 @@ def test_a_burst_ends_where_the_first_row_ends_or_may_stop_for_the_first_time() 
 @given(seed=st.integers(0, 10_000), num_slots=st.integers(1, 5), budget=st.integers(1, 9))
 def test_slots_hold_what_their_sequences_believe_through_any_traffic(seed: int, num_slots: int, budget: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "MIN_SHARED", 2)
+        patch.setattr(scheduling, "MIN_SHARED", 2)
         serve_random_traffic(random.Random(seed), num_slots, budget)
 
 
 def test_most_tokens_of_sessions_are_not_prefilled_again() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "MIN_SHARED", 2)
+        patch.setattr(scheduling, "MIN_SHARED", 2)
         assert sum(serve_random_traffic(random.Random(seed), 16, 9) for seed in range(20)) > 400
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
-from rlite.backends.embedded.native import compiled
+from rlite.backends.serving.native import compiled
 from tests import forked_python
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_without_a_compiler_pytorch_computes_it(tmp_path: object) -> None:
-    program = "from rlite.backends.embedded.native import compiled; print(compiled())"
+    program = "from rlite.backends.serving.native import compiled; print(compiled())"
     environment = {**os.environ, "CC": "/nonexistent/cc", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [forked_python.python(), "-c", program],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlite.backends.embedded.lean_decoder import Pointwise
-from rlite.backends.embedded.native import compiled
+from rlite.backends.serving.native import compiled
 
 MAX_LEN = 50
 ROWS = 37

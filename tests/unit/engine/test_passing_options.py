@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 
-from rlite.engine.options import PassingOptions
 from rlite.errors import ConfigError, UnknownOptionError
+from rlite.runtime.replicas.options import PassingOptions
 
 
 class OtherOptions(PassingOptions):

@@ -15,7 +15,7 @@ import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.nn.base import meta_parameters
+from rlite.nn.pretrained import meta_parameters
 from rlite.types import GenerationHyperparameters
 from tests.tiny import build_model_dir
 

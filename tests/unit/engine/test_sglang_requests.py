@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlite.backends.sglang.requests import MAX_KEPT, TokenStream, generate_body, objection
+from rlite.backends.serving.requests import objection
+from rlite.backends.sglang.requests import MAX_KEPT, TokenStream, generate_body
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 
 
@@ -37,8 +38,8 @@ def test_lengths_count_from_the_beginning_of_the_completion_and_end_with_the_con
     assert body["input_ids"] == [1, 2, 3, 8, 9]
     assert (body["sampling_params"]["max_new_tokens"], body["sampling_params"]["min_new_tokens"]) == (18, 3)
     assert generate_body(request_of(), "name", 10, 100)["sampling_params"]["max_new_tokens"] == 7
-    assert objection(request_of(), 4) is None
-    assert "max_model_len=3 leaves room for 2" in str(objection(request_of(), 3))
+    assert objection(request_of(), 4, 100) is None
+    assert "max_model_len=3 leaves room for 2" in str(objection(request_of(), 3, 100))
 
 
 def test_seeds_fit_into_64_bits() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from rlite.backends.vllm import step_batching
-from rlite.backends.vllm.options import Release
 
 
 class PauseState(Enum):
@@ -83,7 +82,7 @@ def step(on: Scheduler, *made: tuple[str, int], client: int = 0, width: int = 2)
 
 def told(outputs: list[Any]) -> Told:
     """Return the tokens of each request, with their log-probabilities and kept ids as the server reads them."""
-    whole, _, kept_ids = Release().take_table(outputs)
+    whole, _, kept_ids = step_batching.take_table(outputs)
     found, row = {}, 0
     for output in outputs:
         end = row + len(output.new_token_ids)

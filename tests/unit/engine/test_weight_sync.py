@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.engine.transport import Layout, Place
-from rlite.engine.weight_sync import make_buckets, make_plan
+from rlite.engine.weights import make_plan
 from rlite.errors import WeightSyncError
+from rlite.runtime.replicas.transport import Layout, Place, make_buckets
 
 Shape = tuple[int, ...]
 NAMES = ("a", "b", "c")

@@ -11,16 +11,8 @@ import pytest
 
 from benchmarks.comparison_intervals import cell
 from rlite.errors import DataError
-from rlite.evaluation.compare import (
-    ENUMERATED,
-    RESAMPLES,
-    compare,
-    difference_interval,
-    paired_differences,
-    sign_flip_p_value,
-)
-from rlite.evaluation.journal import Sample
-from rlite.evaluation.metrics import summary
+from rlite.evaluation.metrics import Sample, compare, paired_differences, summary
+from rlite.evaluation.statistics import ENUMERATED, RESAMPLES, difference_interval, sign_flip_p_value
 
 
 def of(scores: dict[str, list[float | None]]) -> list[Sample]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, Place
+from rlite.evaluation.sets import EvaluationSet, run_episodes
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.rollout.collector.ended import Ended
 
 
 class AskTwice(RolloutWorkflow):
@@ -28,29 +29,30 @@ class AskTwice(RolloutWorkflow):
 def test_nothing_is_written_after_an_error() -> None:
     calls = 0
 
-    def write(ended: EndedEpisode) -> None:
+    def write(ended: Ended) -> None:
         nonlocal calls
         calls += 1
         time.sleep(0.05)  # others have ended meanwhile
         raise OSError("full")
 
-    runner = EpisodeRunner(ScriptedEngine([[7, 8]]), AskTwice(), [{"turns": 1}] * 4, CollectorOptions(), 0, 4)
+    engine, asked = ScriptedEngine([[7, 8]]), EvaluationSet("", [{"turns": 1}] * 4, AskTwice())
     with pytest.raises(OSError, match="full"):
-        runner.run([Place(item, 0) for item in range(4)], write)
+        run_episodes(
+            engine, asked, [(item, 0) for item in range(4)], CollectorOptions(max_concurrent_rollouts=4), write
+        )
     assert calls == 1
 
 
 def test_episodes_go_on_while_one_that_has_ended_is_written() -> None:
     workflow, waited = AskTwice(), []
     engine = ScriptedEngine([[7, 8]], latency=0.1)
-    items = [{"turns": turns} for turns in (1, 2)]
-    runner = EpisodeRunner(engine, workflow, items, CollectorOptions(), 0, 2)
+    asked = EvaluationSet("", [{"turns": turns} for turns in (1, 2)], workflow)
     names = []
 
-    def write(ended: EndedEpisode) -> None:
+    def write(ended: Ended) -> None:
         names.append(threading.current_thread().name)
         waited.append(workflow.has_second_turn.wait(timeout=10))
 
-    runner.run([Place(0, 0), Place(1, 0)], write)
+    run_episodes(engine, asked, [(item, 0) for item in range(2)], CollectorOptions(max_concurrent_rollouts=2), write)
     assert waited == [True, True]
     assert len(set(names)) == 1

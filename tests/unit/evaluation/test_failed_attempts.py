@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.evaluation.journal import Sample
-from rlite.evaluation.metrics import selection_of, summary
-from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate, row_of, sample_of
+from rlite.evaluation.metrics import Sample, selection_of, summary
+from rlite.evaluation.record import row_of
+from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,
@@ -22,6 +23,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.openai import AgentWorkflow
 from rlite.services.record.recorder import TokenTexts
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
@@ -68,11 +70,11 @@ def in_training(workflow: RolloutWorkflow, items: Sequence[Any], samples: int = 
 
 
 def by_rlite_eval(workflow: RolloutWorkflow, items: Sequence[Any], samples: int = 1) -> list[Sample]:
-    ended: list[EndedEpisode] = []
-    runner = EpisodeRunner(Tossing(), workflow, items, CollectorOptions(), seed=0, max_concurrent=8)
-    runner.run([Place(item, sample) for item in range(len(items)) for sample in range(samples)], ended.append)
+    ended: list[Ended] = []
+    asked, options = EvaluationSet("", items, workflow, samples), CollectorOptions(max_concurrent_rollouts=8)
+    run_episodes(Tossing(), asked, [*product(range(len(items)), range(samples))], options, ended.append)
     texts = TokenTexts(byte_tokenizer())
-    return [sample_of(row_of(each, str(each.place.item), texts, has_tokens=False)) for each in ended]
+    return [Sample.of_row(row_of(each, str(each.group), texts, has_tokens=False)) for each in ended]
 
 
 MODES = [in_training, by_rlite_eval]
@@ -127,7 +129,13 @@ def test_choices_and_samples_of_an_agent_with_a_seed_all_differ(mode: str) -> No
     elif mode == "evaluation":
         collector.evaluate([{}], workflow, group_size=4)
     else:
-        runner = EpisodeRunner(engine, workflow, [{}], CollectorOptions(), seed=0, max_concurrent=2)
-        runner.run([Place(0, sample) for sample in range(4)], lambda ended: None)
+        options = CollectorOptions(max_concurrent_rollouts=2)
+        run_episodes(
+            engine,
+            EvaluationSet("", [{}], workflow, samples=4),
+            [(0, sample) for sample in range(4)],
+            options,
+            lambda ended: None,
+        )
     collector.close()
     assert len(seeds) == len(set(seeds)) == 8

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, StorageError
-from rlite.evaluation.journal import Journal, differences, read_journal
+from rlite.evaluation.folder import Journal, changed_settings, read_journal
 
 SETTINGS = {"samples": 2, "reward": {"path": "my.py:f"}}
 LINES = [{"item": "a", "score": 1.0}, {"item": "\u202e\ud800 <b>", "score": None}]
@@ -116,7 +116,7 @@ def test_a_journal_that_is_not_begun_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_many_differences_are_counted() -> None:
-    found = differences({str(n): n for n in range(20)}, {})
+    found = changed_settings({str(n): n for n in range(20)}, {}).split("; ")
     assert found[0] == "0: 0 there, nothing here"
     assert (len(found), found[-1]) == (9, "and 12 more")
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlite.errors import DataError
-from rlite.evaluation.journal import Sample
-from rlite.evaluation.metrics import clustered_standard_error, majority, pass_at_k, summary
+from rlite.evaluation.metrics import Sample, majority, pass_at_k, summary
+from rlite.evaluation.statistics import clustered_standard_error
 
 
 def humaneval_pass_at_k(n: int, c: int, k: int) -> float:

@@ -10,9 +10,11 @@ from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import DataError
-from rlite.evaluation.journal import Sample
-from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, Place, Row, row_of, sample_of
+from rlite.evaluation.metrics import Sample
+from rlite.evaluation.record import Row, row_of
+from rlite.evaluation.sets import EvaluationSet, run_episodes
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.rollout.collector.ended import Ended
 from rlite.services.record.recorder import TokenTexts
 
 
@@ -28,11 +30,12 @@ def rows_of(*items: dict[str, Any]) -> list[Row]:
     texts = TokenTexts(byte_tokenizer())
     found: list[Row] = []
 
-    def keep(episode: EndedEpisode) -> None:
-        found.append(row_of(episode, str(episode.place.item), texts, has_tokens=False))
+    def keep(episode: Ended) -> None:
+        found.append(row_of(episode, str(episode.group), texts, has_tokens=False))
 
-    runner = EpisodeRunner(ScriptedEngine([[7, 8]]), Ask(), items, CollectorOptions(request_retries=0), 0, 1)
-    runner.run([Place(item, 0) for item in range(len(items))], keep)
+    options = CollectorOptions(request_retries=0, max_concurrent_rollouts=1)
+    asked = EvaluationSet("", items, Ask())
+    run_episodes(ScriptedEngine([[7, 8]]), asked, [(item, 0) for item in range(len(items))], options, keep)
     return found
 
 
@@ -41,9 +44,9 @@ def test_a_trajectory_that_the_record_cannot_read_keeps_its_score() -> None:
     whole, unread, scored = rows_of({}, odd, odd | {"scores": torch.tensor([0.5])})
     assert whole["turns"] == 1
     assert (unread["turns"], unread["status"]) == (None, "evaluated")
-    assert sample_of(whole) == Sample("0", 0, 1.0, length=2)
-    assert sample_of(unread) == Sample("1", 0, 1.0, truncated=True, length=2)
-    assert sample_of(scored).score == 0.5
+    assert Sample.of_row(whole) == Sample("0", 0, 1.0, length=2)
+    assert Sample.of_row(unread) == Sample("1", 0, 1.0, truncated=True, length=2)
+    assert Sample.of_row(scored).score == 0.5
 
 
 def test_a_trajectory_without_a_score_is_refused() -> None:

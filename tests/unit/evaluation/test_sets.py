@@ -13,10 +13,10 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import DataError
-from rlite.evaluation.journal import Sample
+from rlite.evaluation.metrics import Sample
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate, evaluate_each, samples_of
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.trajectories import pad_trajectories
+from rlite.rollout.joined import pad_trajectories
 
 
 class Graded(RolloutWorkflow):

@@ -15,12 +15,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.backends.embedded.backend import refusal as embedded_refusal
+from rlite.backends.models.architecture import attention_widths, check_gpu_kernels, miniature, refusal, rope_limit
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.nn.architecture import attention_widths, check_gpu_kernels, miniature, refusal, rope_limit
-from rlite.nn.base import meta_parameters
-from rlite.nn.huggingface import causal_lm_class
+from rlite.nn.pretrained import causal_lm_class, meta_parameters
 
 SIZES = {
     "vocab_size": 97,

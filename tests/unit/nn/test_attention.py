@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlite.backends.models.attention import PackedLayout, packed_attention
 from rlite.errors import ConfigError
-from rlite.nn.attention import PackedLayout, packed_attention
 from rlite.runtime.parallel.context_parallel import ContextShare
 
 

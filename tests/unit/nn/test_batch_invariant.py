@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.nn.attention import causal_attention
-from rlite.nn.batch_invariant import (
+from rlite.backends.models.attention import causal_attention
+from rlite.backends.models.batch_invariant import (
     BLOCK,
     COLUMNS,
     RotaryTable,
@@ -21,7 +21,7 @@ from rlite.nn.batch_invariant import (
     linear,
     silu,
 )
-from rlite.nn.head_logprobs import linear_logprobs
+from rlite.backends.models.head_logprobs import linear_logprobs
 
 
 @pytest.fixture(params=[1, 2])

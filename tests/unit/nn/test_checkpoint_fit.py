@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.backends.models.lora import merge_adapter
 from rlite.errors import CheckpointError
-from rlite.nn.lora import merge_adapter
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir

@@ -6,11 +6,12 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, MptConfig, OPTConfig
 
 import rlite
+from rlite.backends.models.huggingface import disable_dropout, disable_dropout_layers, with_dropout
 from rlite.nn import HuggingFaceFsdp2TrainModule
-from rlite.nn.dropout import disable_dropout, disable_dropout_layers, with_dropout
-from rlite.trainer.losses import OwnLogprobs, SftLoss
+from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.rl.policy_loss import OwnLogprobs
 from tests.integration.modules import Qwen2Policy, make_batch, on_meta
 from tests.tiny import build_model_dir
 

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlite.algorithms import gather_logprobs_entropy
+from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError
 from rlite.nn import linear_logprobs
-from rlite.nn.head_logprobs import logprobs_of
 from rlite.runtime.parallel.context_parallel import ContextShare
-from tests.replay import kept_sets, pairs_of, written_out
+from tests.kept_ids import kept_sets, pairs_of, written_out
 
 VOCAB, WIDTH = 13, 5
 
@@ -143,7 +143,7 @@ def test_a_head_answers_with_log_probabilities_where_they_are_wanted_and_is_itse
 @pytest.mark.parametrize(("block_size", "num_kept"), [(1, 0), (5, 30), (5, 10**6), (13, 0), (None, None)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_replayed_logprobs_and_their_gradients_are_those_of_a_softmax_over_the_kept_ids(
+def test_logprobs_over_kept_ids_and_their_gradients_are_those_of_a_softmax_over_the_kept_ids(
     block_size: int | None, num_kept: int | None, temperature: float, with_bias: bool
 ) -> None:
     hidden, weight, bias, labels = inputs(10)
@@ -164,7 +164,7 @@ def test_replayed_logprobs_and_their_gradients_are_those_of_a_softmax_over_the_k
         torch.testing.assert_close(*gradients)
 
 
-def test_replayed_bfloat16_logprobs_are_those_of_their_own_logits() -> None:
+def test_bfloat16_logprobs_over_kept_ids_are_those_of_their_own_logits() -> None:
     hidden, weight, _, labels = inputs(40, torch.bfloat16)
     sets = kept_sets(labels.tolist(), VOCAB)
     ours = linear_logprobs(hidden, weight, labels, 0.7, block_size=4, replay=pairs_of(sets))
@@ -184,7 +184,7 @@ def test_a_token_whose_only_kept_id_is_its_own_has_probability_one_and_teaches_n
     assert not torch.autograd.grad(ours.logprobs.sum(), weight)[0].abs().max() > 1e-12
 
 
-def test_a_head_replays_the_positions_that_are_wanted() -> None:
+def test_a_head_restricts_the_positions_that_are_wanted() -> None:
     hidden, _, _, labels = inputs(8)
     head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
     positions = torch.arange(8) % 3 != 1

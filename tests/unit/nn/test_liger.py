@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rlite
+from rlite.backends.models.liger import check_liger
 from rlite.errors import ConfigError
-from rlite.nn.liger import check_liger
 from rlite.trainer.model.modules import policy_module
 from tests.tiny import build_model_dir
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rlite.nn.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 
 
 @pytest.mark.parametrize("shape", [(MIN_ROWS - 1,), (40,), (3, 17), (1, 1)])

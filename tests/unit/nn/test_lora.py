@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from rlite.backends.models.lora import merge
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.lora import merge
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.tiny import build_model_dir
 

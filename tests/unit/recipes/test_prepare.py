@@ -17,13 +17,12 @@ pytest.importorskip("datasets")
 from recipes.math.prepare import last_boxed
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
-from rlite.data.prompts import check_prompts
+from rlite.data.rows import check_prompts
 from rlite.data.sft import preference_rows
 from rlite.rollout.rewards import gsm8k_reward, math_verify_reward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
-from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rm import RmConfig
+from rlite.trainer.supervised_options import DpoConfig, RmConfig
 
 ROOT = Path(__file__).parents[3]
 TRAINERS: dict[str, Any] = {

@@ -318,7 +318,7 @@ def test_the_back_off_grows_is_bounded_and_ends_after_a_stable_time() -> None:
     state, delays = play(BEGIN, policy)[0], []
     for incarnation, at in enumerate([0.0, 1.0, 2.0, 3.0, 150.0]):
         failed = WorkloadsFailed(at, (WorkloadId("ROLLOUT", 0, incarnation=incarnation),), "hung")
-        state, actions, _ = decide(state, failed, policy)
+        state, actions, *_ = decide(state, failed, policy)
         assert isinstance(actions[0], RestartWorkload)
         delays.append(actions[0].delay_s)
     assert delays == [0.0, 1.0, 3.0, 5.0, 0.0]

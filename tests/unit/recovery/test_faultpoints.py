@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlite.services.recovery.faults import FaultBoard, InjectedError, PhaseFault
+from rlite.testing import FaultBoard, InjectedError, PhaseFault
 
 REACH = """
 import sys
-from rlite.services.recovery.faults import FaultBoard
+from rlite.testing import FaultBoard
 FaultBoard(sys.argv[1]).reach('reward', 'JUDGE')
 """
 

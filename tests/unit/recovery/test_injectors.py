@@ -20,7 +20,7 @@ from rlite.runtime.cluster.process_tree import find
 
 DRIVER = """
 import sys, time
-from rlite.runtime.sandbox.process import Worker
+from rlite.runtime.sandbox.pool import Worker
 sandbox = Worker.start((), is_silent=True)
 sandbox.channel.recv(1)  # it is ready
 print(sandbox.process.pid, flush=True)

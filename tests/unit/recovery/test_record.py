@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, RliteError, StorageError
+from rlite.runtime.storage.texts import FileStore, MemoryStore, StateStore
 from rlite.services.recovery.failover import JobState, RoleState
 from rlite.services.recovery.record import (
     MAX_ENDED,
     MAX_ENTRIES,
-    FileStore,
     JobRecord,
     LogEntry,
-    MemoryStore,
-    StateStore,
     forget_old,
     load_record,
     save_record,

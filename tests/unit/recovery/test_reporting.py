@@ -8,13 +8,14 @@ import pytest
 
 from rlite.errors import ConfigError
 from rlite.services.recovery import reporting
+from rlite.trainer.run.interruption import has_begun
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report"
     for name, value in reporting.environment(file, has_begun=True).items():
         monkeypatch.setenv(name, value)
-    assert reporting.has_begun()
+    assert has_begun()
     assert reporting.read(file) is None
     reporting.report_step(3, 10)
     reporting.report_final_error(ConfigError("no such model"))
@@ -31,4 +32,4 @@ def test_program_without_a_watcher_reports_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv(reporting.BEGUN, raising=False)
     reporting.report_step(1, 2)
     reporting.report_final_error(ConfigError("wrong"))
-    assert not reporting.has_begun()
+    assert not has_begun()

@@ -15,7 +15,7 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
-from rlite.evaluation.sets import EndedEpisode, EpisodeRunner, EvaluationSet, Place, evaluate
+from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
 from rlite.rollout import (
     CollectorOptions,
     LLMRequest,
@@ -25,11 +25,11 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.deadlines import ABANDONED, Abandoned, Overdue, UserExit, by_deadline
-from rlite.rollout.loop import LoopThread
-from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.failures import RewardRaised, RewardTimeout
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.toolbox import Toolbox
+from rlite.runtime.event_loop import ABANDONED, Abandoned, LoopThread, Overdue, UserExit, by_deadline
 
 CALL: dict[str, Any] = {"prompt": "", "completions": "", "prompt_ids": [], "completion_ids": []}
 ITEMS = [{"number": number} for number in range(3)]
@@ -96,10 +96,12 @@ def by_evaluation(collector: RolloutCollector, workflow: RolloutWorkflow) -> lis
 
 
 def by_rlite_eval(collector: RolloutCollector, workflow: RolloutWorkflow) -> list[str]:
-    ended: list[EndedEpisode] = []
-    runner = EpisodeRunner(collector.engine, workflow, ITEMS, OPTIONS, seed=0, max_concurrent=3)
-    runner.run([Place(item, 0) for item in range(3)], ended.append)
-    return [*(each.reason for each in ended if each.reason), f"{sum(each.has_succeeded for each in ended)} left"]
+    ended: list[Ended] = []
+    run_episodes(
+        collector.engine, EvaluationSet("", ITEMS, workflow), [(item, 0) for item in range(3)], OPTIONS, ended.append
+    )
+    reasons = [each.reason for each in ended if each.reason]
+    return [*reasons, f"{sum(each.status == 'evaluated' for each in ended)} left"]
 
 
 MODES = [by_rollout_batch, by_rollouts_ahead, by_evaluation, by_rlite_eval]
@@ -267,7 +269,7 @@ def test_a_reward_that_ends_its_batch_costs_the_other_completions_nothing(death:
 
 
 def test_code_that_blocks_the_loop_is_named_and_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.rollout.loop.LOOK_INTERVAL", 0.2)
+    monkeypatch.setattr("rlite.runtime.event_loop.LOOK_INTERVAL", 0.2)
     release = threading.Event()
 
     async def sleep_synchronously(engine: Any) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlite.rollout.loop import LoopThread
+from rlite.runtime.event_loop import LoopThread
 
 
 def test_a_workflow_that_blocks_the_loop_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.tokens import TooManyTokens
+from rlite.data.chat.prompt_tokens import TooManyTokens
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
-from rlite.rollout.deadlines import NUM_THREADS, SHORT_TEXT, beside_loop
+from rlite.runtime.event_loop import NUM_THREADS, SHORT_TEXT, beside_loop
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=8)
 

@@ -8,7 +8,8 @@ from tensordict import TensorDict
 
 from rlite.errors import DataError
 from rlite.rollout import check_trajectory, pad_trajectories
-from rlite.rollout.trajectories import TokenHistory, check_alike, join_batches, layout
+from rlite.rollout.joined import join_batches
+from rlite.rollout.trajectories import TokenHistory, check_alike, layout
 
 
 def row(length: int, **columns: Any) -> TensorDict:

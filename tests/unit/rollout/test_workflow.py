@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
-from rlite.data.formats.table import normalise
+from rlite.data.readers.formats import normalise
 from rlite.data.sft import sft_rows
 from rlite.errors import DataError
 from rlite.rollout import (
@@ -24,8 +24,8 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.rollout.chat.conversation import Conversation
-from rlite.rollout.rewards.function import Part, WeightedRewards
 from rlite.rollout.rewards.signatures import adapt
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.types import OnChunk
 from tests.agents import tokenizer_with

@@ -22,7 +22,7 @@ PROGRAM = """
 import asyncio, sys
 import cloudpickle
 from rlite.rollout import RewardFunction
-from rlite.rollout.rewards.score import RewardError
+from rlite.rollout.failures import RewardError
 from tests import hostile_rewards
 
 cloudpickle.register_pickle_by_value(hostile_rewards)
@@ -85,11 +85,11 @@ def test_a_keeper_whose_signals_are_not_confined_ends_what_it_finds() -> None:
     mark = uuid.uuid4().hex
     unconfined = (
         "import os, sys, time, signal\n"
-        "from rlite.runtime.sandbox import keeper\n"
-        "keeper.restrict = lambda: False\n"
+        "from rlite.runtime.sandbox import confine\n"
+        "confine.restrict = lambda: False\n"
         "driver = os.getppid()\n"
         "reader, writer = os.pipe()\n"
-        "keeper.keep(driver, writer)\n"
+        "confine.keep(driver, writer)\n"
         "for _ in range(30):\n"
         "    if os.fork() != 0:\n"
         "        time.sleep(3600) if _ else os.kill(os.getpid(), signal.SIGSEGV)\n"

@@ -9,7 +9,7 @@ import pytest
 
 from rlite.runtime.sandbox.calls import Call, Code
 from rlite.runtime.sandbox.child import READY
-from rlite.runtime.sandbox.process import LOAD_TIMEOUT, Worker, seconds_to_next_check, time_failure
+from rlite.runtime.sandbox.pool import LOAD_TIMEOUT, Worker, seconds_to_next_check, time_failure
 
 
 def worker(**state: Any) -> Worker:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.observers import run_observers
 from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
 from rlite.services.console.sinks.jsonl import read_metrics
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
-from rlite.trainer.run.report import ReportedMetrics
-from rlite.trainer.run.training_run import TrainingRun
+from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
 from rlite.trainer.supervised_options import SftConfig
 
 
@@ -46,7 +46,9 @@ class Unsaved(Callback):
 
 def run_with(folder: Path, *callbacks: Callback, total_steps: int = 3) -> TrainingRun:
     config = load(SftConfig, ["actor.model_name=x", "data.path=x", f"trainer.save_dir={folder}"])
-    return TrainingRun(config, ReportedMetrics(), total_steps, callbacks=callbacks)
+    run = TrainingRun(config, total_steps, callbacks=callbacks)
+    run.observers = run_observers(run, ReportedMetrics(), "sft", dict)
+    return run
 
 
 def test_callback_is_called_at_every_step(tmp_path: Path) -> None:

@@ -13,32 +13,37 @@ from typing import Any
 import pytest
 
 from rlite import config
-from rlite.assembly.evaluate import report
-from rlite.assembly.evaluate.command import advice, evaluate, result_of
-from rlite.assembly.evaluate.folder import EarlierResult, code_of, digest_of
-from rlite.assembly.evaluate.generation import (
-    context_limit,
+from rlite.assembly.evaluate import answers
+from rlite.assembly.evaluate.answers import code_of, context_limit, digest_of, find_tasks, item_ids, unknown_context
+from rlite.assembly.evaluate.command import (
+    advice,
+    difference,
+    evaluate,
+    print_result,
+    result_of,
+    shown,
+    shown_metrics,
+    title,
+)
+from rlite.assembly.evaluate.options import EvalConfig
+from rlite.config import load
+from rlite.errors import ConfigError, DataError, UnknownOptionError
+from rlite.evaluation.folder import Answered, EvaluatedModel, EvaluationResult
+from rlite.evaluation.metrics import (
+    Comparison,
+    Sample,
     directions,
-    find_tasks,
-    item_ids,
     lower_is_better,
     summary_of_tasks,
     task_metrics,
-    task_rows,
     task_values,
-    unknown_context,
 )
-from rlite.assembly.evaluate.options import EvalConfig, check_name
-from rlite.assembly.evaluate.report import difference, print_result, shown, shown_metrics, title
-from rlite.config import load
-from rlite.errors import ConfigError, DataError, UnknownOptionError
-from rlite.evaluation.compare import Comparison
-from rlite.evaluation.journal import Sample
-from rlite.evaluation.metrics import clustered_standard_error
-from rlite.evaluation.sets import EvaluatedModel, EvaluationResult
+from rlite.evaluation.record import task_rows
+from rlite.evaluation.statistics import clustered_standard_error
+from rlite.files import file_name
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
-from rlite.trainer.run.command import NOTHING, ProgramObjects
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
 
 
@@ -155,7 +160,7 @@ def test_options_that_contradict_each_other_are_refused(arguments: list[str], me
 )
 def test_models_have_the_names_of_their_folders(models: list[str], names: list[str]) -> None:
     assert options(*models).names == names
-    assert [check_name(name) for name in names] == names
+    assert [file_name(name) for name in names] == names
 
 
 def test_items_are_named_by_their_id_or_their_number_and_by_no_name_twice() -> None:
@@ -293,7 +298,7 @@ def test_the_direction_of_a_metric_is_that_of_the_task() -> None:
     assert lower_is_better(samples, higher) == ["t"]
 
 
-def of_tasks(name: str, scores: dict[str, list[float]], lowest: list[str]) -> EarlierResult:
+def of_tasks(name: str, scores: dict[str, list[float]], lowest: list[str]) -> Answered:
     """A model's results of tasks with these scores."""
     lines = [
         {
@@ -306,7 +311,7 @@ def of_tasks(name: str, scores: dict[str, list[float]], lowest: list[str]) -> Ea
         for task, own in scores.items()
     ]
     settings = {"tasks": {"tasks": [*scores]}, "sampling": {"samples": 1, "temperature": 0.0}}
-    return EarlierResult(name, name, settings, lines)
+    return Answered(name, name, settings, lines)
 
 
 def test_a_lower_perplexity_is_better(capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,7 +357,7 @@ def test_tasks_are_answered_with_the_options_that_are_given(arguments: list[str]
 def test_a_score_from_which_an_answer_is_solved_is_an_option() -> None:
     settings = {"sampling": {"samples": 2, "temperature": 1.0, "max_new_tokens": 8}}
     lines = [row(0, sample=sample, score=score) for sample, score in enumerate((0.5, 0.25))]
-    model = EarlierResult("a", "a", settings, lines)
+    model = Answered("a", "a", settings, lines)
     assert result_of([model], options("a")).metrics["pass@2"] == 0.0
     assert result_of([model], options("a", "solved_at=0.5")).metrics["pass@2"] == 1.0
 
@@ -387,7 +392,7 @@ def test_values_of_a_metric_have_its_name_and_the_order_of_the_questions() -> No
 def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match="missing package lm_eval"):
+    with pytest.raises(ConfigError, match="needs the package lm_eval"):
         find_tasks(options("a", "tasks=x"))
 
 
@@ -451,8 +456,8 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlite.services.console.terminal._POLL_S", 0.001)
-    assert report.QUIET_S <= 10
-    monkeypatch.setattr(report, "QUIET_S", 0.0)
+    assert answers.QUIET_S <= 10
+    monkeypatch.setattr(answers, "QUIET_S", 0.0)
     has_said = threading.Event()
     texts = iter(["grpo: 3 of 12 samples", "grpo: 7 of 12 samples"])
 
@@ -462,7 +467,7 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
             has_said.set()
         return found
 
-    with report.showing_progress(text):
+    with answers.showing_progress(text):
         assert has_said.wait(10)
     assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
 
@@ -480,8 +485,8 @@ def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    report.continuing("new", 0, 12, "samples")
-    report.continuing("grpo", 5, 12, "samples")
+    answers.continuing("new", 0, 12, "samples")
+    answers.continuing("grpo", 5, 12, "samples")
     assert capsys.readouterr().err == "grpo: continuing: 5 of 12 samples are there\n"
 
 

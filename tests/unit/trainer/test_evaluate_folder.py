@@ -12,25 +12,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlite.assembly.evaluate import report
-from rlite.assembly.evaluate.folder import (
+from rlite.assembly.evaluate import command
+from rlite.assembly.evaluate.command import recorded
+from rlite.errors import ConfigError, DataError, FolderInUse
+from rlite.evaluation.folder import (
     CACHE,
     LOCK,
     RESULTS,
     SAMPLES,
     Candidate,
-    begin,
+    Journal,
     check_alone,
     check_no_run,
     earlier_result,
     held,
     remove_others,
-    rows_of,
 )
-from rlite.assembly.evaluate.report import recorded
-from rlite.errors import ConfigError, DataError, FolderInUse
-from rlite.evaluation.journal import Journal
-from rlite.evaluation.sets import write_record
+from rlite.evaluation.record import write_record
 from rlite.services.record.files import all_files, write_table
 from rlite.viewer.run import open_runs
 
@@ -83,18 +81,20 @@ def test_a_lock_is_removed_with_a_new_folder_in_which_nothing_was_written(tmp_pa
     assert [path.name for path in (tmp_path / "new").iterdir()] == [RESULTS]
 
 
-def test_a_lock_that_its_holder_removes_while_it_is_opened_holds_nothing(
+def test_a_lock_that_its_holder_removes_while_it_is_opened_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = fcntl.flock
+    lock_file, removed = fcntl.lockf, []
 
     def removed_meanwhile(file: Any, operation: int) -> None:
-        (tmp_path / LOCK).unlink(missing_ok=True)
-        lock(file, operation)
+        if not removed:
+            removed.append((tmp_path / LOCK).unlink())
+        lock_file(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    with pytest.raises(FolderInUse, match="another evaluation"), held(tmp_path):
-        pass
+    monkeypatch.setattr(fcntl, "lockf", removed_meanwhile)
+    with held(tmp_path):
+        assert removed
+        assert (tmp_path / LOCK).exists(), "the lock is of a file that others find"
 
 
 def test_a_folder_with_another_models_samples_or_results_is_refused(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_restarted_evaluation_removes_only_its_own_record(tmp_path: Path) -> Non
         write(tmp_path, name, row(0))
         write_record(tmp_path, name, [row(0, tokens=[TOKENS])])
     journal = Journal(tmp_path / SAMPLES / "a.jsonl", SETTINGS, overwrite=True)
-    begin([Candidate("a", "m", SETTINGS, journal)], tmp_path)
+    Candidate("a", "m", SETTINGS, journal.lines, journal=journal).begin(tmp_path)
     journal.close()
     assert files_of(tmp_path) == {"eval.b rows", "eval.b tokens"}
 
@@ -170,7 +170,7 @@ def test_a_record_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         replaced.append(files_of(tmp_path))
         return write_table(*arguments)
 
-    monkeypatch.setattr("rlite.evaluation.sets.write_table", written)
+    monkeypatch.setattr("rlite.evaluation.record.write_table", written)
     write_record(tmp_path, "a", [row(0), row(1)])
     assert replaced == [{"eval.a rows"}]
 
@@ -178,7 +178,7 @@ def test_a_record_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def begun(folder: Path) -> Candidate:
     journal = Journal(folder / SAMPLES / "a.jsonl", SETTINGS)
     journal.begin()
-    return Candidate("a", "m", SETTINGS, journal)
+    return Candidate("a", "m", SETTINGS, journal.lines, journal=journal)
 
 
 def recorded_items(folder: Path) -> list[str]:
@@ -187,7 +187,7 @@ def recorded_items(folder: Path) -> list[str]:
 
 
 def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PAUSE_S", 0.001)
+    monkeypatch.setattr(command, "PAUSE_S", 0.001)
     candidate = begun(tmp_path)
     with recorded(candidate, tmp_path):
         for number in range(2):
@@ -205,7 +205,7 @@ def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypat
 
 
 def test_interrupted_evaluations_record_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PAUSE_S", 1000)
+    monkeypatch.setattr(command, "PAUSE_S", 1000)
 
     def interrupted(candidate: Candidate, number: int) -> None:
         with recorded(candidate, tmp_path):
@@ -221,7 +221,7 @@ def test_interrupted_evaluations_record_each_sample_once(tmp_path: Path, monkeyp
 
 
 def test_the_record_of_a_model_is_complete_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PAUSE_S", 1000)
+    monkeypatch.setattr(command, "PAUSE_S", 1000)
     candidate = begun(tmp_path)
     with recorded(candidate, tmp_path):
         for number in range(3):
@@ -314,7 +314,7 @@ def test_tasks_are_complete_by_their_names(tmp_path: Path) -> None:
     write(tmp_path, "a", first, second, arc, settings=settings)
     found = earlier_result(str(tmp_path))
     assert found is not None
-    assert [(each["group"], each["sample"]) for each in rows_of(found)] == [(0, 0), (0, 1), (1, 0)]
+    assert [(each["group"], each["sample"]) for each in found.rows] == [(0, 0), (0, 1), (1, 0)]
     write(tmp_path, "a", gsm8k, gsm8k, settings=settings)
     with pytest.raises(ConfigError, match="line 3: gsm8k occurs twice"):
         earlier_result(str(tmp_path))

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlite.config import load
-from rlite.evaluation.journal import Sample
+from rlite.evaluation.metrics import Sample
 from rlite.evaluation.sets import Evaluation, EvaluationSet
+from rlite.evaluation.training import InvalidEvaluations
 from rlite.rollout import RolloutWorkflow
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.trainer.invalid_evaluations import InvalidEvaluations
 from rlite.trainer.rl.options import PpoConfig
 
 

@@ -10,14 +10,13 @@ from pydantic import AllowInfNan
 from rlite import algorithms
 from rlite.assembly.commands.options import GenerateConfig, PlanConfig
 from rlite.assembly.evaluate.options import EvalConfig
+from rlite.assembly.presets import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
 from rlite.cli import COMMANDS
 from rlite.config import Options, describe, load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
-from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.sft import SftConfig
-from rlite.trainer.supervised_options import DpoConfig, KtoConfig
+from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from rlite.types import GenerationHyperparameters
 
 SFT = ["actor.model_name=a", "data.path=-"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlite.algorithms import ADVANTAGES
+from rlite.assembly.presets import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
+from rlite.assembly.trainers import TRAINERS
 from rlite.cli import COMMANDS
 from rlite.config import Options, load
 from rlite.errors import ConfigError
-from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
-from rlite.trainer.presets import TRAINERS
 from rlite.trainer.rl.options import OWN_ESTIMATORS, PpoConfig
 
 

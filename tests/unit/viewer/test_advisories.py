@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlite.config import to_container
-from rlite.trainer.rl.alarms import DRIFT_LIMIT
+from rlite.assembly.observers import LearningFacts
+from rlite.services.console.alarms import DRIFT_LIMIT
 from rlite.trainer.rl.options import PpoConfig
-from rlite.viewer.advisories import MAX_DRIFT, Advice, advisories
-from rlite.viewer.metrics import MetricsLog
+from rlite.viewer.metrics import MAX_DRIFT, Advice, MetricsLog, advisories, do_equal_rewards_teach_nothing
 
 CALM = {"uniform_groups": 0.5, "truncated": 0.25, "logprob_drift": 0.1, "seconds": 10.0, "seconds_sync": 1.0}
 
@@ -28,7 +28,7 @@ def log_of(folder: Path, rows: list[dict[str, float]]) -> MetricsLog:
 
 
 def told(metrics: MetricsLog, statuses: dict[str, int] | None = None) -> list[Advice]:
-    return advisories(metrics, statuses or {}, 10, {})
+    return advisories(metrics, statuses or {}, 10, is_uniform_useless=True)
 
 
 def test_a_calm_run_has_no_advice(tmp_path: Path) -> None:
@@ -89,8 +89,10 @@ def test_a_stall_is_told_while_it_is_new_and_never_of_the_first_steps(tmp_path: 
 def test_equal_rewards_are_no_matter_if_the_run_learns_from_them(tmp_path: Path, options: dict[str, Any]) -> None:
     given = PpoConfig(actor={"model_name": "x"}, **options)  # type: ignore[arg-type]
     metrics = log(tmp_path, uniform_groups=1.0)
-    for config in (options, to_container(given)):
-        assert bool(advisories(metrics, {}, 10, config)) == (not given.why_equal_rewards_teach())
+    run: Any = SimpleNamespace(folder=tmp_path)
+    LearningFacts(given.equal_rewards).on_start(run, {})
+    is_useless = do_equal_rewards_teach_nothing(tmp_path)
+    assert bool(advisories(metrics, {}, 10, is_useless)) == is_useless == (not given.equal_rewards.can_teach)
 
 
 def test_lost_rollouts_lead_to_the_ledger(tmp_path: Path) -> None:

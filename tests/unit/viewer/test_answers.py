@@ -13,10 +13,9 @@ import pytest
 from rlite.errors import DataError
 from rlite.services.record.files import write_table
 from rlite.services.record.schema import ROWS
-from rlite.viewer.answers import MAX_HITS, MAX_ITEMS, PAGE, QUESTIONS, answer, shortened
+from rlite.viewer.answers import MAX_HITS, MAX_ITEMS, PAGE, QUESTIONS, Query, UnknownPlace, answer, shortened
+from rlite.viewer.arrow import means_by_step
 from rlite.viewer.export import export
-from rlite.viewer.query import Query, UnknownPlace
-from rlite.viewer.results import means_by_step
 from rlite.viewer.run import ViewedRun, open_runs
 
 

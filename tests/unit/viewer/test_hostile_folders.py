@@ -16,10 +16,9 @@ import pytest
 
 from rlite.files import MAX_LINE
 from rlite.runtime.sandbox.calls import Code
-from rlite.services.record.reader import read_file_part
+from rlite.services.record import reader
+from rlite.services.record.reader import read_file_part, read_part_aside
 from rlite.services.record.schema import ROWS, TOKENS
-from rlite.viewer import aside
-from rlite.viewer.aside import read_part_aside
 from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 from tests.hostile_runs import lead_out, often, texts_often, write_bomb
@@ -30,7 +29,7 @@ TOO_LARGE = "cannot be read: a part of it takes more than 128 MiB"
 PEAK = """
 import sys
 from rlite.viewer.answers import answer
-from rlite.viewer.query import Query
+from rlite.viewer.answers import Query
 from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 runs = open_runs(sys.argv[1:])
@@ -75,7 +74,7 @@ def test_a_reader_that_dies_or_answers_anything_is_a_problem_of_the_file(
     run: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, reason: str
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(aside, "_CODE", Code.of(answer, what="its reader"))
+    monkeypatch.setattr(reader, "_CODE", Code.of(answer, what="its reader"))
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     [viewed] = open_runs([str(run)])
     assert len(viewed.problems) == len([*run.glob("record/train*.parquet")])

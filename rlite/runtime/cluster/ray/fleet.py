@@ -26,7 +26,7 @@ from rlite.errors import CallTimeout, ConfigError, JobNotFound, PlacementError, 
 from rlite.runtime.cluster.host import Outcome, WorkerKey
 from rlite.runtime.cluster.placement import DeviceKind
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle
-from rlite.services.recovery.record import FileStore, MemoryStore, StateStore
+from rlite.runtime.storage.texts import FileStore, MemoryStore, StateStore
 
 NAMESPACE = "rlite"
 SERVICE_KEY: WorkerKey = ("service", 0)

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlite.errors import CallTimeout, ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes, worker_name
 from rlite.runtime.cluster.host import WorkerFactory
-from rlite.runtime.cluster.launcher import SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.launcher import GroupRequest, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, DeviceKind
 from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle
@@ -77,26 +77,15 @@ class RayLauncher:
             for node_id, num_devices in seen.items()
         }
 
-    def start(
-        self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int | None = None
-    ) -> WorkerGroup:
-        """Start one actor per device, join each replica in a torch.distributed world, and make every worker.
-
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: number of neighbouring workers that no collective joins with others; None: all.
-
-        Returns:
-            The group.
-        """
-        grace_s = self._grace_s[name] = GRACE_S if replica_size else 0.0
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Return a group of one actor per device, after joining each replica in a torch.distributed world."""
+        name, devices = request.name, request.devices
+        grace_s = self._grace_s[name] = GRACE_S if request.replica_size else 0.0
         group = WorkerGroup(name, devices, self._actors(name, 0, devices, grace_s), self._options.call_timeout)
-        group.divide(replica_size or len(devices))
+        group.divide(request.replica_size or len(devices))
         self._groups.append(group)
         try:
-            self._make_workers(group, range(len(group)), factory)
+            self._make_workers(group, range(len(group)), request.factory)
         except BaseException:
             group.stop()
             raise

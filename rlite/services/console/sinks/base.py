@@ -7,13 +7,14 @@ not use it never loads it.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.trainer.options import SINKS, missing_sink
 
 
 class MetricSink(Protocol):
@@ -58,21 +59,6 @@ class MetricSinks:
                 stack.callback(sink.close)
 
 
-_CLASSES = {"jsonl": "JsonlSink", "tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
-"""name of a sink, of its module and of the package that it needs -> its class, which takes the run"""
-_BUILTIN = {"jsonl"}
-"""sinks that need no package"""
-
-
-def sink_problems(names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each sink that is unknown, or whose package is missing."""
-    for name in names:
-        if name not in _CLASSES:
-            yield f"unknown metric sink {name!r}; {did_you_mean(name, _CLASSES)}"
-        elif name not in _BUILTIN and importlib.util.find_spec(name) is None:
-            yield _missing(name)
-
-
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
     """Open sinks by name: `jsonl`, `tensorboard`, `wandb`, `trackio`. If one fails, none stays open.
 
@@ -84,8 +70,8 @@ def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
         ConfigError: a package is missing; the message names the extra to install.
     """
     for name in names:
-        if name not in _CLASSES:
-            raise UnknownOptionError(f"unknown metric sink {name!r}; {did_you_mean(name, _CLASSES)}")
+        if name not in SINKS:
+            raise UnknownOptionError(f"unknown metric sink {name!r}; {did_you_mean(name, SINKS)}")
     classes = [_class_of(name) for name in names]
     with contextlib.ExitStack() as stack:
         sinks = []
@@ -98,12 +84,8 @@ def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
 
 def _class_of(name: str) -> Any:
     try:
-        return getattr(importlib.import_module(f"rlite.services.console.sinks.{name}"), _CLASSES[name])
+        return getattr(importlib.import_module(f"rlite.services.console.sinks.{name}"), SINKS[name])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != name:
             raise
-        raise ConfigError(_missing(name)) from error
-
-
-def _missing(name: str) -> str:
-    return f"metric sink {name!r} needs the package {name}: pip install 'rlite[{name}]'"
+        raise ConfigError(missing_sink(name)) from error

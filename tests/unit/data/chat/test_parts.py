@@ -12,7 +12,7 @@ from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.data.chat.ends import EscapingTokenizer
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.chat.template import ChatTemplate
-from rlite.data.prompts import check_prompts
+from rlite.data.rows import check_prompts
 from rlite.errors import DataError
 from rlite.rollout import GenerationHyperparameters, SingleTurnWorkflow
 from tests.unit.data.chat.templates import GEMMA, GPT_OSS, HERMES, LLAMA, QWEN3

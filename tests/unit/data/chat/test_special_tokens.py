@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlite.assembly.quickstart.run import CHATML, build_tiny_qwen3, byte_tokenizer
+from rlite.assembly.supervised import read_tokens
 from rlite.data.chat.ends import EscapingTokenizer
 from rlite.data.chat.masks import ChatEncoder
 from rlite.data.sft import sft_rows
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.openai import AgentSession
-from rlite.trainer.supervised import read_tokens
 from rlite.trainer.supervised_options import DataOptions, SupervisedConfig
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlite.backends.replicas.elastic import EngineLoad, SlowToShrink, TargetInFlight
 from rlite.errors import ConfigError
-from rlite.services.recovery.record import RestartBudget
+from rlite.restarts import RestartBudget
+from rlite.runtime.replicas.scaling import EngineLoad, SlowToShrink, TargetInFlight
 
 
 def test_the_target_is_met_within_the_bounds() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlite.backends.replicas.router import Affinities, Router, least_outstanding
-from rlite.engine.inference_executor import InFlightRequest, InFlightTable
 from rlite.errors import ConfigError, RliteError, WorkerDied
+from rlite.runtime.replicas.replica import InFlightRequest, InFlightTable
+from rlite.runtime.replicas.router import Affinities, Router, least_outstanding
 from rlite.types import GenerationHyperparameters, SequenceRequest, StopReason, TokenChunk
 
 
@@ -18,7 +18,7 @@ class IdleReplica:
     """Takes requests in and makes tokens when it is told to."""
 
     def __init__(self, index: int) -> None:
-        self.executor = SimpleNamespace(index=index)
+        self.workers = SimpleNamespace(index=index)
         self.table = InFlightTable()
         self.requests: list[InFlightRequest] = []
 
@@ -55,7 +55,7 @@ def in_flight(number: int, num_prompt: int = 10, max_new_tokens: int = 90) -> In
 def router_of(num: int, **options: Any) -> tuple[Router, list[IdleReplica]]:
     router, replicas = Router("engine", **options), [IdleReplica(index) for index in range(num)]
     for replica in replicas:
-        router.add(replica.executor.index, replica)  # type: ignore[arg-type]
+        router.add(replica.workers.index, replica)  # type: ignore[arg-type]
     return router, replicas
 
 

@@ -16,7 +16,8 @@ from rlite.rollout import (
     RewardRaised,
     ScriptedEngine,
 )
-from rlite.rollout.trajectories import first_rows, pad_trajectories
+from rlite.rollout.joined import pad_trajectories
+from rlite.rollout.trajectories import first_rows
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id

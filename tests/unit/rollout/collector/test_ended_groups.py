@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, WorkerDied
+from rlite.errors import CallTimeout, EngineAborted, RolloutError, WorkerDied
 from rlite.rollout import (
     CollectorOptions,
     LLMRequest,
@@ -20,12 +20,19 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.collector.group import Ended
-from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
-from rlite.rollout.collector.runner import status_of
+from rlite.rollout.collector.ended import Ended, seconds
+from rlite.rollout.collector.lost_groups import (
+    CANCELLED,
+    NOT_ACCEPTED,
+    RETURNED_NONE,
+    STOPPED,
+    TOO_OLD,
+    Loss,
+    held_up,
+    kind_of,
+)
 from rlite.rollout.episode import current_episode
-from rlite.rollout.rewards.score import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
-from rlite.rollout.workflow import EngineAborted, RolloutError
+from rlite.rollout.failures import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
 
 
 class Ask(RolloutWorkflow):
@@ -141,9 +148,9 @@ def test_refused_and_too_old_groups_keep_their_trajectories(collector: Make) -> 
     rollouts.wait(1, timeout=30)
     found = rollouts.take_ended()
     assert outcome(found) == [
-        ("good", "refused", NOT_ACCEPTED),
+        ("good", "refused", NOT_ACCEPTED.reason),
         ("old", None, ""),
-        ("old", "too_old", TOO_OLD),
+        ("old", "too_old", TOO_OLD.reason),
         ("new", None, ""),
     ]
     assert all(episode.trajectory is not None for group in found for episode in group.episodes)
@@ -165,7 +172,7 @@ def test_a_restart_keeps_what_was_not_taken_and_repeats_nothing(collector: Make)
     assert outcome([lost, ready]) == [("lost", "refused", "the workflow returned None"), ("ready", None, "")]
     assert ready.episodes[0].trajectory is not None
     assert ready.episodes[0].trajectory["rewards"].tolist() == [3.0]
-    assert ready.episodes[0].seconds("generate") > 0
+    assert seconds(ready.episodes[0], "generate") > 0
     assert (lost.group, ready.group) == (1, 2)
 
 
@@ -214,23 +221,24 @@ def test_every_episode_of_an_evaluation_is_there_in_the_order_of_the_data(collec
 
 
 @pytest.mark.parametrize(
-    ("reason", "error", "status"),
+    ("loss", "status"),
     [
-        (TOO_OLD, None, "too_old"),
-        (f"{TOO_OLD}: it held up a batch for 5 s", None, "too_old"),
-        (CANCELLED, None, "aborted"),
-        (STOPPED, None, "aborted"),
-        (NOT_ACCEPTED, None, "refused"),
-        (RETURNED_NONE, None, "refused"),
-        ("x", CallTimeout("late"), "timed_out"),
-        ("x", RewardTimeout("hung"), "reward_killed"),
-        ("x", RewardCrash("died"), "reward_killed"),
-        ("x", RewardMemory("big"), "reward_killed"),
-        ("x", RewardRaised("bug"), "failed"),
-        ("x", EngineAborted("ended"), "aborted"),
-        ("x", WorkerDied("gone"), "aborted"),
-        ("x", RolloutError("empty"), "failed"),
+        (TOO_OLD, "too_old"),
+        (held_up(5), "too_old"),
+        (CANCELLED, "aborted"),
+        (STOPPED, "aborted"),
+        (NOT_ACCEPTED, "refused"),
+        (RETURNED_NONE, "refused"),
+        (Loss.by(CallTimeout("late")), "timed_out"),
+        (Loss.by(RewardTimeout("hung")), "reward_killed"),
+        (Loss.by(RewardCrash("died")), "reward_killed"),
+        (Loss.by(RewardMemory("big")), "reward_killed"),
+        (Loss.by(RewardRaised("bug")), "failed"),
+        (Loss.by(EngineAborted("ended")), "aborted"),
+        (Loss.by(WorkerDied("gone")), "aborted"),
+        (Loss.by(RolloutError("empty")), "failed"),
     ],
 )
-def test_status_describes_the_end_of_a_group(reason: str, error: BaseException | None, status: str) -> None:
-    assert status_of(reason, error) == status
+def test_status_describes_the_end_of_a_group(loss: Loss, status: str) -> None:
+    assert loss.status == status
+    assert loss.kind == kind_of(loss.reason)

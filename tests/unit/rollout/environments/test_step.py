@@ -23,7 +23,8 @@ from rlite.rollout import (
 )
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.rollout.trajectories import first_rows, join_batches, pad_trajectories, trajectory_index
+from rlite.rollout.joined import join_batches, pad_trajectories
+from rlite.rollout.trajectories import first_rows, trajectory_index
 from rlite.runtime.sandbox.pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
 

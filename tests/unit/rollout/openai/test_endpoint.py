@@ -288,7 +288,6 @@ def test_connection_without_a_key_is_dropped_and_a_trusted_one_stays() -> None:
             (silent, _), (trusted, _) = clients
             while len(made) < 2:
                 await asyncio.sleep(0.001)
-            listener.trust(made[1].transport)
             with listener.busy(made[1].transport):
                 assert await silent.read() == b""
                 assert dict(dropped) == {"no request with a session's key in 0.2 s": 1}

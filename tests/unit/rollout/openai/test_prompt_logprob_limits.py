@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlite.rollout.collector.group import Group
-from rlite.rollout.collector.seeds import Draws, SampleInference
+from rlite.rollout.attempts import Draws
+from rlite.rollout.episode import Episode, SampleInference
 from rlite.rollout.openai import AgentSession
 from rlite.services.endpoint.requests import SLICE_TOKENS, ApiError
 from rlite.services.endpoint.responses import Reply
@@ -69,8 +69,7 @@ class Counting:
 @pytest.mark.parametrize("is_of_an_episode", [False, True])
 def test_a_request_for_too_many_scores_is_refused_before_it_generates(is_of_an_episode: bool) -> None:
     engine = Scoring()
-    no_workflow: Any = None
-    of_episode = SampleInference(engine, Group(0, {}, no_workflow, 1), 0, Draws())
+    of_episode = SampleInference(engine, Episode(0.0), Draws())
     session = AgentSession(of_episode if is_of_an_episode else engine, TOKENIZER)
     many = {"prompt": [[70] * 4000] * 8, "n": 128, "max_tokens": 1}
     with pytest.raises(ApiError, match=r"1024 choices may have 4097024 tokens.*at most 131072") as refusal:

@@ -12,12 +12,15 @@ import torch
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.rollout.collector.group import MAX_COLUMNS, MAX_VALUE, Ended, Group
-from rlite.rollout.trajectories import TokenHistory, check_trajectory, join_histories, of_trajectory, pad_trajectories
+from rlite.rollout.collector.ended import MAX_COLUMNS, MAX_VALUE, Ended
+from rlite.rollout.collector.runner import Group
+from rlite.rollout.collector.saved import ended_state, saved_ended
+from rlite.rollout.joined import join_histories, pad_trajectories
+from rlite.rollout.trajectories import TokenHistory, check_trajectory, of_trajectory
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.services.record.recorder import MAX_EVENTS, NUM_GROUPS, FileRecorder, TokenTexts, make_tables, sampled
-from rlite.services.record.schema import ROWS, TOKENS, Status
-from rlite.types import TokenChunk
+from rlite.services.record.schema import ROWS, TOKENS
+from rlite.types import Status, TokenChunk
 from tests.recorded import recorded
 
 
@@ -179,7 +182,7 @@ def test_every_sequence_of_a_trajectory_has_its_tokens(texts: TokenTexts) -> Non
 def test_a_failed_episode_has_a_row_with_its_reason_and_so_have_its_siblings(texts: TokenTexts) -> None:
     group = ended(0, turns("a", "b"), None, status="failed", reason="ValueError: first line\n  at x\nValueError: 3 < 4")
     group.episodes[1].failure = group.reason
-    group.num_tokens[1] = 17
+    group.episodes[1].num_tokens = 17
     first, second = make_tables(1, [group], texts, [0])["rows"].to_pylist()
     assert first["reason"] == "sample 1 of the group: ValueError: ValueError: 3 < 4"
     assert second["reason"] == "ValueError: ValueError: 3 < 4"
@@ -196,7 +199,7 @@ def test_an_episode_without_a_trajectory_has_the_tokens_of_its_last_attempt(text
         with episode.attempt.turn(ids("1+1=")) as write:
             made = ids(text)
             write(TokenChunk(request_id=0, version=5, token_ids=made, logprobs=[-0.25] * len(made)))
-    again = Ended.from_state(group.state_dict())
+    again = saved_ended(ended_state(group))
     for each in (group, again):
         made = make_tables(1, [each], texts, shown=[0])
         [row], [tokens] = made["rows"].to_pylist(), made["tokens"].to_pylist()

@@ -10,9 +10,10 @@ import pytest
 
 from rlite.rollout import RewardFunction, from_verl
 from rlite.rollout.episode import Episode, running
-from rlite.rollout.rewards.function import Part, WeightedRewards
+from rlite.rollout.failures import RewardInvalid
 from rlite.rollout.rewards.gsm8k import gsm8k_reward
-from rlite.rollout.rewards.score import MAX_ANSWER, Reward, RewardInvalid, read_score, score
+from rlite.rollout.rewards.score import MAX_ANSWER, Reward, read_score, score
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 
 
 def last_word(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from rlite.rollout import (
     ScriptedEngine,
     SingleTurnWorkflow,
 )
+from rlite.rollout.failures import RewardInvalid, RewardRaised
 from rlite.rollout.registry import REWARDS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.options import RewardOptions, name_of
-from rlite.rollout.rewards.score import RewardInvalid, RewardRaised
 
 CALL = {"prompt": "2+2=", "completions": "four", "prompt_ids": [1], "completion_ids": [2]}
 OWN = """

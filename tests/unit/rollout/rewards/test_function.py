@@ -23,15 +23,8 @@ import tenacity
 from benchmarks.reward_faults import FAULTS, REWARD, misbehave
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout import RewardFunction, from_trl, from_verl
-from rlite.rollout.rewards.score import (
-    RewardCrash,
-    RewardError,
-    RewardInvalid,
-    RewardMemory,
-    RewardRaised,
-    RewardTimeout,
-)
-from rlite.runtime.sandbox import process
+from rlite.rollout.failures import RewardCrash, RewardError, RewardInvalid, RewardMemory, RewardRaised, RewardTimeout
+from rlite.runtime.sandbox import pool as pools
 from rlite.runtime.sandbox.calls import MAX_TIMEOUTS, Call, Code, SandboxCrash, SandboxTimeout
 from rlite.runtime.sandbox.child import describe
 from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool
@@ -153,7 +146,7 @@ def test_a_process_that_ends_after_its_answer_is_no_crash_of_the_next_call() -> 
 
 
 def test_an_answer_that_is_read_together_with_garbage_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "SEND_TIMEOUT", 4.0)
+    monkeypatch.setattr(pools, "SEND_TIMEOUT", 4.0)
 
     def end(seconds: float, fault: str) -> Any:
         time.sleep(seconds)

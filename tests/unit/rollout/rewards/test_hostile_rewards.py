@@ -16,9 +16,10 @@ import pytest
 
 from rlite.rollout import GymEnvironment, RewardFunction
 from rlite.rollout.environments.child import MAX_OBSERVATION, read_turn
-from rlite.rollout.environments.step import Environment, EnvironmentFailure
-from rlite.rollout.rewards.score import RewardError, RewardInvalid, RewardRaised, read_batch
-from rlite.runtime.sandbox import process
+from rlite.rollout.environments.step import Environment
+from rlite.rollout.failures import EnvironmentFailure, RewardError, RewardInvalid, RewardRaised
+from rlite.rollout.rewards.batches import read_batch
+from rlite.runtime.sandbox import pool as pools
 from rlite.runtime.sandbox.calls import Call, Code
 from rlite.runtime.sandbox.pool import SandboxPool, close_shared_pool
 from tests import hostile_rewards as hostile
@@ -279,7 +280,7 @@ def test_an_observation_that_would_hold_up_the_event_loop_is_refused() -> None:
 
 
 def test_a_value_that_was_not_asked_for_is_an_invalid_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "SEND_TIMEOUT", 1.0)
+    monkeypatch.setattr(pools, "SEND_TIMEOUT", 1.0)
 
     def answer_something_else(value: Any) -> None:
         hostile.server().say("value", value)
@@ -293,7 +294,7 @@ def test_a_value_that_was_not_asked_for_is_an_invalid_reward(monkeypatch: pytest
 
 
 def test_error_texts_of_processes_are_short_and_printable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "SEND_TIMEOUT", 1.0)
+    monkeypatch.setattr(pools, "SEND_TIMEOUT", 1.0)
 
     def fail() -> Any:
         hostile.server().say("raised", "\x1b[2J\ud800\n" + "x" * 1_000_000)

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("math_verify")
 
 from rlite.errors import DataError
+from rlite.rollout.failures import RewardRaised, RewardTimeout
 from rlite.rollout.rewards import math_verify_reward
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.rollout.rewards.score import RewardRaised, RewardTimeout
 from rlite.runtime.sandbox.pool import close_shared_pool
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlite.config import load
+from rlite.services.console.alarms import REPEAT_AFTER, Alarms
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.trainer.rl.alarms import REPEAT_AFTER, Alarms
 from rlite.trainer.rl.options import PpoConfig
 
 
@@ -19,9 +19,11 @@ def told(metrics: Mapping[int, Mapping[str, float]], *settings: str) -> list[str
     """The alarms that steps with these metrics give."""
     out = io.StringIO()
     run: Any = SimpleNamespace(step=0, console=ConsoleReporter(file=out))
-    alarms = Alarms(load(PpoConfig, ["actor.model_name=x", *settings]), run)
+    options, engine = load(PpoConfig, ["actor.model_name=x", *settings]), SimpleNamespace()
+    can_teach = options.equal_rewards.can_teach
+    alarms = Alarms(engine, options.rollout.max_head_offpolicyness > 0, can_teach)  # type: ignore[arg-type]
     for run.step, values in metrics.items():
-        alarms.look(values, {})
+        alarms.look(run, values, {})
     return [line for line in out.getvalue().splitlines() if line.startswith("ALARM")]
 
 

@@ -1,7 +1,10 @@
+from functools import partial
+
 import torch
 from tensordict import TensorDict
 
-from rlite.trainer.rl.rollouts import Generated, VariedGroups, replace_uniform_groups
+from rlite.trainer.rl.filtering import VariedGroups, replace_uniform_groups
+from rlite.trainer.rl.rollouts import Generated
 
 
 def group(number, rewards, num_rows=1):
@@ -66,7 +69,7 @@ def test_further_groups_that_are_lost_or_unlike_the_others_cost_themselves_alone
 
 def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> None:
     group = TensorDict({"rewards": torch.ones(3), "loss_mask": torch.ones(3, 2)}, batch_size=[3])
-    accept = VariedGroups(budget=2, generated=(generated := Generated()))
+    accept = VariedGroups(budget=2, refused=partial((generated := Generated()).add, is_one_group=True))
     assert [accept(group) for _ in range(4)] == [False, False, True, True]
     assert accept.next_batch() == 2
     found = generated.metrics()

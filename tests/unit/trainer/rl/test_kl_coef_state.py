@@ -1,7 +1,7 @@
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.trainer.rl.logprob_passes import KlCoefficient
+from rlite.trainer.rl.critic import KlCoefficient
 from rlite.trainer.rl.options import KlOptions
 
 

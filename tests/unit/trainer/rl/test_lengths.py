@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.assembly.workflows import Context, check_lengths, check_openings, context_limit, make_context
 from rlite.data.prompts import PromptStream
+from rlite.data.readers.streaming import WINDOW
 from rlite.data.rows import streamed_source
 from rlite.data.source import Source
-from rlite.data.streaming.table import WINDOW
 from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.rl.options import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions
-from rlite.trainer.rl.workflows import Context, check_lengths, check_openings, context_limit, make_context
 from tests.tiny import build_model_dir
 
 

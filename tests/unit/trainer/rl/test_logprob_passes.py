@@ -6,8 +6,8 @@ from tensordict import TensorDict
 
 from rlite.config import load
 from rlite.observability import stats_tracker
-from rlite.trainer.rl.logprob_passes import report_off_policy
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.statistics import report_off_policy
 
 
 def test_the_distance_from_the_sampler_is_reported_over_action_tokens():

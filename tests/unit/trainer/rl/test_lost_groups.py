@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
+from rlite.assembly.rl import make_rollouts
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import (
@@ -21,10 +22,9 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
+from rlite.services.console.alarms import Alarms
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import make_rollouts
 
 NUM_ROWS = 200
 
@@ -109,8 +109,9 @@ def tell(run: Any, metrics: dict[str, float], step: int = 1, *settings: str) -> 
     """What the console says of a step."""
     out = io.StringIO()
     told_by: Any = SimpleNamespace(step=step, console=ConsoleReporter(file=out))
-    alarms = Alarms(PpoConfig(actor=ActorOptions(model_name="x")), told_by)
-    alarms.look(metrics, run.collector.first_losses, run.collector.take_selection())
+    engine: Any = SimpleNamespace()
+    alarms = Alarms(engine, is_ahead=False, can_equal_rewards_teach=False)
+    alarms.look(told_by, metrics, run.collector.first_losses, run.collector.take_selection())
     return out.getvalue()
 
 
@@ -187,11 +188,12 @@ def test_the_console_tells_the_first_loss_for_each_reason(make: Callable[..., An
     collector = make(0, Flaky(lambda number: False, ValueError())).collector
     out = io.StringIO()
     told_by: Any = SimpleNamespace(step=0, console=ConsoleReporter(file=out))
-    alarms = Alarms(PpoConfig(actor=ActorOptions(model_name="x")), told_by)
+    engine: Any = SimpleNamespace()
+    alarms = Alarms(engine, is_ahead=False, can_equal_rewards_teach=False)
     for step in range(10):
         collector.rollout_batch([{"step": step}, {"step": -1}], Failing(lambda number: False, ValueError()))
         told_by.step = step
-        alarms.look(stats_tracker.export(), collector.first_losses)
+        alarms.look(told_by, stats_tracker.export(), collector.first_losses)
     told = out.getvalue()
     assert told.count("were lost") == 2
     assert "step 3: 1 of 2 groups were lost" in told

@@ -13,19 +13,21 @@ import torch
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.batch import with_keys
+from rlite.assembly.rl import make_rollouts
+from rlite.assembly.run_record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
+from rlite.data.packs import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.group import Ended, Group
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
+from rlite.rollout.collector.runner import Group
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.services.record.files import drop_later, read_gaps
 from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
-from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD, make_rollouts
+from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD
 from tests.recorded import recorded
 
 ROWS = [{"id": f"row {number}", "input_ids": [65], "number": number} for number in range(8)]
@@ -62,7 +64,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
         run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
         prompts = prompts or PromptStream(ROWS, 2, seed=0)
-        record = RunRecord(options, run, engines)
+        record = RunRecord(options.trainer, run, rollout, options.has_dynamic_filtering)  # type: ignore[arg-type]
         record.begin()
         rollouts = make_rollouts(options, engines, Ask(), prompts)
         return SimpleNamespace(run=run, record=record, rollouts=rollouts, engine=engine, said=said)
@@ -146,10 +148,10 @@ def test_rollouts_of_a_skipped_update_are_not_called_trained(made: Any, tmp_path
 
 def test_nothing_is_filtered_without_dynamic_filtering() -> None:
     outcome = Outcome(trained={0})
-    left_out, refused = consumed(1, (1.0, 1.0)), replace(consumed(2), status="refused", reason=NOT_ACCEPTED)
+    left_out, refused = consumed(1, (1.0, 1.0)), replace(consumed(2), status="refused", reason=NOT_ACCEPTED.reason)
     assert [(found.status, found.reason) for found in map(outcome.decide, (left_out, refused))] == [
         ("refused", LEFT_OUT),
-        ("refused", NOT_ACCEPTED),
+        ("refused", NOT_ACCEPTED.reason),
     ]
 
 
@@ -267,7 +269,7 @@ def test_nothing_is_written_and_nothing_kept_without_a_record(made: Any, tmp_pat
     parts = made(0, record="none")
     with parts.record:
         train(parts, 2)
-        assert parts.rollouts._engines.rollout.collector.take_ended() == []
+        assert parts.rollouts._engine.collector.take_ended() == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.rl import make_rollouts
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import Generated, make_rollouts, mean_reward
+from rlite.trainer.rl.rollouts import Generated, mean_reward
 
 
 def batch(rewards: list[float], groups: list[int], lengths: list[int], **columns: list[float]) -> TensorDict:

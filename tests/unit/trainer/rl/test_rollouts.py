@@ -10,11 +10,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.rl import make_rollouts
 from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.trainer.rl.filtering import VariedGroups
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import Generated, Rollouts, RolloutsAhead, VariedGroups, make_rollouts
+from rlite.trainer.rl.rollouts import Generated, Rollouts
+from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
@@ -124,7 +127,7 @@ def test_rewards_of_single_tokens_are_refused_before_groups_are_filtered(rollout
         made.rollouts.next_batch()
     group = TensorDict({"rewards": torch.ones(2, 3)}, batch_size=[2])
     with pytest.raises(DataError, match=r"rewards has shape \[2, 3\]"):
-        VariedGroups(budget=2, generated=Generated())(group)
+        VariedGroups(budget=2, refused=Generated().add)(group)
 
 
 def test_unfinished_prompts_are_yielded_first_and_once() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import CHATML
+from rlite.assembly.rl import read_prompts
+from rlite.assembly.workflows import workflow_maker
 from rlite.data.rows import Rows
 from rlite.errors import ConfigError
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.registry import REWARDS, WORKFLOWS, register_reward, register_workflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.rl.options import PpoConfig
-from rlite.trainer.rl.rollouts import read_prompts
-from rlite.trainer.rl.workflows import workflow_maker
 from tests.agents import tokenizer_with
 from tests.integration.rewards import digits
 from tests.tiny import build_model_dir

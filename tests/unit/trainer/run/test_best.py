@@ -44,10 +44,10 @@ def test_the_best_accuracy_is_the_highest_and_the_best_loss_the_lowest(tmp_path:
 
 def test_the_best_evaluation_is_described_with_its_step(tmp_path: Path) -> None:
     best = BestModel(options(best_metric="math/accuracy"), tmp_path)
-    assert best.describe() == ""
+    assert best.value is None
     for step, value in ((4, 0.25), (8, 0.5), (12, 0.5)):
         see(best, step, {"math/accuracy": value})
-    assert best.describe() == "math/accuracy 0.5000 at step 8"
+    assert (best.value, best.step) == (0.5, 8)
 
 
 def test_a_run_that_was_killed_goes_on_with_the_value_of_the_model_that_is_there(tmp_path: Path) -> None:

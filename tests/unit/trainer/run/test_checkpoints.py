@@ -5,10 +5,9 @@ import pytest
 from rlite.config import load
 from rlite.errors import CheckpointError
 from rlite.runtime.storage.atomic import MANIFEST
-from rlite.services.checkpoints import Checkpoints
-from rlite.trainer.run.report import ReportedMetrics
+from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.training_run import TrainingRun
-from rlite.trainer.sft import SftConfig
+from rlite.trainer.supervised_options import SftConfig
 
 
 @pytest.mark.parametrize("given", [".", "state", "latest"])
@@ -34,7 +33,7 @@ def test_resumed_run_that_saves_nothing_deletes_leftovers_of_a_killed_one(tmp_pa
     for folder in (".step-8.deleted", "step-8-critic", ".step-10.writing", "step-9", "step-9-critic"):
         (state / folder).mkdir(parents=True)
     settings = ["actor.model_name=x", "data.path=x", f"trainer.save_dir={tmp_path}", "trainer.load_ckpt_from=latest"]
-    run = TrainingRun(load(SftConfig, settings), ReportedMetrics(), total_steps=9)
+    run = TrainingRun(load(SftConfig, settings), total_steps=9)
     run.open()
     run.close()
     assert sorted(path.name for path in state.iterdir()) == ["step-9", "step-9-critic"]

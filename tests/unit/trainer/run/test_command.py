@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from rlite.assembly.command import run
 from rlite.errors import (
     REBUILD,
     CheckpointError,
@@ -23,12 +23,11 @@ from rlite.errors import (
     WorkerError,
 )
 from rlite.services.recovery import reporting
-from rlite.trainer.run.command import at_end, run
 from rlite.trainer.run.interruption import INTERRUPTION
 
 SLEEP = """
 import time
-from rlite.trainer.run.command import run
+from rlite.assembly.command import run
 
 def main(arguments):
     print("ready", flush=True)
@@ -136,7 +135,7 @@ def test_a_signal_before_the_run_ends_it_with_a_word(number: int, status: int) -
 
 WAIT = """
 import time
-from rlite.trainer.run.command import run
+from rlite.assembly.command import run
 from rlite.trainer.run.interruption import INTERRUPTION
 
 def main(arguments):
@@ -189,17 +188,3 @@ def test_the_third_signal_ends_a_process_that_is_busy_with_its_end() -> None:
         assert process.stdout.readline() == "busy\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == -signal.SIGTERM
-
-
-def test_end_actions_run_once_and_before_an_error_message() -> None:
-    ended: list[str] = []
-
-    def main(arguments: Sequence[str]) -> None:
-        at_end(lambda: ended.append(arguments[0]))
-        if arguments[0] == "fails":
-            raise ConfigError("no")
-
-    run("test", main, ["works"])
-    with pytest.raises(SystemExit, match="rlite test: ConfigError: no"):
-        run("test", main, ["fails"])
-    assert ended == ["works", "fails"]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlite.trainer.run.divergence import DivergenceWatch
+from rlite.trainer.run.training_run import DivergenceWatch
 
 GOOD = {"loss": 1.0, "grad_norm": 2.0}
 BAD = {"loss": 1.0, "grad_norm": math.nan}

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.assembly.run_record import Recording
+from rlite.evaluation.record import EvaluationRecord
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.run.evaluation_record import EvaluationRecord
-from rlite.trainer.sft import SftTrainer
-from rlite.trainer.supervised import SupervisedTrainer
 
 
 @pytest.fixture
@@ -37,16 +36,11 @@ def test_a_record_that_cannot_be_written_ends_with_a_warning_and_the_run_goes_on
     assert "could not be written" in warning
 
 
-def test_an_error_of_the_record_does_not_hide_why_supervised_training_failed(
-    failing: EvaluationRecord, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_error_of_the_record_does_not_hide_why_training_failed(
+    failing: EvaluationRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: SftTrainer) -> dict[str, float]:
-        self.record._recorder = None  # type: ignore[assignment]  # stands for an error that nobody foresees
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(SupervisedTrainer, "fit", fail)
-    trainer = object.__new__(SftTrainer)
-    trainer.record = failing
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.fit()
+    failing._recorder = None  # type: ignore[assignment]  # stands for an error that nobody foresees
+    run: Any = SimpleNamespace(is_interrupted=False)
+    recording = Recording(failing, lambda: None)
+    recording.close(run, RuntimeError("broken"))
     assert "the end of the record could not be written" in caplog.text

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlite.trainer.run.command import run
+from rlite.assembly.command import run
 
 PROGRAM = """
 import os, signal, sys, time
-from rlite.trainer.run.command import run
+from rlite.assembly.command import run
 
 class Slow:
     def __del__(self):

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlite.nn import LoraOptions
+from rlite.services.console.usage import ModelSize, mfu, peak_flops, training_flops
 from rlite.trainer.model.modules import critic_module, policy_module
-from rlite.trainer.run.report import ModelSize, mfu, peak_flops, training_flops
 from tests.tiny import build_model_dir
 
 QWEN3_0_6B = {

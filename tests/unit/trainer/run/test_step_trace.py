@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlite.observability import trace
+from rlite.services.console.observers import StepTrace
 from rlite.trainer.options import RunOptions
-from rlite.trainer.run.training_run import StepTrace
 
 
 @pytest.mark.parametrize("steps", [[], [2, 3]])
@@ -18,6 +19,7 @@ def test_a_trace_that_cannot_be_written_costs_a_warning(
     for step in range(4):
         of_run.follow(step, is_over=False)
         assert not trace.is_on()
-    of_run.close()
+    run: Any = None
+    of_run.close(run, None)
     (warning,) = caplog.records
     assert "this run is not traced" in warning.getMessage()

@@ -1,0 +1,646 @@
+"""Questions of `rlite eval`, and the answers of one model that are still missing: to prompts, or to tasks of a harness.
+
+The settings of an evaluation are all that decides its samples: the questions, the code that scores, the model, the
+sampling. Samples of other settings are not mixed. Only `find_tasks` and `TaskAnswers` import lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import marshal
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlite import config
+from rlite.assembly.commands.generate import check_writes, model_folder
+from rlite.assembly.evaluate.options import EvalConfig
+from rlite.assembly.workflows import own_rewards
+from rlite.data.chat.template import check_template_options
+from rlite.data.rows import check_prompts, place_of, read_source
+from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
+from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
+from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
+from rlite.evaluation.record import Row, row_of, task_rows
+from rlite.evaluation.sets import EvaluationSet, make_set, run_episodes, serving_engine
+from rlite.nn.pretrained import load_tokenizer, local_checkpoint
+from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.episode import mix
+from rlite.rollout.registry import WORKFLOWS, find_reward
+from rlite.rollout.rewards.adapters import TrlReward
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.services.console.terminal import ConsoleReporter
+from rlite.services.record.recorder import TokenTexts
+from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
+from rlite.trainer.model.prompt_lengths import longest_prompt, model_limit, vocab_size_of
+from rlite.trainer.options import SamplingOptions
+from rlite.trainer.run.program_objects import ProgramObjects
+from rlite.trainer.supervised_options import SftConfig
+from rlite.types import GenerationHyperparameters
+from rlite.wording import counted
+
+WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
+"""files of a checkpoint that decide its answers"""
+TASK_FILES = (".yaml", ".yml", ".py", ".json", ".jsonl")
+"""files of a folder with tasks that decide its questions"""
+_SCORED_BY = ("env_path", "env_timeout", "env_memory_limit_gib", "max_turns", "workflow")
+_TASKS = ("tasks", "num_fewshot", "chat", "limit")
+_SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_model_len")
+_REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
+NUM_EPISODES = 100
+"""episodes of an environment that needs no data"""
+Items = Sequence[Mapping[str, Any]]
+MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, Callable[[], int]], RolloutWorkflow]
+"""makes a workflow of its sampling, the tokenizer, and a function that returns the longest sequence of several turns"""
+MAX_MODEL_LEN = 16_384
+"""longest sequence, in tokens, if neither `max_model_len` nor the prompts say it"""
+MAX_FAILURES = 16
+"""items with failures, and no success before them, that end the command"""
+HARNESS = "rlite.evaluation.lm_eval"
+"""module that imports the harness"""
+BOOTSTRAP_ITERS = 100_000
+"""draws for the standard errors of metrics that are no means, as in the harness's own command"""
+QUIET_S = 10.0
+"""seconds between two lines in a file or a pipe"""
+
+
+def code_of(options: EvalConfig, given: ProgramObjects) -> dict[str, str]:
+    """Return a digest of the code behind each source of scores, by the file or the name of the source.
+
+    Args:
+        options: options of the command.
+        given: rewards of a program, in place of those that the paths name.
+
+    Raises:
+        ConfigError: a reward does not exist.
+        ImportFailed: the file or module of a reward does not exist, or raised an exception.
+    """
+    found: dict[str, str] = {}
+    functions = given.functions()
+    for name, own in options.reward.items():
+        file = Path(own.path.rpartition(":")[0])
+        if file.is_file() and name not in functions:
+            found[str(file)] = digest([file.read_bytes()])
+        else:
+            found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
+    if options.env_path is not None and Path(options.env_path).is_file():
+        found[options.env_path] = digest([Path(options.env_path).read_bytes()])
+    if options.workflow is not None:
+        found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
+    return found
+
+
+def digest_of(scorer: Any) -> str:
+    """Return a digest of the code of a function, a class or a callable object.
+
+    The code is the whole file of the definition. For code of the program itself (`__main__`) and code without a file it
+    is the function alone. An object without any Python code gets a digest that equals no other.
+
+    Args:
+        scorer: a reward or the maker of a workflow.
+    """
+    contents = {_content(function) for function in _functions(scorer)}
+    return digest(sorted(contents)) if contents else f"unknown {secrets.token_hex(8)}"
+
+
+def digest(parts: Iterable[str | bytes]) -> str:
+    """Return a short digest of texts or bytes, in this order."""
+    made = hashlib.sha256()
+    for part in parts:
+        content = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
+        made.update(hashlib.sha256(content).digest())
+    return made.hexdigest()[:16]
+
+
+def _functions(scorer: Any) -> Iterator[FunctionType]:
+    """Yield the functions behind a callable object, or those of its class."""
+    if isinstance(scorer, functools.partial):
+        yield from _functions(scorer.func)
+    elif isinstance(scorer, RewardFunction):
+        yield from _functions(scorer.fn)
+    elif isinstance(scorer, TrlReward):
+        for each in scorer.fns:
+            yield from _functions(each)
+    else:
+        yield from _own_functions(inspect.unwrap(getattr(scorer, "__func__", scorer)))
+
+
+def _own_functions(scorer: Any) -> Iterator[FunctionType]:
+    if isinstance(scorer, FunctionType):
+        yield scorer
+        return
+    kind = scorer if isinstance(scorer, type) else type(scorer)
+    yield from (own for own in vars(kind).values() if isinstance(own, FunctionType))
+
+
+def _content(function: FunctionType) -> bytes:
+    file = Path(function.__code__.co_filename)
+    if function.__module__ != "__main__" and file.is_file():
+        return file.read_bytes()
+    try:
+        return inspect.getsource(function).encode()
+    except (OSError, TypeError):
+        return marshal.dumps(function.__code__, 2)  # the later formats depend on reference counts
+
+
+def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that decide the samples, except for the model's, as values of JSON.
+
+    Args:
+        options: options of the command.
+        given: rewards of a program, in place of those that the paths name.
+        rows: the prompts, as they are asked.
+    """
+    plain = config.to_container(options)
+    sampling = {name: getattr(options.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
+    if options.stop_token_ids:  # absent from settings of older versions
+        sampling["stop_token_ids"] = options.stop_token_ids
+    rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
+    return {
+        "questions": {"number": len(rows), "content": digest(_text(row) for row in rows)} if rows else {},
+        "chat_template_options": plain["data"]["chat_template_options"],
+        "scores": {"reward": rewards, **{name: plain[name] for name in _SCORED_BY}, "code": code_of(options, given)},
+        "tasks": _tasks(plain, options.sampling_of_tasks) if options.tasks else {},
+        "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
+    }
+
+
+def model_settings(folder: str) -> dict[str, str]:
+    """Return the identity of a checkpoint: its folder, and sizes and times of its files."""
+    path = local_checkpoint(folder).resolve()
+    files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS and file.is_file())
+    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    return {"folder": str(path), "files": digest(stamps)}
+
+
+def _tasks(plain: Mapping[str, Any], sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+    files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
+    own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
+    generation = {} if sampling is None else {"generation": dict(sampling)}
+    return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own), **generation}
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, sort_keys=True, default=str)
+
+
+def candidate(
+    given: str, name: str, settings: Mapping[str, Any], folder: Path, options: EvalConfig, journals: ExitStack
+) -> Candidate:
+    """Return a model with the samples that its journal holds.
+
+    Args:
+        given: folder of a model or of a run, or hub name.
+        name: name of the model in the record.
+        settings: further settings that decide the samples.
+        folder: holds the journals.
+        options: options of the command.
+        journals: closes the journal at its end.
+
+    Raises:
+        ConfigError: there is no such model, it writes no text, or the journal holds samples of other settings,
+            or lines that are no samples.
+    """
+    model = model_folder(given)
+    check_writes(model)
+    own = {"model": model_settings(model), **settings}
+    journal = Journal(folder / SAMPLES / f"{name}.jsonl", own, options.overwrite)
+    journals.callback(journal.close)
+    missing_places(own, journal.lines, journal.path)
+    time = None if journal.is_new else time_of(journal.path)
+    return Candidate(name, model, own, journal.lines, time, journal=journal)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The items, and how they are asked and scored."""
+
+    items: Items
+    ids: Sequence[str]
+    """id of each item"""
+    make_workflow: MakeWorkflow
+
+
+def read_questions(options: EvalConfig, given: ProgramObjects) -> Questions:
+    """Return the items that the options name, and the maker of their workflow.
+
+    Args:
+        options: options of the command.
+        given: rows and rewards of a program, in place of those of the paths.
+
+    Raises:
+        ConfigError: a source of items is missing, or a source of items or scores cannot be used.
+        DataError: some rows cannot be used.
+    """
+    options.check_complete()
+    items, where = _read_items(options, given), f"data.path={options.data.path}"
+    make = _workflow_maker(options, given, items, where)
+    return Questions(items, item_ids(items, where), make)
+
+
+def item_ids(items: Items, where: str) -> list[str]:
+    """Return the id of each item: its `id`, else its number.
+
+    Args:
+        items: rows of the data.
+        where: their name in messages.
+
+    Raises:
+        DataError: two items have the same id.
+    """
+    places: dict[str, int] = {}
+    for number, item in enumerate(items):
+        id = str(number if item.get("id") is None else item["id"])
+        if id in places:
+            raise DataError(
+                f"{place_of(items, number, where)}: its id {id!r} is also that of row index {places[id]}; give each "
+                "its own, or number the rows (data.columns.id=null)"
+            )
+        places[id] = number
+    return list(places)
+
+
+def _read_items(options: EvalConfig, given: ProgramObjects) -> Items:
+    """Return the rows of the data, or seeds of an environment."""
+    if options.data.path is None:
+        return [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
+    return read_source(given.source(options.data.source()), "prompts")[: options.limit]
+
+
+def _workflow_maker(options: EvalConfig, given: ProgramObjects, items: Items, where: str) -> MakeWorkflow:
+    if (name := options.workflow) is not None:
+        return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
+    own = {"chat_template_options": options.data.chat_template_options}
+    if options.env_path is not None:
+        make = environment_workflow(options.env_path, **options.process_options)
+        turns = options.max_turns
+        return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit(), **own)
+    rewards = ChosenRewards(options.reward, given.functions())
+    rewards.check_columns(items, where)
+    reward = rewards.make()
+    return lambda sampling, tokenizer, _: SingleTurnWorkflow(reward, sampling, tokenizer, **own)
+
+
+def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, EvaluationSet]:
+    """Return the sets that the model answers, by name.
+
+    Args:
+        options: the trainer's config.
+        given: rows and functions of a program, in place of those of the paths.
+
+    Raises:
+        ConfigError: a set samples several answers that are all the same, or a reward cannot be used.
+        DataError: a row has no prompt, or lacks a column that a reward needs.
+    """
+    sets = {name: own for name, own in options.test_data.items() if own.is_generated}
+    sources, found = held_out_sources(sets, options.data.columns, options.data.system_prompt), {}
+    for name, source in sources.items():
+        own = sets[name]
+        rows = read_source(given.source(source), "prompts")[: own.limit]
+        workflow = _workflow(options, own, rows, key_of(name), given)
+        if workflow.needs_prompt:
+            check_prompts(rows, key_of(name))
+            vocab_size = vocab_size_of(options.actor.model_name)
+            longest_prompt(rows, workflow, sys.maxsize, key_of(name), limits="", vocab_size=vocab_size)
+        found[name] = make_set(name, rows, workflow, own)
+    return found
+
+
+def _workflow(
+    options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: ProgramObjects
+) -> RolloutWorkflow:
+    default = SamplingOptions(temperature=0.0, max_new_tokens=options.generation.max_new_tokens)
+    sampling = own.sampling.completed_by(default).gconfig()
+    tokenizer = load_tokenizer(options.actor.model_name)
+    if own.workflow is not None:
+        return WORKFLOWS[own.workflow](sampling, tokenizer)
+    rewards = own_rewards(own, key, given)
+    rewards.check_columns(rows, key)
+    return SingleTurnWorkflow(rewards.make(), sampling, tokenizer, options.data.chat_template_options)
+
+
+def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint.
+
+    Args:
+        folder: folder or hub name of the checkpoint.
+        options: options of the command.
+
+    Raises:
+        CheckpointError: the tokenizer is unusable.
+        ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
+    """
+    tokenizer = load_tokenizer(folder)
+    if options.data.chat_template_options:
+        check_template_options(tokenizer, options.data.chat_template_options, "data.chat_template_options")
+    return tokenizer
+
+
+def context_limit(folder: str, options: EvalConfig) -> int:
+    """Return the longest sequence that a model and `max_model_len` allow, in tokens.
+
+    Args:
+        folder: folder or hub name of the checkpoint.
+        options: options of the command.
+    """
+    own = model_limit(folder)
+    if own and options.max_model_len is not None and options.max_model_len > own:
+        cap = f"at most {own} tokens, the model's max_position_embeddings"
+        print(f"{folder}: max_model_len={options.max_model_len}: {cap}", file=sys.stderr, flush=True)
+    return min(own or sys.maxsize, options.max_model_len or sys.maxsize)
+
+
+def unknown_context(folder: str, options: EvalConfig, limit: int) -> int:
+    """Return the longest sequence, in tokens, if the prompts do not say it.
+
+    Args:
+        folder: folder or hub name of the checkpoint.
+        options: options of the command.
+        limit: longest sequence that is allowed.
+    """
+    if options.max_model_len is not None or limit <= MAX_MODEL_LEN:
+        return limit
+    cap = f"sequences of at most {MAX_MODEL_LEN} tokens, the default; max_model_len=N allows up to {limit}"
+    print(f"{folder}: {cap}", file=sys.stderr, flush=True)
+    return MAX_MODEL_LEN
+
+
+def context_to_serve(
+    workflow: RolloutWorkflow, items: Items, limit: int, where: str, if_unknown: Callable[[], int], vocab_size: int
+) -> int:
+    """Return the longest sequence to serve, in tokens, after a check of all prompts.
+
+    Args:
+        workflow: asks the items.
+        items: rows of the data.
+        limit: longest sequence that is allowed.
+        where: name of the items in messages.
+        if_unknown: returns the longest sequence if prompts and workflow do not say it.
+        vocab_size: size of the model's vocabulary.
+    """
+    if not workflow.needs_prompt:
+        return if_unknown()
+    check_prompts(items, where)
+    limits = "(the least of the model's max_position_embeddings and max_model_len); drop the row"
+    longest = longest_prompt(items, workflow, limit, where, limits, vocab_size=vocab_size)
+    needed = workflow.longest_sequence(longest) if longest else None
+    return if_unknown() if needed is None else min(limit, needed)
+
+
+class PromptAnswers:
+    """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read.
+
+    Args:
+        candidate: the model, and the samples that it has.
+        questions: the items, and how they are asked.
+        options: options of the command.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+        DataError: a prompt cannot be asked.
+    """
+
+    def __init__(self, candidate: Candidate, questions: Questions, options: EvalConfig) -> None:
+        self.candidate, self._questions, self._options = candidate, questions, options
+        done = {(line["group"], line["sample"]) for line in candidate.lines}
+        self._num_expected = len(questions.items) * options.samples
+        self.missing = [
+            place for place in product(range(len(questions.items)), range(options.samples)) if place not in done
+        ]
+        """samples that are missing"""
+        self._held: list[Row] = []
+        self._has_succeeded = any(line["status"] == "evaluated" for line in candidate.lines)
+        if self.missing:
+            model = candidate.model
+            tokenizer, self._texts = model_tokenizer(model, options), TokenTexts(model_tokenizer(model, options))
+            limit, where = context_limit(model, options), f"data.path={options.data.path}"
+            if_unknown = functools.cache(lambda: unknown_context(model, options, limit))
+            workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
+            self._set = EvaluationSet(candidate.name, questions.items, workflow, options.samples)
+            self._context = context_to_serve(workflow, questions.items, limit, where, if_unknown, vocab_size_of(model))
+
+    def run(self) -> None:
+        """Generate the missing samples in the current session; each goes to the journal as it ends.
+
+        Raises:
+            RolloutError: all samples failed.
+        """
+        options, name = self._options, self.candidate.name
+        continuing(name, self._num_expected - len(self.missing), self._num_expected, "samples")
+        engine = serving_engine(self.candidate.model, options, self._context, options.seed)
+        limits = CollectorOptions(
+            request_timeout=options.timeout,
+            request_retries=options.retries,
+            keep_ended=True,
+            seed=options.seed,
+            max_concurrent_rollouts=options.num_concurrent(len(engine.copies)),
+        )
+        begun = time.monotonic()
+        try:
+            with showing_progress(lambda: self._progress(begun)):
+                run_episodes(engine, self._set, self.missing, limits, self._keep)
+            if self._held:
+                raise self._nothing_but_failures()
+        finally:
+            engine.release()
+
+    def _keep(self, ended: Ended) -> None:
+        """Write a sample. Failed samples are held back until one succeeds: a broken reward gives no result.
+
+        Raises:
+            RolloutError: all samples failed.
+        """
+        has_tokens = ended.group < self._options.record_tokens
+        self._held.append(row_of(ended, self._questions.ids[ended.group], self._texts, has_tokens))
+        self._has_succeeded |= ended.status == "evaluated"
+        if self._has_succeeded:
+            while self._held:
+                self.candidate.journal.append(self._held[0])
+                self._held.pop(0)
+        elif len({held["group"] for held in self._held}) == MAX_FAILURES:
+            raise self._nothing_but_failures()
+
+    def _nothing_but_failures(self) -> RolloutError:
+        num_episodes, reason = len(self._held), self._held[-1]["reason"]
+        return RolloutError(f"the first {num_episodes} episodes failed, the last with {reason}; none of them counts")
+
+    def _progress(self, begun: float) -> str:
+        before, now = self._num_expected - len(self.missing), len(self.candidate.lines)
+        pace = (now - before) / max(time.monotonic() - begun, 1e-9)
+        return f"{self.candidate.name}: {now} of {self._num_expected} samples, {pace:.1f} per second"
+
+
+def find_tasks(options: EvalConfig) -> Any:
+    """Return the harness's task manager, which knows all tasks of the options.
+
+    Args:
+        options: options of the command.
+
+    Raises:
+        ConfigError: the package is missing, or a task is unknown.
+    """
+    harness = import_module(HARNESS)
+    if options.task_path is not None and not Path(options.task_path).is_dir():
+        raise ConfigError(f"task_path={options.task_path}: no such folder")
+    own = harness.TaskManager(include_path=options.task_path, include_defaults=False) if options.task_path else None
+    if own is not None and not _unknown(own, options.tasks):
+        return own  # the harness takes seconds to find its thousands of tasks
+    manager = harness.TaskManager(include_path=options.task_path)
+    for name in _unknown(manager, options.tasks):
+        raise ConfigError(f"tasks: no task {name!r}; {_hint(name, manager.all_tasks)}")
+    return manager
+
+
+class TaskAnswers:
+    """The tasks that a model has still to do. Making it checks the model; no weights are read.
+
+    The journal has a line for each task that has ended, or for each sample of a task that generates text. The harness's
+    cache has greedy answers and log-likelihoods of the task under way.
+
+    Args:
+        candidate: the model, and the tasks that it has done.
+        manager: the harness's task manager.
+        options: options of the command.
+        folder: folder of the evaluation.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+    """
+
+    def __init__(self, candidate: Candidate, manager: Any, options: EvalConfig, folder: Path) -> None:
+        self.candidate, self._manager, self._options = candidate, manager, options
+        self._cache = folder / CACHE / candidate.name
+        self._num_samples = {line["task"]: line.get("samples", 1) for line in candidate.lines}
+        self._done = Counter(line["task"] for line in candidate.lines)
+        self.missing = [name for name in options.tasks if self._done[name] < self._num_samples.get(name, 1)]
+        """tasks that have not ended"""
+        model_tokenizer(candidate.model, options)
+
+    def run(self) -> None:
+        """Do the missing tasks in the current session; each goes to the journal as it ends."""
+        num_tasks = len(self._options.tasks)
+        continuing(self.candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
+        name, options = self.candidate.model, self._options
+        context = unknown_context(name, options, context_limit(name, options))
+        num_before = len(self.candidate.lines)
+        # the engine numbers its requests from 0: with the same seed, further samples would repeat the first ones
+        seed = mix(self._options.seed, num_before) % 2**32 if num_before else self._options.seed  # as NumPy takes it
+        engine = serving_engine(name, options, context, seed)
+        self._cache.mkdir(parents=True, exist_ok=True)
+        try:
+            batch_size = options.num_concurrent(len(engine.copies))
+            model = import_module(HARNESS).RliteLM(engine, batch_size=batch_size)
+            for task in self.missing:
+                self._do(task, model)
+        finally:
+            engine.release()
+
+    def _do(self, name: str, model: Any) -> None:
+        """Do the missing samples of a task. The first one shows whether there are others."""
+        num_samples, sample = self._num_samples.get(name, 1), self._done[name]
+        continuing(f"{self.candidate.name}, task {name}", sample, num_samples, "samples")
+        num_cut = model.num_cut
+        while sample < num_samples:
+            with showing_progress(partial(self._progress, name, sample, model)):
+                line = self._line(name, sample, model)
+            self.candidate.journal.append(line)
+            num_samples, sample = line["samples"], sample + 1
+        if num_samples < self._options.samples:
+            self._tell(name, "its log-likelihoods are the same for every sample; it was done once")
+        if num_cut := model.num_cut - num_cut:
+            longest = f"the model reads {model.max_length} tokens; max_model_len=N may allow more"
+            self._tell(name, f"{counted(num_cut, 'context')} lost the beginning ({longest})")
+
+    def _tell(self, task: str, what: str) -> None:
+        print(f"{self.candidate.name}, task {task}: {what}", file=sys.stderr, flush=True)
+
+    def _progress(self, name: str, sample: int, model: Any) -> str:
+        of = f" (sample {sample + 1} of {self._options.samples})" if sample else ""
+        return f"{self.candidate.name}: task {name}{of}, {model.num_answered} of {model.num_requests} requests so far"
+
+    def _line(self, name: str, sample: int, model: Any) -> dict[str, Any]:
+        options = self._options
+        found = import_module(HARNESS).simple_evaluate(
+            model=model,
+            tasks=[name],
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            apply_chat_template=options.chat,
+            task_manager=self._manager,
+            use_cache=str(self._cache / "answers"),
+            random_seed=options.seed,
+            gen_kwargs=options.sampling_of_tasks,
+            bootstrap_iters=0 if sample else BOOTSTRAP_ITERS,
+        )
+        kinds = {task: config.get("output_type") for task, config in found["configs"].items()}
+        generated = {task: own for task, own in found["samples"].items() if kinds[task] == "generate_until"}
+        return {
+            "task": name,
+            "sample": sample,
+            "samples": options.samples if generated else 1,
+            "metrics": dict(task_metrics(found["results"])),
+            "higher_is_better": dict(directions(found["results"], found["higher_is_better"])),
+            "lower_is_better": lower_is_better(found["samples"], found["higher_is_better"]),
+            "values": task_values(generated) if generated and options.samples > 1 else {},
+            "rows": list(task_rows(generated if sample else found["samples"], sample)),
+        }
+
+
+def _unknown(manager: Any, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not manager.match_tasks([name])]
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return the nearest task; there are too many to name them all."""
+    told = did_you_mean(name, known)
+    return told if told.startswith("did you mean") else "`lm-eval ls tasks` names all; task_path=FOLDER adds some"
+
+
+@contextmanager
+def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
+    """Show the progress of the evaluation until the end of the block.
+
+    Args:
+        progress: returns it in words; called in another thread.
+
+    Yields:
+        None.
+    """
+    console = ConsoleReporter(file=sys.stderr, quiet_s=QUIET_S)
+    console.follow(progress)
+    try:
+        yield
+    finally:
+        console.close()
+
+
+def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
+    """Print that an evaluation continues, if a part of it exists.
+
+    Args:
+        name: name of the model.
+        num_there: parts that an earlier command has written.
+        num_expected: parts of the whole evaluation.
+        what: the parts, such as "samples".
+    """
+    if num_there:
+        print(f"{name}: continuing: {num_there} of {num_expected} {what} are there", file=sys.stderr, flush=True)

@@ -1,0 +1,146 @@
+"""Training on rows put together: who observes a trainer, its plan, and its command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import rlite
+from rlite import config
+from rlite.assembly.launch import serve_if_worker, session_of
+from rlite.assembly.observers import run_observers
+from rlite.assembly.plans import data_plan, model_plan
+from rlite.assembly.run_record import Recording
+from rlite.data.chat.ends import LearntEnds
+from rlite.data.chat.template import CLOCK, check_template_options
+from rlite.data.readers.formats import RowKind
+from rlite.data.readers.streaming import StreamedTable
+from rlite.data.rows import Rows, converted, described, read_source
+from rlite.data.source import Source
+from rlite.data.tokens import TokenRows, mixed
+from rlite.evaluation.record import EvaluationRecord
+from rlite.nn.pretrained import end_ids, load_tokenizer
+from rlite.services.console.usage import Repeated, UsageReport
+from rlite.trainer.held_out import held_out_sources
+from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.saved_state import started_at
+from rlite.trainer.supervised_options import SupervisedConfig
+from rlite.wording import counted
+
+
+def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | None = None) -> list[Observer]:
+    """Return the observers of a trainer's run, after its engine is built.
+
+    Args:
+        trainer: a `SupervisedTrainer`.
+        repeated: returns the result of a call of the engine.
+        record: record of evaluations by answers, if the trainer makes some.
+    """
+    before: list[Observer] = [UsageReport(trainer.engine, repeated)]
+    if record is not None:
+        before.append(Recording(record, lambda: begin_record(trainer, record)))
+    return run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan, before=before)
+
+
+def begin_record(trainer: Any, record: EvaluationRecord) -> None:
+    """Begin a record, if there are sets that the model answers."""
+    if trainer.generated:
+        record.open(load_tokenizer(trainer.model.model_name))
+
+
+def make_plan(trainer: Any) -> dict[str, str]:
+    """Return how a step's work is divided, as text by topic."""
+    session, dims, model, run = rlite.current_session(), trainer.engine.dims, trainer.model, trainer.options.trainer
+    lengths, num_items, stream = trainer.rows.lengths, trainer.options.data.batch_size, trainer.rows.stream
+    if stream is None or stream.is_whole:
+        num_items = min(num_items, len(trainer.rows))
+    data_ranks = counted(dims.num_data_ranks, "data rank")
+    form = f"{trainer.rows.form}; " if trainer.rows.form else ""
+    if stream is not None:
+        form = f"{stream}; {form}at the beginning "
+    batch_tokens = num_items * trainer.rows.rows_per_item * lengths.mean()
+    return {
+        **model_plan(model.model_name, trainer.engine, model.max_grad_norm),
+        "loss": trainer.describe_loss(),
+        "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
+        "data": f"{form}{len(trainer.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
+        f"{trainer.rows.tally}",
+        **data_plan(trainer.options.data),
+        **({} if trainer.rows.ends is None else trainer.rows.ends.describe(trainer.engine.module.further_end_ids)),
+        "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
+        f"{model.max_length_per_device * dims.pack_factor} tokens",
+        "run": f"{trainer.loader} = {trainer.run.total_steps}, checkpoint every {run.save_freq}, in {run.save_dir}",
+        **trainer.evaluation_plan(),
+    }
+
+
+def main(trainer: type[Any], argv: Sequence[str]) -> None:
+    """Run a trainer from the command line."""
+    trainer.train(config.load(trainer.config_class, argv))
+
+
+def train(trainer: type[Any], options: SupervisedConfig, given: ProgramObjects) -> dict[str, float]:
+    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+
+    Args:
+        trainer: a class of trainers.
+        options: the trainer's config.
+        given: objects of a program, in place of what the options name.
+    """
+    serve_if_worker(options)
+    with CLOCK.fixed(started_at(options)):
+        model_name = getattr(options, trainer.key).model_name
+        rows, test_rows = read_tokens(options, model_name, trainer.tokenise, trainer.kind, given)
+        further = trainer.read_further(options, given)
+        with session_of(options):
+            return dict(trainer(options, rows, test_rows, given.callbacks, **further).fit())
+
+
+def read_tokens(
+    options: SupervisedConfig,
+    model_name: str,
+    tokenise: Callable[..., TokenRows],
+    kind: RowKind,
+    given: ProgramObjects = NOTHING,
+) -> tuple[TokenRows, dict[str, TokenRows]]:
+    """Return the token rows of options.data, and of each set of options.test_data.
+
+    Args:
+        options: the trainer's config.
+        model_name: checkpoint with the tokenizer.
+        tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
+        kind: what the rows are for.
+        given: rows of a program, in place of those of the paths.
+    """
+    tokenizer, data = load_tokenizer(model_name), options.data
+    ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
+    check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
+    template_options = {
+        **data.chat_template_options,
+        **({"last_turn_only": True} if data.last_turn_only else {}),
+        "escape_special_tokens": data.escape_special_tokens,
+    }
+
+    def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
+        made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
+        return replace(made, form=described(table, tokenizer))
+
+    def tokens(source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
+        return tokens_of(read_source(given.source(source), kind), source, ends, limit)
+
+    sources = data.sources("data")
+    if data.streaming:
+        own = given.source(sources[""])
+        stream = StreamedTable(own, lambda rows: tokens_of(converted(rows, own, kind), own, ends), data.shuffle_buffer)
+        rows = replace(stream.first, stream=stream)
+    else:
+        parts = {name: tokens(source, ends) for name, source in sources.items()}
+        rows = mixed(parts, data.weights) if data.mixture else parts[""]
+    ends.is_settled = True
+    sets = {name: each for name, each in options.test_data.items() if not each.is_generated}
+    tests = held_out_sources(sets, data.columns, data.system_prompt)
+    return replace(rows, ends=ends), {
+        name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()
+    }

@@ -1,0 +1,248 @@
+"""The workflow of the command `rlite ppo`: of rewards, of an environment file, or of a registered workflow.
+
+Context lengths: how long sequences may get, and how long they can get with the prompts of a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from rlite.data.chat.ends import EscapingTokenizer
+from rlite.data.chat.template import check_template_options
+from rlite.data.rows import check_prompts, stream_of
+from rlite.errors import ConfigError
+from rlite.nn.pretrained import load_tokenizer
+from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
+from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
+from rlite.trainer.held_out import GeneratedOptions, key_of
+from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
+from rlite.trainer.options import SamplingOptions
+from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.run.program_objects import REWARD, ProgramObjects
+
+MANY_ROWS = 10_000
+"""number of rows from which on a progress bar is shown"""
+BYTES_OF_SEQUENCE, BYTES_OF_TOKEN = 4096, 40
+"""host memory of a sequence that is generated, and of a token in a row of the batch"""
+LIMITS = (
+    "(the least of max_length_per_device x tp_size x sp_size of the models, the models' max_position_embeddings, and "
+    "rollout.max_model_len); raise those, or drop the row"
+)
+"""the limits of a sequence, for messages"""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The context length that a run serves."""
+
+    length: int
+    """tokens of prompt and responses together, at most"""
+    longest_prompt: int
+    """tokens; 0 if the workflow does not know the prompts beforehand"""
+
+    def host_gib(self, num_sequences: int, length: int) -> float:
+        """Return the host memory of a step's rollouts in GiB: of each sequence a request, and a row of the batch."""
+        return num_sequences * (BYTES_OF_SEQUENCE + BYTES_OF_TOKEN * length) / 2**30
+
+    def describe(self, max_new_tokens: int) -> str:
+        """Return what fits, in words and numbers."""
+        room = self.length - self.longest_prompt
+        prompts = (
+            f"prompts of at most {self.longest_prompt}" if self.longest_prompt else "prompts that are not known yet"
+        )
+        if room >= max_new_tokens:
+            return f"at most {self.length} tokens; {prompts}"
+        return f"at most {self.length} tokens; {prompts}, after which {room} of {max_new_tokens} new tokens fit"
+
+
+def context_limit(options: PpoConfig) -> int:
+    """Return the longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
+    limits = [limit for model in options.models if (limit := model_limit(model.model_name)) is not None]
+    return min([options.max_length, *limits])
+
+
+def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
+    """Return the context to serve, after a check of all prompts.
+
+    Args:
+        options: the run's config.
+        sources: each workflow with its rows, which may be none, and their option, for messages.
+
+    Raises:
+        ConfigError: the sequences of a step do not fit into the memory of this machine.
+    """
+    limit, longest = context_limit(options), []
+    vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
+    for workflow, rows, where in sources:
+        how: Any = {"workflow": workflow, "max_length": limit, "where": where, "vocab_size": vocab_size}
+        if (stream := stream_of(rows)) is not None:
+            stream.check("prompts", partial(check_openings, **how))
+            longest.append((workflow, 0))  # of prompts that are not read yet
+        elif rows:
+            longest.append((workflow, check_openings(rows, **how)))
+    context, num = make_context(options, limit, longest), options.num_sequences
+    least = context.host_gib(num, context.longest_prompt)
+    if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
+        what = f"train_data.prompts_per_rollout x train_data.responses_per_prompt = {num:,} sequences in a step"
+        raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
+    return context
+
+
+def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
+    """Return the context to serve: what prompts and new tokens need, at most the limit.
+
+    Args:
+        options: the run's config; its `rollout.max_model_len`, if set, is the answer.
+        limit: what `context_limit` returns.
+        prompts: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
+    """
+    pairs = list(prompts)
+    needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in pairs]
+    longest_prompt = max(longest for _, longest in pairs)
+    if options.rollout.max_model_len is not None:
+        return Context(options.rollout.max_model_len, longest_prompt)
+    return Context(min([limit, *([] if None in needs else [max(need for need in needs if need)])]), longest_prompt)
+
+
+def check_openings(
+    rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str, vocab_size: int = sys.maxsize
+) -> int:
+    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
+
+    Args:
+        rows: the items.
+        workflow: its `opening` makes an item's prompt.
+        max_length: tokens of prompt and answer together.
+        where: the rows' option, for messages.
+        vocab_size: size of the models' vocabulary.
+    """
+    if not workflow.needs_prompt:
+        return 0
+    check_prompts(rows, where)
+    console = Console(file=sys.stderr)
+    is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
+    text = f"looking at the prompts of {where}"
+    read = partial(track, description=text, console=console, transient=True, disable=is_quiet)
+    return longest_prompt(rows, workflow, max_length, where, LIMITS, read, vocab_size)
+
+
+OPTIONS_KEY = "train_data.chat_template_options"
+Tables = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def workflow_maker(
+    options: PpoConfig, rewards: ChosenRewards | None, tables: Tables, workflow: str | None = None
+) -> Callable[[SamplingOptions], RolloutWorkflow]:
+    """Return a function that makes the workflow of a source of rewards with some sampling.
+
+    Args:
+        options: the run's config.
+        rewards: the rewards of `reward`; None if the options name another source.
+        tables: rows of the data, by their option.
+        workflow: name of a registered workflow; default: the workflow of the run, unless there are rewards.
+
+    Raises:
+        DataError: a row lacks a column that a reward needs.
+    """
+    template_options = options.train_data.chat_template_options
+    if rewards is not None:
+        make = _of_rewards(rewards, tables)
+    else:
+        make = _other_source(options) if workflow is None else WORKFLOWS[workflow]
+    tokenizer: Any = load_tokenizer(options.actor.model_name)
+    if template_options:
+        check_template_options(tokenizer, template_options, OPTIONS_KEY)
+        make = partial(_taking_options(make), chat_template_options=template_options)
+    if options.rollout.escape_special_tokens:
+        tokenizer = EscapingTokenizer(tokenizer)
+    return lambda sampling: make(sampling.gconfig(), tokenizer)
+
+
+def held_out_workflows(
+    options: PpoConfig,
+    make: Callable[[SamplingOptions], RolloutWorkflow],
+    rewards: ChosenRewards | None,
+    tables: Tables,
+    given: ProgramObjects,
+) -> dict[str, RolloutWorkflow]:
+    """Return the workflow of each set to evaluate on, by the set's name.
+
+    Args:
+        options: the run's config.
+        make: makes the workflow of the run's source of rewards.
+        rewards: the rewards of `reward`; None if the options name another source.
+        tables: rows of each set, by its name.
+        given: reward functions of a program, in place of those of the paths.
+
+    Raises:
+        ConfigError: a reward of a set cannot be used.
+        DataError: a row lacks a column that a reward needs.
+    """
+    found = {}
+    for name, rows in tables.items():
+        own, key = options.test_data[name], key_of(name)
+        make_own = make
+        if own.reward:
+            make_own = workflow_maker(options, own_rewards(own, key, given), {key: rows})
+        elif own.workflow is not None:
+            make_own = workflow_maker(options, None, {}, own.workflow)
+        elif rewards is not None:
+            rewards.check_columns(rows, key)
+        found[name] = make_own(options.rollout.sampling_of(own.sampling))
+    return found
+
+
+def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., RolloutWorkflow]:
+    """Return a maker of workflows that takes `chat_template_options`.
+
+    Raises:
+        ConfigError: a registered workflow does not take them.
+    """
+    parameters = inspect.signature(make).parameters.values()
+    if any(one.name == "chat_template_options" or one.kind is one.VAR_KEYWORD for one in parameters):
+        return make
+    raise ConfigError(
+        f"{OPTIONS_KEY}: the workflow of rollout.workflow has no parameter chat_template_options; give it one, and "
+        "pass it on to the workflow that renders the prompts"
+    )
+
+
+def _of_rewards(rewards: ChosenRewards, tables: Tables) -> Callable[..., RolloutWorkflow]:
+    for where, rows in tables.items():
+        if (stream := stream_of(rows)) is None:
+            rewards.check_columns(rows, where)
+        else:
+            stream.check("rewards", partial(rewards.check_columns, where=where))
+    return partial(SingleTurnWorkflow, rewards.make())
+
+
+def _other_source(options: PpoConfig) -> Callable[..., RolloutWorkflow]:
+    rollout = options.rollout
+    if rollout.workflow is not None:
+        return WORKFLOWS[rollout.workflow]
+    assert rollout.env_path is not None
+    make = environment_workflow(rollout.env_path, **rollout.process_options)
+    return partial(make, max_turns=rollout.max_turns, max_length=context_limit(options))
+
+
+def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:
+    """Return the rewards that a set to evaluate on has of its own.
+
+    Args:
+        options: options of the set.
+        key: the set's group of options.
+        given: reward functions of a program, in place of those of the paths.
+    """
+    where = f"{key}.{REWARD}"
+    return ChosenRewards(options.reward, given.functions(where), where)

@@ -1,0 +1,270 @@
+"""Forward passes of one worker: prefill, and bursts of decode steps.
+
+With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2 and Qwen3 in float32 on
+CPU are computed by `models.batch_invariant`, in any shape and with the bits of training. Other models are computed in
+fixed shapes: a kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. A decode step
+computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A prompt is prefilled BLOCK tokens of
+one sequence at a time, from multiples of BLOCK. Attention reads as many blocks as a sequence needs, and sampling
+processes one row at a time. A kernel may still treat the rows of one shape differently; `check_rows` tests this
+machine's kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, PrefillPlan
+from rlite.backends.embedded.cache import DECODE_ROWS, SlotCache
+from rlite.backends.embedded.cuda_graphs import DecodeGraphs
+from rlite.backends.embedded.model import ShardedModel
+from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.models.attention import varlen
+from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
+from rlite.backends.serving.native import compiled
+from rlite.backends.serving.requests import RequestRules, Sampling
+from rlite.backends.serving.sampling import Sampled, SamplingBatch, kept_ids_of, sample, sample_each, uniforms
+from rlite.errors import ConfigError, DivergedError
+from rlite.runtime.parallel.shards import nonfinite_names
+from rlite.types import GenerationHyperparameters
+
+STOP_STRING_STEPS = 4
+"""decode steps between two checks for stop strings; tokens after the stop are discarded"""
+CUDA_STEPS = 8
+"""decode steps between two checks for stop tokens on CUDA, where a check waits for the device"""
+
+Steps = Callable[[int, Tensor], Tensor]
+"""the steps of a burst, called in order: (step, tokens `[rows]`) -> logits `[rows, vocabulary]`"""
+
+
+@dataclass
+class ForwardPasses:
+    """The computation of the scheduler's decisions."""
+
+    weights: ShardedModel
+    scheduler: Scheduler
+    rules: RequestRules
+    options: EmbeddedOptions
+    group: dist.ProcessGroup | None
+    """the ranks of the replica; None is one rank"""
+    graphs: DecodeGraphs | None
+    """captured decode steps, if there are any"""
+
+    def prefill(self, cache: SlotCache) -> None:
+        """Fill the cache for all running sequences, except for the last token of each."""
+        while True:
+            moves, chunks = self.scheduler.next_prefill()
+            cache.apply(moves)
+            if not chunks:
+                return
+            weights, device = self.weights, self.weights.device
+            if self.options.deterministic and not weights.is_invariant:
+                for chunk in chunks:
+                    for tile in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
+                        weights.prefill(PrefillPlan(cache, [tile], device, is_fixed=True))
+            else:
+                is_flash = device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
+                attend_all = varlen if is_flash else None
+                weights.prefill(PrefillPlan(cache, chunks, device, attend_all, weights.is_invariant))
+
+    def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
+        """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
+
+        Args:
+            cache: the KV cache.
+            max_steps: upper bound of the number of steps.
+            version: policy version, for messages.
+
+        Returns:
+            The number of steps, and the reason for each request that cannot continue, by request number.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
+        sequences, device = self.scheduler.running, self.weights.device
+        gconfigs = [s.request.gconfig for s in sequences]
+        steps = self.scheduler.burst(max_steps)
+        if any(g.stop for g in gconfigs):
+            steps = min(steps, STOP_STRING_STEPS)
+        rows = [s.sampling for s in sequences]
+        batch = self._sampling(rows)
+        alone = [self._sampling([row]) for row in rows] if self.options.deterministic else []
+        watched = batch.stop_ids if device.type == "cpu" else None
+        if batch.stop_ids is not None and watched is None:
+            steps = min(steps, CUDA_STEPS)
+        lengths = [len(s.tokens) for s in sequences]
+        # of the tokens that go in, [steps, rows]; the one that comes out is one further
+        positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
+        random = uniforms(batch.seeds, positions + 1)
+        logits_at = self._steps_of(cache, lengths, positions)
+        tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
+        made: list[Sampled] = []
+        for step in range(steps):
+            logits = logits_at(step, tokens)
+            made.append(sample_each(logits, alone, random[step]) if alone else sample(logits, batch, random[step]))
+            if self.weights.is_invariant:
+                made[-1] = with_trained_logprobs(made[-1], logits, gconfigs, self.weights.num_vocabulary_shards)
+            tokens = made[-1].tokens
+            if self.group is not None:
+                dist.broadcast(tokens, group_src=0, group=self.group)
+            if watched is not None and torch.eq(tokens[:, None], watched).any():
+                break
+        # [row][step] each: tokens and the two kinds of log-probabilities
+        columns = zip(*(step[:3] for step in made), strict=True)
+        ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
+        kept_ids = [kept_ids_of(step.kept, len(sequences)) for step in made]
+        # NaN among the logits is NaN here, and so is a choice of nothing
+        are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
+        overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
+        failed = self._give_up(cache, version, overflown) if overflown else {}
+        cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, kept_ids))
+        if failed:
+            cache.apply(self.scheduler.abort(failed))
+        return len(made), failed
+
+    def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
+        return self.rules.length_at_stop(sequence.request, sequence.tokens, start, sequence.prompt_len)
+
+    def _give_up(self, cache: SlotCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
+        """Return the reason for each of these requests, whose logits are not finite.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
+        names = nonfinite_names(self.weights.parameter_shards())
+        if not all(self.rules.agreed([not names])):
+            found = ", ".join(names[:3]) or "in the shard of another rank"
+            raise DivergedError(
+                f"the served weights of policy version {version} hold NaN or infinity ({found}), and give logits "
+                "that are not finite; release() and build() the engine to go on with other weights"
+            )
+        for sequence in sequences:
+            cache.clear(sequence.slot)
+            sequence.has_failed = True
+        return {
+            sequence.request.request_id: f"after {len(sequence.tokens)} tokens its logits are not finite, though the "
+            f"weights are (policy version {version}): what the model computes of these tokens is too large for "
+            f"{self.weights.dtype}"
+            for sequence in sequences
+        }
+
+    def _sampling(self, rows: Sequence[Sampling]) -> SamplingBatch:
+        return SamplingBatch.of(rows, self.rules.vocab_size, self.weights.device)
+
+    def _steps_of(self, cache: SlotCache, lengths: list[int], positions: Tensor) -> Steps:
+        """Return the steps of a burst."""
+        weights = self.weights
+        if self.graphs is not None:
+            graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
+            return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
+        if self.options.deterministic and not weights.is_invariant:
+            return tiled_steps(weights, cache, lengths, positions)
+        if cache.is_blocked and not weights.is_invariant and compiled() is not None:
+            return _steps(weights, NativeDecodePlan(cache, positions), positions)
+        plan = DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant)
+        return _steps(weights, plan, positions)
+
+
+def _steps(model: ShardedModel, plan: DecodePlan | NativeDecodePlan, positions: Tensor) -> Steps:
+    """Return the steps of the rows of one plan, whose positions are `[steps, rows]`."""
+
+    def logits(step: int, tokens: Tensor) -> Tensor:
+        if step:
+            plan.go_to(step)
+        return model.logits(tokens, positions[step], plan)
+
+    return logits
+
+
+# -- fixed shapes ----------------------------------------------------------------------------------------------------
+
+
+def tiles_of(chunk: Chunk, tokens: Sequence[int]) -> Iterator[Chunk]:
+    """Yield the tiles of BLOCK positions that cover a chunk.
+
+    Args:
+        chunk: tokens to prefill.
+        tokens: all tokens of the sequence.
+
+    Yields:
+        Chunks, of which the last one may have padding.
+    """
+    for start in range(chunk.start - chunk.start % BLOCK, chunk.stop, BLOCK):
+        part = tokens[start : min(start + BLOCK, chunk.stop)]
+        yield Chunk(chunk.slot, start, start + BLOCK, part, num_padding=BLOCK - len(part))
+
+
+def tiled_steps(model: ShardedModel, cache: SlotCache, lengths: Sequence[int], positions: Tensor) -> Steps:
+    """Return the steps of a burst in which DECODE_ROWS slots are computed at a time.
+
+    Args:
+        model: the model.
+        cache: the KV cache.
+        lengths: length of each sequence, in tokens.
+        positions: positions of the input tokens, `[steps, rows]`.
+    """
+    num_rows, padding = len(lengths), -len(lengths) % DECODE_ROWS
+    lengths = [*lengths, *[1] * padding]
+    steps = torch.arange(len(positions), device=positions.device)
+    # padding walks along as if it were a sequence that has just begun
+    positions = torch.cat([positions, steps[:, None].expand(-1, padding)], dim=1)
+    tiles = []
+    for start in range(0, len(lengths), DECODE_ROWS):
+        rows = slice(start, start + DECODE_ROWS)
+        plan = DecodePlan(cache, lengths[rows], positions[:, rows], first_slot=start, is_padded=False)
+        tiles.append(_steps(model, plan, positions[:, rows]))
+
+    def logits(step: int, tokens: Tensor) -> Tensor:
+        parts = F.pad(tokens, (0, padding)).split(DECODE_ROWS)
+        return torch.cat([tile(step, part) for tile, part in zip(tiles, parts, strict=True)])[:num_rows]
+
+    return logits
+
+
+@torch.inference_mode()
+def check_rows(model: ShardedModel, cache: SlotCache) -> None:
+    """Decode the same token in all rows of a tile, for a few steps.
+
+    Raises:
+        ConfigError: the logits of two rows differ in any bit.
+    """
+    steps, device = 3, cache.values.device
+    positions = torch.arange(steps, device=device)[:, None].expand(-1, DECODE_ROWS)
+    logits_at = tiled_steps(model, cache, [1] * DECODE_ROWS, positions)
+    for step in range(steps):
+        logits = logits_at(step, torch.full((DECODE_ROWS,), step + 1, device=device))
+        if not torch.equal(logits, logits[:1].expand_as(logits)):
+            raise ConfigError(
+                "deterministic=true: on this device equal rows of one matrix product differ in their last bits, so "
+                "results would depend on a request's slot; use one thread for each device, or another dtype"
+            )
+
+
+def with_trained_logprobs(
+    sampled: Sampled, logits: Tensor, gconfigs: Sequence[GenerationHyperparameters], num_shards: int
+) -> Sampled:
+    """Return the results of `sample` with log-probabilities that have the bits of a deterministic train engine.
+
+    Args:
+        sampled: tokens, log-probabilities and kept ids. Those over reported kept ids have these bits already.
+        logits: `[rows, vocabulary]`.
+        gconfigs: sampling parameters of each row.
+        num_shards: parts into which training divides the vocabulary.
+    """
+    tokens, before, sampling_logprobs, kept = sampled
+    logprobs = torch.empty_like(before)
+    temperatures = [1.0 if g.greedy else g.temperature for g in gconfigs]
+    for temperature in set(temperatures):
+        rows = torch.tensor([r for r, t in enumerate(temperatures) if t == temperature], device=logits.device)
+        logprobs[rows] = label_logprobs(logits[rows], tokens[rows], temperature, num_shards)
+    is_whole = sampling_logprobs == before
+    if kept is not None:
+        is_whole = is_whole.index_fill(0, kept[:, 0], False)
+    return Sampled(tokens, logprobs, torch.where(is_whole, logprobs, sampling_logprobs), kept)

@@ -1,0 +1,440 @@
+"""Checks of architectures: small models of a config, with a layer of each kind, and what mixes their tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
+from rlite.errors import ConfigError, StorageError, why_not_written
+from rlite.nn.pretrained import quiet_transformers, real_tensors, rope_parts, summary
+from rlite.runtime.parallel.shards import CheckpointReader
+from rlite.runtime.parallel.tensor_plan import attention_shape
+
+NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
+WINDOW = 5
+"""length of sliding windows and chunks: shorter than the sequences of a check"""
+MAX_DEPTH = 512
+"""most layers of a model; a deeper one is not checked"""
+VOCABULARY = 128
+SPECIAL_IDS = 16
+"""token ids below this may be special ones (padding, end of text)"""
+CONTEXT = 64
+"""length from which rotary embeddings depend on the length"""
+
+SIZES = {
+    **dict.fromkeys(("d_model", "hidden_size", "n_embd", "word_embed_proj_dim"), NUM_HEADS * HEAD_DIM),
+    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), NUM_HEADS * HEAD_DIM),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "n_head", "num_attention_heads"), NUM_HEADS),
+    "qk_head_dim": HEAD_DIM + ROPE_HEAD_DIM,
+    "rotary_dim": ROPE_HEAD_DIM,
+}
+"""sizes by name"""
+MOST = {
+    **dict.fromkeys(("d_ff", "n_inner"), 6 * HEAD_DIM),
+    **dict.fromkeys(("max_position_embeddings", "n_ctx", "n_positions"), 16 * CONTEXT),
+}
+"""largest values by name"""
+KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
+RANKS = ("lora_rank", "hidden_size_per_layer_input")
+IDS = ("token_id", "token_ids", "token_index")
+NOT_COPIED = {"architectures", "dtype", "model_type", "quantization_config", "transformers_version"}
+
+
+def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a small `cls` in float32 on the CPU with random weights, in evaluation mode.
+
+    Weights are wider than a fresh model's, so that a wrong mask or position changes the outputs visibly. The process's
+    random state stays as it was.
+
+    The small model has all layers of the large one, because code may tell layers apart by their numbers alone.
+
+    For a config that it cannot use, the class raises its own error.
+
+    Raises:
+        ConfigError: the config has too many layers of different kinds.
+    """
+    with real_tensors(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed(0)
+        model = cls._from_config(miniature_config(config), dtype=torch.float32)
+        with torch.no_grad():
+            for module in model.modules():
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        _randomise(module, parameter)
+    return model.eval()
+
+
+@contextmanager
+def saved(model: PreTrainedModel) -> Iterator[str]:
+    """Write a checkpoint into a temporary folder, without transformers' progress bar.
+
+    Yields:
+        Path of the folder.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    with TemporaryDirectory() as folder:
+        try:
+            with quiet_transformers():
+                model.save_pretrained(folder)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"{folder}: a small model for the check of this model could not be written: {why_not_written(error)}"
+            ) from error
+        yield folder
+
+
+def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return `config` with small sizes, and all its layers.
+
+    Raises:
+        ConfigError: there are too many layers to build them all.
+    """
+    names = {real: standard for standard, real in config.attribute_map.items()}
+    values = {key: value for key, value in config.to_dict().items() if key not in NOT_COPIED and key[0] != "_"}
+    standard = {names.get(key, key): value for key, value in values.items()}
+    if (depth := standard.get("num_hidden_layers") or 0) > MAX_DEPTH:
+        raise ConfigError(f"the check of a model builds at most {MAX_DEPTH} layers, and this one has {depth}")
+    small = {}
+    for key, value in values.items():
+        if isinstance(part := vars(config).get(key), PreTrainedConfig):
+            small[key] = miniature_config(part)
+        elif key == "rope_parameters":
+            small[key] = _small_rope(value)
+        elif key == "per_layer_config" and value:
+            small[key] = {int(row): {k: _small(k, v, standard) for k, v in part.items()} for row, part in value.items()}
+        else:
+            small[key] = _small(names.get(key, key), value, standard)
+    return type(config)(**_with_distinct_ids(small))
+
+
+def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
+    """Return the small value of the field that transformers calls `name`; what is no size stays."""
+    if name == "head_dim" and value in (None, config.get("qk_rope_head_dim")):
+        return HEAD_DIM if value is None else ROPE_HEAD_DIM
+    if name == "num_key_value_heads" and value is None:
+        return NUM_HEADS
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name in SIZES:
+        return SIZES[name]
+    if name in MOST:
+        return min(value, MOST[name])
+    if name in KEY_HEADS:
+        if value < (config.get("num_key_value_heads") or 0):  # of some layers alone
+            return 1
+        return NUM_HEADS if value >= (config.get("num_attention_heads") or 0) else min(value, 2)
+    if "rope_head_dim" in name and "nope" not in name:
+        return ROPE_HEAD_DIM
+    if "head_dim" in name:
+        return HEAD_DIM * (1 + (value > (config.get("head_dim") or value)))  # those of some layers may be larger
+    if name.endswith(RANKS):
+        return HEAD_DIM
+    if "intermediate" in name or "ffn" in name:
+        return min(value, 6 * HEAD_DIM)
+    if name.startswith("vocab_size"):
+        return VOCABULARY  # of a smaller model, too: the sequences of a check have ids up to 100
+    if ("window" in name and "layers" not in name and "pattern" not in name) or "chunk_size" in name:
+        return min(value, WINDOW)
+    return value
+
+
+def _small_rope(rope: Any) -> Any:
+    """Return rotary parameters, of all layers or by kind of layer, for heads of `HEAD_DIM`."""
+    if not isinstance(rope, Mapping):
+        return rope
+    small = {key: _small_rope(value) for key, value in rope.items()}
+    half = int(HEAD_DIM * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    for key in ("long_factor", "short_factor"):
+        if key in rope:
+            small[key] = rope[key][:half]
+    if "mrope_section" in rope:
+        small["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
+    if "original_max_position_embeddings" in rope:
+        # longer than every sequence of a check where angles depend on the longest one, else shorter than the longest
+        is_fixed = rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE
+        small["original_max_position_embeddings"] = WINDOW if is_fixed else CONTEXT
+    return small
+
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""rotary embeddings whose angles change when the longest sequence of a forward passes a length"""
+
+
+def _with_distinct_ids(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with a distinct id below `SPECIAL_IDS` for every special token."""
+    found = [key for key, value in values.items() if key.endswith(IDS) and value is not None]
+    ids = {key: number % SPECIAL_IDS for number, key in enumerate(found)}
+    return {**values, **{key: [number] if isinstance(values[key], list) else number for key, number in ids.items()}}
+
+
+def _randomise(module: nn.Module, parameter: nn.Parameter) -> None:
+    noise = torch.randn(parameter.shape)
+    if isinstance(module, nn.Embedding):
+        parameter.copy_(noise / 2)
+    elif parameter.dim() > 1:
+        parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    else:
+        parameter.add_(noise / 5)
+
+
+LENGTHS = (WINDOW + 2, 2 * WINDOW + 3, 1)
+"""tokens of the sequences that are compared: two are longer than a window, and a single token has no past"""
+TOLERANCE = 1e-4
+"""largest difference of two logits in float32, in standard deviations of all logits; rounding gives 1e-6"""
+EXACT_TOLERANCE = 1e-9
+"""the same in float64, where rounding gives 1e-15"""
+MAX_FLASH_WIDTH = 256
+"""widest head of torch's flash attention"""
+EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
+"""parts of parameter names that only mixtures of experts have"""
+OWN_TOKEN = "rlite_own_token"
+"""attention in which a token sees itself alone"""
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+REMEDY = "Use another model; docs/architectures.md lists the classes that work"
+
+
+Check = Callable[[type[PreTrainedModel], PreTrainedConfig], str | None]
+
+
+def once_per_config(check: Check) -> Check:
+    """Return a check that remembers its result by the model's class and the content of its config."""
+    reasons: dict[tuple[type, str], str | None] = {}
+
+    @wraps(check)
+    def remembered(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+        key = (cls, config.to_json_string(use_diff=False))
+        if key not in reasons:
+            reasons[key] = check(cls, config)
+        return reasons[key]
+
+    return remembered
+
+
+def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str] = ()) -> None:
+    """Refuse a model that a pack would compute differently from transformers.
+
+    Args:
+        cls: the transformers class.
+        config: the model's config.
+        names: names of the checkpoint's or module's parameters, by which mixtures of experts are recognised.
+
+    Raises:
+        ConfigError: the model is refused; the message gives the reason.
+    """
+    reason = _experts(names) or refusal(cls, config)
+    if reason is not None:
+        raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
+
+
+def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Refuse a model whose heads are too wide for the attention kernels of GPUs, in float16 and bfloat16.
+
+    Raises:
+        ConfigError: the model is refused; the message gives the widths.
+    """
+    for query, value in attention_widths(cls, config):
+        if query != value or query > MAX_FLASH_WIDTH or query % 8:
+            raise ConfigError(
+                f"{cls.__name__} ({config.model_type!r}) has heads of width {query} and values of width {value}. On "
+                f"GPUs, rlite's attention takes equal widths up to {MAX_FLASH_WIDTH}, in multiples of 8. {REMEDY}"
+            )
+
+
+def attention_widths(cls: type[PreTrainedModel], config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """Return the widths of queries and values that the attention of a model is given, each pair once.
+
+    The model runs on tensors without storage. If it reads their values, the widths are those that the config states.
+    """
+    found: dict[tuple[int, int], None] = {}
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            model = cls._from_config(config).eval()
+            with attention(config, OWN_TOKEN):
+                model.base_model(input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=False, widths=found)
+    except Exception:  # of any kind: the class's own code
+        head_dim = attention_shape(config)[3]
+        found[head_dim, head_dim] = None
+    return list(found)
+
+
+@once_per_config
+@real_tensors()
+@torch.no_grad()
+def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Return why a pack would be computed differently from transformers, None if it would not.
+
+    Raises:
+        StorageError: the small model could not be written.
+    """
+    try:
+        model = miniature(cls, config)
+        if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
+            return reason
+        expected, tolerance = _expected(model)
+    except Exception as error:  # of any kind: the class's own code
+        return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
+    fault = "mixes tokens by other means than attention"
+    try:
+        if not mixes_tokens(model):
+            if unknown := _unknown_layers(model.config):
+                return f"has layers of kind {unknown}, which rlite does not know"
+            if difference(expected, packed(model)) <= tolerance:
+                return _renamed(model)
+            fault = "computes masks or positions itself"
+    except StorageError:  # says nothing of the class
+        raise
+    except Exception as error:
+        fault = f"does not run with sequences in packs: {summary(error)}"
+    return _why(model, expected) or fault
+
+
+def _expected(model: PreTrainedModel) -> tuple[Tensor, float]:
+    """Return transformers' outputs and the tolerance: in float64, or in float32 if the class cannot compute in it."""
+    try:
+        return alone(model.double()), EXACT_TOLERANCE
+    except Exception:  # of any kind: the class's own code
+        return alone(model.float()), TOLERANCE
+
+
+def _experts(names: Iterable[str]) -> str | None:
+    found = next(filter(EXPERTS.search, names), None)
+    return found and f"is a mixture of experts ({found}), which rlite does not support yet"
+
+
+def _renamed(model: PreTrainedModel) -> str | None:
+    """Return a text about the first tensor that transformers renames or converts on reading a checkpoint, if any.
+
+    rlite reads tensors as they are.
+    """
+    with saved(model) as folder:
+        stored = set(CheckpointReader(folder).names())
+    missing = next((name for name, _ in model.named_parameters() if name not in stored), None)
+    return missing and f"has checkpoints that name tensors otherwise ({missing}), and rlite does not convert them"
+
+
+def _state(cls: type[PreTrainedModel]) -> str | None:
+    if not cls._is_stateful:
+        return None
+    return "keeps a recurrent state, which would run on from one sequence of a pack into the next"
+
+
+def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
+    """Return the property of the class that explains a difference, if it is a known one."""
+    if unknown := _unknown_layers(model.config):
+        return f"has layers of kind {unknown}, which mix tokens by other means than attention"
+    if (reason := _state(type(model))) is not None:
+        return reason
+    shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
+    if difference(expected[LENGTHS[0] :][: len(shorter)], shorter) > TOLERANCE:
+        return "is not causal: tokens see later ones (an encoder needs is_decoder=true in its config)"
+    if not model._supports_attention_backend:
+        return "computes attention in code of its own, or does not hand arguments through to transformers' interface"
+    return None
+
+
+def _unknown_layers(config: PreTrainedConfig) -> str:
+    """Return the kinds of layers that rlite does not know, as the config names them."""
+    kinds = set(vars(config.get_text_config()).get("layer_types") or ())
+    return ", ".join(sorted(kinds - KNOWN_LAYERS))
+
+
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence whose rotary angles do not depend on other sequences, None for any length.
+
+    With `longrope` and `dynamic` a longer sequence changes the angles of every other one in the same forward.
+    """
+    limits = [
+        part.get("original_max_position_embeddings") or config.max_position_embeddings
+        for part in rope_parts(config)
+        if part.get("rope_type") in LENGTH_DEPENDENT_ROPE
+    ]
+    return min(limits, default=None)
+
+
+def sequences() -> list[Tensor]:
+    """Return the sequences of token ids that a small model is given."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(SPECIAL_IDS, 100, (length,), generator=generator, device="cpu") for length in LENGTHS]
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference of logits [T, V], in standard deviations of `expected`; NaN counts as infinite."""
+    return float(((expected - found).abs().max() / expected.std()).nan_to_num(nan=float("inf")))
+
+
+def outputs_of(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    """Return logits [T, V] of one row, or hidden states [T, H] of a model whose logits belong to whole sequences."""
+    if model.get_output_embeddings() is None:
+        return model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+    return model(**inputs, use_cache=False).logits[0]
+
+
+def mixes_tokens(model: PreTrainedModel) -> bool:
+    """Return true if a token reaches others by other means than attention: a convolution, a recurrent state.
+
+    Attention returns the value of each token for itself, and the embeddings of one token are NaN. Whatever is computed
+    from a NaN is NaN, so that no tolerance is involved.
+    """
+    ids = sequences()[1]
+    poisoned = len(ids) // 2
+
+    def poison(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        places = torch.arange(len(ids)) == poisoned
+        return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
+
+    tables = {model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))}
+    hooks = [table.register_forward_hook(poison, prepend=True) for table in tables]
+    try:
+        with attention(model.config, OWN_TOKEN):
+            reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return reached.nonzero().flatten().tolist() != [poisoned]
+
+
+def _attend_to_own_token(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    widths: dict[tuple[int, int], None] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return each token's value as its attention [1, T, H, D], and note the widths of queries and values."""
+    if widths is not None:
+        widths[query.shape[-1], value.shape[-1]] = None
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+
+
+def alone(model: PreTrainedModel) -> Tensor:
+    """Return the outputs of transformers' own forward, one call for each sequence, one after the other."""
+    return torch.cat([outputs_of(model, {"input_ids": ids[None]}) for ids in sequences()])
+
+
+def packed(model: PreTrainedModel) -> Tensor:
+    """Return the outputs of one forward over a pack of all sequences, as the train engine computes it."""
+    cu_seqlens = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    inputs = {"input_ids": torch.cat(sequences())[None], "position_ids": positions[None]}
+    with attention(model.config, PACKED):
+        return outputs_of(model, {**inputs, "packed_layout": PackedLayout(cu_seqlens, max(LENGTHS))})
+
+
+AttentionInterface.register(OWN_TOKEN, _attend_to_own_token)
+AttentionMaskInterface.register(OWN_TOKEN, no_mask)

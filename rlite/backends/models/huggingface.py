@@ -1,0 +1,318 @@
+"""Hugging Face causal models as train modules.
+
+Dropout is switched off in the layers and in the config, which a forward may read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial, reduce
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import _CAN_RECORD_REGISTRY
+
+from rlite.algorithms.kept_ids import KeptIds
+from rlite.algorithms.logprobs import TokenLogprobs, next_token
+from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
+from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
+from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
+from rlite.backends.models.head_logprobs import logprobs_of
+from rlite.errors import ConfigError
+from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.pretrained import load_config, meta_parameters, real_tensors
+from rlite.runtime.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.fsdp import shard_group
+from rlite.runtime.parallel.tensor_training import check_split, parallelize
+
+DropoutRates = Mapping[tuple[str, ...], float]
+"""rates that were switched off: where each stands in the config -> what it was"""
+
+
+def disable_dropout(config: PretrainedConfig) -> DropoutRates:
+    """Set every dropout rate of a config to 0, before a model is made of it.
+
+    Returns:
+        The rates that were set to 0.
+    """
+    rates = dict(_rates(config))
+    for path, rate in rates.items():
+        setattr(reduce(getattr, path[:-1], config), path[-1], type(rate)(0))  # some configs insist on the type
+    return rates
+
+
+def with_dropout(config: PretrainedConfig, rates: DropoutRates) -> PretrainedConfig:
+    """Return a copy of a config with the rates that `disable_dropout` returned."""
+    config = copy.deepcopy(config)
+    for path, rate in rates.items():
+        setattr(reduce(getattr, path[:-1], config), path[-1], rate)
+    return config
+
+
+def disable_dropout_layers(module: nn.Module) -> None:
+    """Switch off dropout layers, including those whose rate is no option of the config."""
+    for child in module.modules():
+        if isinstance(child, _DropoutNd):
+            child.p = 0.0
+
+
+def _rates(config: PretrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from _rates(value, (*path, name))
+        elif "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value:
+            yield (*path, name), value
+
+
+class HuggingFaceFsdp2TrainModule(BaseTrainModule):
+    """Base class of Hugging Face causal models: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`.
+
+    Inside `accelerate.init_empty_weights()` or `torch.device("meta")`, `from_pretrained` reads only the config and
+    remembers the path. Outside it is transformers' own, so that the module can be tried without an engine.
+    """
+
+    config: PretrainedConfig
+    loss_type: str
+    _no_split_modules: Sequence[str] | None
+    _config_options: ClassVar[Mapping[str, Any]] = {}
+    """changes to the checkpoint's config"""
+    _keeps_dropout: ClassVar[bool] = True
+    """true to keep the dropout of the checkpoint's config in training mode"""
+    _dropout: DropoutRates = MappingProxyType({})
+    _changes_logits: bool = False
+    """true if the model's forward changes logits after the output embedding"""
+    further_end_ids: Sequence[int] = ()
+    """end tokens that the model learns besides its own; a saved checkpoint names them"""
+    is_deterministic: bool = False
+    """set by the worker: log-probabilities do not depend on the batch; see `rlite.backends.models.batch_invariant`"""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Make the module from a checkpoint; on meta from its config alone.
+
+        Args:
+            path: a Hugging Face folder or hub name.
+            *args: for transformers' own method, not on meta.
+            **kwargs: for transformers' own method, not on meta.
+
+        Returns:
+            The module.
+
+        Raises:
+            ConfigError: there is no such checkpoint; or further arguments were given on meta.
+        """
+        if not nn.Linear(1, 1, bias=False).weight.is_meta:
+            return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
+        if args or kwargs:
+            raise ConfigError(
+                f"from_pretrained on meta takes the path alone, not {[*map(repr, args), *kwargs]}; "
+                "dtypes are options of build()"
+            )
+        with real_tensors(), meta_parameters():
+            config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
+            rates = {} if cls._keeps_dropout else disable_dropout(config)
+            module = cls(config)
+        with real_tensors():  # accelerate registers a new parameter for each name, so tied weights are apart
+            module.tie_weights()  # type: ignore[operator]
+        if not cls._keeps_dropout:
+            disable_dropout_layers(module)
+        module._dropout = rates
+        module.config._name_or_path = str(path)
+        module.loss_type = "ForCausalLM"  # transformers reads it off the class's name, which is the user's here
+        return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the outputs that `output_hidden_states=True` records.
+
+        transformers does so only in the process that made the model.
+        """
+        super().__setstate__(state)
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+    def materialization_source(self) -> CheckpointSource:
+        """Return the path from which the module was made.
+
+        Raises:
+            ConfigError: it was made from a config.
+        """
+        if not self.config._name_or_path:
+            raise ConfigError(
+                f"{type(self).__name__} was made from a config, so there are no weights to read: use from_pretrained, "
+                "or define materialization_source()"
+            )
+        return self.config._name_or_path
+
+    def exported_config(self) -> PretrainedConfig:
+        """Return a copy of the config for a checkpoint, with the dropout that it was read with."""
+        return with_dropout(self.config, self._dropout)
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """Return the blocks that transformers does not allow to split, by default the entries of module lists."""
+        names = set(self._no_split_modules or ())
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it
+        units = [
+            module
+            for module in self.modules()
+            if type(module).__name__ in names
+            and not (isinstance(head, nn.Linear) and any(p is head.weight for p in module.parameters()))
+        ]
+        return units or super().fsdp_units()
+
+    def recompute_activations(self) -> None:
+        """Recompute the activations of each layer with the attention that its forward used."""
+        enable: Any = getattr(self, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+        enable = enable or self.gradient_checkpointing_enable
+        enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
+
+    def check_deterministic(self, device_type: str) -> None:
+        """Check that the model is one of those that are computed independently of the batch.
+
+        Args:
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: the model is not supported; the message gives the reason.
+        """
+        reason = obstacle(self, device_type, torch.float32)
+        if reason is None and (rate := self.config.attention_dropout):
+            reason = f"the model has attention dropout ({rate})"
+        if reason is not None:
+            raise ConfigError(
+                f"deterministic=true: {reason}, so its log-probabilities would not be the served ones bit for bit; "
+                "leave deterministic out"
+            )
+
+    def make_deterministic(self) -> None:
+        """Make log-probabilities independent of the batch from now on."""
+        make_invariant(self)
+        self.is_deterministic = True
+
+    def check_architecture(self) -> None:
+        """Raise ConfigError if packs would be computed differently from transformers."""
+        if (cls := self._transformers_class()) is not None:
+            check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
+
+    def check_gpu_kernels(self) -> None:
+        """Raise ConfigError if the heads are too wide for the attention kernels of GPUs."""
+        if (cls := self._transformers_class()) is not None:
+            check_gpu_kernels(cls, self.config)
+
+    def _transformers_class(self) -> type[PreTrainedModel] | None:
+        """Return the class of transformers that the module extends; None if it extends none."""
+        bases = [base for base in type(self).__mro__ if issubclass(base, PreTrainedModel)]
+        cls = next(base for base in bases if not issubclass(base, BaseTrainModule))
+        return None if cls is PreTrainedModel else cls
+
+    def check_parallel(self, size: int) -> None:
+        """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
+        check_split(self, size)
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Split the model by its own plan; see `rlite.runtime.parallel.tensor_training`."""
+        parallelize(self, mesh)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with transformers' own method, for methods of yours.
+
+        For rollouts an inference engine is many times faster.
+
+        Ranks that share weights continue until the last of them is done, and must call it equally often.
+
+        Returns:
+            The result of transformers' `generate`.
+        """
+        group = shard_group(self)
+        kwargs["synced_gpus"] = group is not None and group.size() > 1
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """Return True if a rank that shares weights has unfinished sequences.
+
+        transformers would ask all ranks of the world.
+        """
+        if not synced_gpus:
+            return not this_peer_finished
+        num_unfinished = torch.tensor(float(not this_peer_finished), device=device)
+        dist.all_reduce(num_unfinished, group=shard_group(self))
+        return num_unfinished.item() > 0
+
+    @cached_property
+    def _rope_limit(self) -> int | None:
+        return rope_limit(self.config.get_text_config())
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        """Run the model's own forward over a pack, with attention inside each sequence.
+
+        Returns:
+            Logits [T, V].
+
+        Raises:
+            ConfigError: a sequence is so long that it changes the rotary angles of the others.
+        """
+        limit = self._rope_limit
+        if limit is not None and data["max_seqlen"] > limit:
+            raise ConfigError(
+                f"a sequence of {data['max_seqlen']} tokens: beyond {limit} the rotary embedding of "
+                f"{type(self).__name__} changes with the longest sequence of a pack; use shorter sequences"
+            )
+        share = ContextShare(data["cu_seqlens"], self.context_group)
+        attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
+        with attention(self.config, PACKED):
+            logits = self(
+                input_ids=share.take(data["input_ids"])[None],
+                position_ids=share.take(data["position_ids"])[None],
+                use_cache=False,
+                packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share, attend),
+            ).logits[0]
+        return share.gather_results(logits)
+
+    def compute_logprobs(
+        self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
+    ) -> TokenLogprobs:
+        """Compute log-probabilities as the base class does, without logits of the whole pack if the model allows it.
+
+        The model's own forward runs with an output embedding that returns log-probabilities and entropies [1, T, 2]
+        instead of logits; see `head_logprobs.logprobs_of`. A model that changes its logits afterwards (scales or caps
+        them) would change those. It is recognised by its output and gets logits from then on, like a model
+        without a linear output embedding.
+
+        Args:
+            data: the pack, as for `compute_logits`.
+            temperature: divides the logits.
+            positions: bool [T]; values where it is False are not needed and may be 0. None needs all.
+
+        Returns:
+            Log-probabilities and entropies.
+        """
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        if self._changes_logits or not isinstance(head, nn.Linear):
+            return super().compute_logprobs(data, temperature, positions)
+        share = ContextShare(data["cu_seqlens"], self.context_group)
+        labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
+        kept = KeptIds.of_pack(data) if "kept_ids" in data else None
+        if kept is not None and share.group is not None:
+            kept = kept.select(share.own_positions())
+        wanted = None if positions is None else share.take(positions)
+        with logprobs_of(head, labels, temperature, wanted, kept, self.is_deterministic) as answers:
+            output = self.compute_logits(data)
+        if len(answers) != 1 or not answers[0].is_what_became(output, share):
+            self._changes_logits = True
+            return super().compute_logprobs(data, temperature, positions)
+        return TokenLogprobs(*output.unbind(-1))
+
+
+def exported_class(module: nn.Module) -> str:
+    """Return the transformers class that a checkpoint of `module` names, not the user's subclass."""
+    known = (cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models."))
+    return next(known, type(module)).__name__

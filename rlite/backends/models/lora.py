@@ -1,0 +1,406 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) through PEFT: they are trained while the checkpoint's weights stay frozen.
+
+    held        q_proj.base_layer.weight W [out, in], frozen
+                q_proj.lora_A.default.weight A [rank, in], q_proj.lora_B.default.weight B [out, rank]
+    served      q_proj.weight = W + alpha / rank B A: to other engines, in state_dict() and in the checkpoint of save()
+    exported    A and B in PEFT's own format, which `peft.PeftModel.from_pretrained` opens, in `adapter/` beside it
+
+A checkpoint to resume from holds W, A and B, and the optimizer's state of A and B.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.errors import CheckpointError, ConfigError, did_you_mean
+from rlite.files import reading
+from rlite.imports import require
+from rlite.nn.base import BaseTrainModule, is_on_meta
+from rlite.nn.options import ALL_LINEAR, LoraOptions
+from rlite.nn.pretrained import (
+    load_adapter,
+    load_config,
+    load_model,
+    local_checkpoint,
+    meta_parameters,
+    opening,
+    summary,
+)
+from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
+from rlite.runtime.storage.huggingface import copy_companions
+
+_HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_SCORE = "score"
+_LINEAR = (nn.Linear, Conv1D)
+"""classes of linear layers; the weight of Conv1D (GPT-2) is [in, out]"""
+
+
+class LoraTrainModule(BaseTrainModule):
+    """Base of modules with adapters. Put it before the module's other classes, and call `add_lora` on meta.
+
+    `class Mine(LoraTrainModule, HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`. Nothing changes until `add_lora`.
+    Afterwards only adapters have gradients, and the head of a score module, which is new itself.
+    """
+
+    lora: LoraOptions | None = None
+
+    def add_lora(self, options: LoraOptions) -> None:
+        """Put adapters beside the linear layers that `options` name, and freeze everything else.
+
+        Raises:
+            ConfigError: the module has weights; a name fits no linear layer; or a layer is tied and so has no merged
+                weight of its own.
+        """
+        if not is_on_meta(self):
+            raise ConfigError(f"{type(self).__name__} holds real weights; add_lora comes before them, on meta")
+        import peft  # optional, and slow to import
+
+        self._check_targets(options)
+        with meta_parameters():
+            peft.inject_adapter_in_model(self._peft_config(options), self)
+        if isinstance(self, HuggingFaceFsdp2ScoreModule):
+            self.score.requires_grad_(True)
+        self.lora = options
+
+    def _check_targets(self, options: LoraOptions) -> None:
+        if options.target_modules == [ALL_LINEAR]:
+            return
+        modules = dict(self.named_modules())
+        for target in options.target_modules:
+            named = {name: module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
+            if not named or not all(isinstance(module, _LINEAR) for module in named.values()):
+                endings = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _LINEAR)}
+                raise ConfigError(f"target_modules: {target!r} is no linear layer; {did_you_mean(target, endings)}")
+            if isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
+                raise ConfigError(f"target_modules: {target!r} is the new head, which is trained as a whole")
+            if any(_is_tied(self, layer) for layer in named.values()):
+                raise ConfigError(
+                    f"target_modules: {target!r} shares its weight with the input embedding, which would have to "
+                    "change with it; leave it out"
+                )
+
+    def _peft_config(self, options: LoraOptions, **changes: Any) -> Any:
+        import peft
+
+        is_scorer = isinstance(self, HuggingFaceFsdp2ScoreModule)
+        targets = options.target_modules
+        return peft.LoraConfig(
+            task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
+            r=options.rank,
+            lora_alpha=options.alpha,
+            lora_dropout=options.dropout,
+            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in self.modules()),
+            **changes,
+        )
+
+    def check_deterministic(self, device_type: str) -> None:
+        """Refuse adapters: the served weights have them merged, and the product with a sum has other bits.
+
+        Args:
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: the module has adapters, or cannot be computed deterministically anyway.
+        """
+        if self.lora is not None:
+            raise ConfigError(
+                "deterministic=true: adapters are merged into the served weights, so log-probabilities with adapters "
+                "beside the weights are not the served ones bit for bit; leave lora or deterministic out"
+            )
+        super().check_deterministic(device_type)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Make the module compute with its frozen weights only, inside the block.
+
+        Yields:
+            None.
+
+        Raises:
+            ConfigError: the module has no adapters.
+        """
+        if self.lora is None:
+            raise ConfigError(f"{type(self).__name__} has no adapters to switch off: call add_lora")
+        adapted: list[Any] = [module for module in self.modules() if hasattr(module, "_disable_adapters")]
+        for module in adapted:
+            # PEFT's own switch would also freeze the adapters
+            module._disable_adapters = True
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module._disable_adapters = False
+
+    # -- on the way in -------------------------------------------------------------------------------------------
+
+    def checkpoint_name(self, name: str) -> str:
+        """Return the name without the adapters: `q_proj.weight` for `q_proj.base_layer.weight`."""
+        return super().checkpoint_name(self._plain_name(name))
+
+    def preprocess_named_parameter(self, name: str, tensor: Tensor) -> Tensor:
+        """Change a parameter on its way in, under its name without adapters.
+
+        Args:
+            name: the parameter.
+            tensor: this worker's box of it.
+
+        Returns:
+            The changed box.
+        """
+        return super().preprocess_named_parameter(self._plain_name(name), tensor)
+
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return an adapter's initial value as PEFT draws it: A is Kaiming-uniform with a = sqrt(5), B is zero.
+
+        The draw of A depends only on its name.
+        """
+        if self.lora is not None and name.endswith(_UP):
+            return torch.zeros(shape, device="cpu")
+        if self.lora is not None and name.endswith(_DOWN):
+            generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+            return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), math.sqrt(5), generator=generator)
+        return super().missing_parameter(self._plain_name(name), shape)
+
+    # -- on the way out ------------------------------------------------------------------------------------------
+
+    def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        """Return a layer's weight with its adapter merged into it."""
+        layer, _, attribute = name.rpartition(_HELD)
+        if self.lora is None or not layer or attribute != "weight":
+            return super().served_parameter(self._plain_name(name), parameter)
+        down, up = self.get_parameter(layer + _DOWN), self.get_parameter(layer + _UP)
+        scale = self.lora.alpha / self.lora.rank
+        if isinstance(self.get_submodule(f"{layer}{_HELD}".rstrip(".")), Conv1D):
+            rows, columns = local_shard(parameter).box
+            factors = full_tensor(up).T[:, columns], full_tensor(down).T[rows]
+            merged = dtensor_like(parameter, merge(local_tensor(parameter), *factors, scale))
+        else:
+            merged = merge(parameter, down, up, scale)
+        return super().served_parameter(self._plain_name(name), merged)
+
+    def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Leave adapters out: they are already merged into the weights.
+
+        Args:
+            name: the parameter.
+            tensor: this worker's box of it.
+
+        Returns:
+            Name and box; None for adapters.
+        """
+        if self.lora is not None and name.endswith((_DOWN, _UP)):
+            return None
+        return super().postprocess_named_parameter(self._plain_name(name), tensor)
+
+    def _plain_name(self, name: str) -> str:
+        return name if self.lora is None else name.replace(_HELD, ".")
+
+    def save_adapter(self, folder: Path, trained: Mapping[str, Tensor]) -> None:
+        """Write the trained parameters into `folder` in PEFT's format.
+
+        The result opens with `peft.PeftModel.from_pretrained(base, folder)`, where `base` is the original checkpoint.
+
+        Args:
+            folder: where the files go.
+            trained: whole tensors by parameter name.
+
+        Raises:
+            ConfigError: the module has no adapters.
+        """
+        if self.lora is None:
+            raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
+        endings = {name.removesuffix(_DOWN).rpartition(".")[2] for name in trained if name.endswith(_DOWN)}
+        is_scorer = isinstance(self, HuggingFaceFsdp2ScoreModule)
+        config = self._peft_config(
+            self.lora,
+            base_model_name_or_path=getattr(getattr(self, "config", None), "_name_or_path", None),
+            inference_mode=True,
+            modules_to_save=[_SCORE] if is_scorer else None,
+        )
+        if config.target_modules == ALL_LINEAR:  # of the base as it is now, which an opener's may not be
+            config.target_modules = sorted(endings)
+        config.save_pretrained(str(folder))
+        tensors = {
+            f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().cpu().contiguous()
+            for name, tensor in trained.items()
+        }
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return `weight + scale up @ down`, computed in float32 at least, with the dtype and sharding of `weight`.
+
+    A collective if the tensors are DTensors, which are sharded alike.
+
+    Args:
+        weight: [out, in].
+        down: [rank, in].
+        up: [out, rank].
+        scale: factor of the product.
+    """
+    if isinstance(weight, DTensor) and isinstance(down, DTensor):
+        # of `down` the columns that this rank holds of the weight; its rows of `up` are the weight's
+        columns = [placement if placement.is_shard(1) else Replicate() for placement in down.placements]
+        down = down.redistribute(placements=columns)
+        own = merge(local_tensor(weight), local_tensor(down), local_tensor(up), scale)
+        return dtensor_like(weight, own)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.add(weight.to(dtype), up.to(dtype) @ down.to(dtype), alpha=scale).to(weight.dtype)
+
+
+def _is_tied(module: nn.Module, layer: nn.Module) -> bool:
+    """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
+    if not isinstance(module, PreTrainedModel):
+        return False
+    is_head = layer is module.get_output_embeddings()
+    return is_head and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+
+
+_SCORER = "SEQ_CLS"
+PATTERN_S = 5
+"""seconds for the patterns of an adapter's config"""
+
+
+def adapter_config(folder: Path) -> Mapping[str, Any]:
+    """Return the config of a PEFT adapter.
+
+    Raises:
+        ConfigError: the file is not readable.
+    """
+    file = folder / "adapter_config.json"
+    try:
+        with reading(file) as stream:
+            found = json.load(stream)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not a config of PEFT: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{file}: not a config of PEFT: expected a mapping")
+    return found
+
+
+def merge_adapter(folder: Path, base: str, out: Path) -> None:
+    """Write a base model with an adapter merged into its weights, as an ordinary Hugging Face folder.
+
+    The sum is computed in float32 and stored in the base's dtype. A head or embedding with an adapter is not tied in
+    the result. Both models must compute the same logits.
+
+    Args:
+        folder: folder of the adapter, in PEFT's format.
+        base: folder or hub name of the model that the adapter belongs to.
+        out: an empty folder.
+
+    Raises:
+        ConfigError: PEFT is missing, there is no such base, or the adapter does not fit it.
+        CheckpointError: the base or the adapter is unusable.
+    """
+    require("adapters need", "lora", "peft")
+    import peft  # optional, and slow to import
+
+    origin, config = local_checkpoint(base), adapter_config(folder)
+    with opening(folder, "adapter"):
+        weights = peft.load_peft_weights(str(folder), device="cpu")
+    model = _base(origin, config, weights)
+    _check_patterns(folder, config, [name for name, _ in model.named_modules()])
+    _untie(model, weights)
+    try:
+        adapted = load_adapter(peft.PeftModel, model, folder).eval()
+        strange = sorted(weights.keys() ^ peft.get_peft_model_state_dict(adapted).keys())
+        before = _logits(adapted)
+        merged = adapted.merge_and_unload(safe_merge=True)
+        merged.tie_weights()
+    except (AttributeError, CheckpointError, KeyError, RuntimeError, ValueError) as error:  # PEFT has none of its own
+        raise ConfigError(f"adapter={folder} does not fit {base}: {summary(error)}") from error
+    if strange:
+        raise ConfigError(
+            f"adapter={folder} does not fit {base}: {len(strange)} tensors belong to one of them only, such as "
+            f"{strange[0]}"
+        )
+    if not torch.allclose(before, after := _logits(merged), atol=1e-3 * float(before.abs().max()), rtol=1e-3):
+        raise ConfigError(
+            f"adapter={folder}: merged into {base}, it computes other logits than beside it, by up to "
+            f"{(before - after).abs().max():.3g}; serve it as an adapter"
+        )
+    merged.to(load_config(origin).dtype or torch.float32).save_pretrained(out)
+    own = next((place for place in (folder, folder.parent) if (place / "tokenizer_config.json").exists()), origin)
+    copy_companions(origin, out, tokenizer=own)
+    if config.get("task_type") == _SCORER:
+        pad_apart(out)
+
+
+def _base(origin: Path, adapter: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
+    """Return the base model in float32, with the head that the adapter was trained with."""
+    if adapter.get("task_type") != _SCORER:
+        return load_model(AutoModelForCausalLM, origin)
+    head = next((tensor for name, tensor in weights.items() if name.endswith("score.weight")), None)
+    labels = {} if head is None else {"num_labels": len(head)}
+    return load_model(AutoModelForSequenceClassification, origin, **labels)
+
+
+def _untie(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a tied head a weight of its own if the adapter changes the head or the embedding alone."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module in (head, embedding)]
+    is_tied = head is not None and head.weight is embedding.weight
+    if is_tied and any(f".{name}." in tensor for name in names for tensor in weights):
+        head.weight = torch.nn.Parameter(embedding.weight.detach().clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+@torch.no_grad()
+def _logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(16)[None] * 7 % model.config.get_text_config().vocab_size
+    return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def _check_patterns(folder: Path, adapter: Mapping[str, Any], names: list[str]) -> None:
+    """Refuse regular expressions of a stranger that take too long on the names of modules, as PEFT matches them.
+
+    Only a signal interrupts a match, so this is for the main thread.
+
+    Raises:
+        ConfigError: the expressions take more than PATTERN_S.
+    """
+
+    def stop(*_: object) -> None:
+        raise ConfigError(
+            f"{folder}: the patterns of its adapter_config.json take more than {PATTERN_S} s to match the names of "
+            "modules; name the modules of target_modules instead"
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, PATTERN_S)
+    try:
+        for pattern in (text for text in _texts(adapter) if set(text) & set("*+{")):
+            with suppress(re.error, OverflowError, RecursionError):
+                for tried in (re.compile(pattern), re.compile(rf"(.*\.)?({pattern})$")):
+                    _ = [tried.fullmatch(name) or tried.match(name) for name in names]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in [*value, *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts(part)

@@ -1,0 +1,1 @@
+"""Parts that inference backends share: the pumped replica, checks of requests, and the sampler."""

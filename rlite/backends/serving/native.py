@@ -1,0 +1,175 @@
+"""Compile and call `decode.c`: all of a decode step on CPU but its matrix products.
+
+The library is compiled once for each machine, by the C compiler `$CC` or `cc`, in about a second. Without a compiler,
+PyTorch computes these operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlite.backends.models.batch_invariant import BLOCK
+
+logger = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_name("decode.c")
+# without -ffast-math, which would hide NaN
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+COMPILE_S = 120.0
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "max_len", "window", "num_threads")
+        ),
+        ("scale", ctypes.c_float),
+    )
+
+
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+SIGNATURES: dict[str, list[Any]] = {
+    "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 7],
+    "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
+    "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
+    "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
+    "draw": [_INT, _INT, _INT, *[_POINTER] * 5],
+}
+"""types of the arguments of each function in decode.c"""
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Write one token of each of the first slots to one layer of the cache, and return its attention.
+
+    Args:
+        query: `[rows, heads, head_dim]`.
+        key: `[rows, kv_heads, head_dim]`.
+        value: `[rows, kv_heads, head_dim]`.
+        positions: `[rows]`, int64.
+        keys: `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]`.
+        values: `[slots, kv_heads, max_len, head_dim]`.
+        scale: factor of the scores before the softmax.
+        window: number of positions that each query sees. None is all.
+
+    Returns:
+        The output, in the shape of the queries.
+    """
+    rows, heads, dim = query.shape
+    tensors = [t.contiguous() for t in (query, key, value, positions)]
+    output = torch.empty_like(tensors[0])
+    shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window or 0, torch.get_num_threads(), scale)
+    call("decode_attention", ctypes.byref(shape), *tensors, keys, values, output)
+    return output
+
+
+def draw(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one token for each row, and its log-probability: NaN if the row holds NaN or infinity.
+
+    Args:
+        logits: `[rows, vocabulary]`; -inf is never chosen.
+        uniform: where to invert the cumulative distribution, in [0, 1), `[rows]`.
+        is_greedy: whether the row takes its most likely token, bool `[rows]`.
+    """
+    given = [t.contiguous() for t in (logits, uniform, is_greedy)]
+    tokens, logprobs = logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
+    call("draw", *logits.shape, torch.get_num_threads(), *given, tokens, logprobs)
+    return tokens, logprobs
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of decode.c.
+
+    Args:
+        name: its name in `SIGNATURES`.
+        *arguments: its arguments. Tensors are contiguous and on CPU.
+    """
+    library = compiled()
+    assert library is not None
+    getattr(library, name)(*map(_pointer, arguments))
+
+
+def _pointer(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    assert argument.is_cpu
+    assert argument.is_contiguous()
+    return argument.data_ptr()
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """Return the compiled library, None if this machine cannot compile it."""
+    flags = (*FLAGS, f"-DBLOCK={BLOCK}")
+    key = hashlib.sha256("\0".join((SOURCE.read_text(), *flags, _machine(), torch.__version__)).encode())
+    try:
+        path = _folder() / f"decode-{key.hexdigest()[:24]}.so"
+        if not path.exists():
+            _compile(path, flags)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or error
+        logger.info("decode steps run in PyTorch, which is slower: decode.c could not be compiled (%s)", told)
+        return None
+    for name, types in SIGNATURES.items():
+        function = library[name]
+        function.argtypes, function.restype = types, None
+        setattr(library, name, function)
+    return library
+
+
+def _compile(library: Path, flags: tuple[str, ...]) -> None:
+    """Compile the library for the OpenMP that torch has loaded, so that both share one pool of threads."""
+    compiler = os.environ.get("CC", "cc")
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects, made = Path(scratch) / "decode.o", Path(scratch) / "decode.so"
+        # -fopenmp for the compiler alone: the linker would add the system's OpenMP as a second one
+        for command in (
+            [compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", str(objects)],
+            [compiler, "-shared", str(objects), "-o", str(made), "-lm"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
+        os.replace(made, library)  # at once: other processes may compile it too
+
+
+def _folder() -> Path:
+    """Return the folder of compiled libraries.
+
+    Raises:
+        PermissionError: other users can write to it.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "rlite"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by other users")
+    return folder
+
+
+def _machine() -> str:
+    """Return what the compiler's code depends on: a home directory may be shared by different processors."""
+    flags = ""
+    if (information := Path("/proc/cpuinfo")).exists():
+        flags = next((line for line in information.read_text().splitlines() if line.startswith("flags")), "")
+    return f"{platform.machine()} {platform.system()} {flags}"

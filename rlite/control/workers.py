@@ -1,0 +1,353 @@
+"""Workers of a job: workloads and the trainer, with the classes that users extend, and the makers of both."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cloudpickle
+from omegaconf import DictConfig, OmegaConf
+
+from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
+from rlite.control.spec import JobPlan, RLRoleType
+from rlite.errors import RliteError
+from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.placement import Device
+from rlite.services.recovery.reporting import TrainerReport
+
+
+@dataclass(frozen=True)
+class WorkloadPlace:
+    """Place of a workload in its job."""
+
+    name: str
+    role: RLRoleType
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    torch_master_addr: str
+    torch_master_port: int
+    collocation: str | None
+
+
+def _placed(name: str, meaning: str) -> Any:
+    """Return a property that reads a field of the workload's place."""
+    return property(lambda workload: getattr(workload._where, name), doc=meaning)
+
+
+class BaseWorkload:
+    """One of a role's processes. The trainer calls the methods of subclasses through role groups.
+
+    A subclass may define `__init__(self, master_handle, config)`. All properties are known there.
+    """
+
+    _place: WorkloadPlace | None = None
+
+    def __init__(self, master_handle: Any, config: DictConfig) -> None:
+        """Keep the arguments.
+
+        Args:
+            master_handle: Ray actor handle of the job's master.
+            config: the job's configuration.
+        """
+        self._master_handle = master_handle
+        self._config = config
+
+    @property
+    def master_handle(self) -> Any:
+        """Ray actor handle of the job's master."""
+        return self._master_handle
+
+    @property
+    def config(self) -> DictConfig:
+        """Configuration of the job."""
+        return self._config
+
+    name: str = _placed("name", 'Unique name of the workload: "ACTOR-0".')
+    role: RLRoleType = _placed("role", "Role of the workload.")
+    rank: int = _placed("rank", "Rank among the workloads of the role.")
+    world_size: int = _placed("world_size", "Number of the role's workloads.")
+    word_size: int = _placed("world_size", "Same as `world_size`, in DLRover's spelling.")
+    local_rank: int = _placed("local_rank", "Rank among the role's workloads on this node.")
+    local_world_size: int = _placed("local_world_size", "Number of the role's workloads on this node.")
+    torch_master_addr: str = _placed("torch_master_addr", "Address of rank 0, for torch.distributed's rendezvous.")
+    torch_master_port: int = _placed(
+        "torch_master_port",
+        "Port at rank 0, for torch.distributed's rendezvous. No other program gets it while the role lives.",
+    )
+
+    def is_actor_role(self) -> bool:
+        """Return True for an actor."""
+        return self.role is RLRoleType.ACTOR
+
+    def is_reference_role(self) -> bool:
+        """Return True for a reference model."""
+        return self.role is RLRoleType.REFERENCE
+
+    def is_rollout_role(self) -> bool:
+        """Return True for a rollout workload."""
+        return self.role is RLRoleType.ROLLOUT
+
+    def is_reward_role(self) -> bool:
+        """Return True for a reward workload."""
+        return self.role is RLRoleType.REWARD
+
+    def is_critic_role(self) -> bool:
+        """Return True for a critic."""
+        return self.role is RLRoleType.CRITIC
+
+    def get_device_collocation(self) -> str | None:
+        """Return the roles that share this workload's devices ("ACTOR,ROLLOUT"), or None."""
+        return self._where.collocation
+
+    def _rendezvous_address(self) -> tuple[str, int]:
+        return self.torch_master_addr, self.torch_master_port
+
+    @property
+    def _where(self) -> WorkloadPlace:
+        if self._place is None:
+            raise RliteError(f"{type(self).__name__} has no place: a job makes workloads, see RLJobBuilder")
+        return self._place
+
+
+@dataclass(frozen=True)
+class WorkloadFactory:
+    """Maker of a role's workloads, called in their processes."""
+
+    workload: bytes
+    """the pickled class"""
+    role: RLRoleType
+    config: Mapping[str, Any]
+    master: Any
+    local_ranks: tuple[tuple[int, int], ...]
+    """by rank: local rank and local world size"""
+    rendezvous: tuple[str, int]
+    collocation: str | None
+
+    def __call__(self, context: WorkerContext) -> BaseWorkload:
+        """Return the workload of a rank. Its place is set before its constructor runs."""
+        workload = object.__new__(cloudpickle.loads(self.workload))
+        local_rank, local_world_size = self.local_ranks[context.rank]
+        workload._place = WorkloadPlace(
+            f"{self.role}-{context.rank}",
+            self.role,
+            context.rank,
+            context.world_size,
+            local_rank,
+            local_world_size,
+            *self.rendezvous,
+            self.collocation,
+        )
+        workload.__init__(self.master, OmegaConf.create(dict(self.config)))
+        return workload
+
+
+def _handles_of(role: RLRoleType, meaning: str) -> Any:
+    """Return a property that reads the actor handles of a role."""
+    return property(lambda trainer: trainer.actor_handles.get(role, []), doc=meaning)
+
+
+class BaseTrainer(ABC):
+    """Program that calls the workloads. A subclass defines `init` and `fit`, and only sets attributes in `__init__`.
+
+    `self.RG_ACTOR`, `RG_ROLLOUT`, `RG_REWARD`, `RG_REFERENCE` and `RG_CRITIC` are the groups of the roles that the job
+    has. They exist in `init` and `fit`.
+    """
+
+    _groups: Mapping[str, RoleGroup] | None = None
+    _resources: Mapping[RLRoleType, Mapping[str, float]] = {}
+
+    def __init__(
+        self,
+        actor_handles: dict[RLRoleType, list[Any]],
+        actor_classes: dict[RLRoleType, type],
+        config: DictConfig,
+    ) -> None:
+        """Keep the arguments.
+
+        Args:
+            actor_handles: Ray actor handles of the workloads, by role, in rank order.
+            actor_classes: classes of the workloads, by role.
+            config: the job's configuration.
+        """
+        self._actor_handles = actor_handles
+        self._actor_classes = actor_classes
+        self._config = config
+
+    @abstractmethod
+    def init(self) -> None:
+        """Prepare the training. It runs again after each restart."""
+
+    @abstractmethod
+    def fit(self) -> None:
+        """Train. It runs again after each restart, so it resumes from its own stored state."""
+
+    def is_recoverable(self) -> bool:
+        """Return True if `init` and `fit` may run again beside the same workloads when the trainer's process ended."""
+        return False
+
+    @property
+    def config(self) -> DictConfig:
+        """Configuration of the job."""
+        return self._config
+
+    @property
+    def actor_handles(self) -> dict[RLRoleType, list[Any]]:
+        """Ray actor handles of all workloads, by role, in rank order."""
+        return self._actor_handles
+
+    @property
+    def actor_classes(self) -> dict[RLRoleType, type]:
+        """Classes of the workloads, by role."""
+        return self._actor_classes
+
+    actors: list[Any] = _handles_of(RLRoleType.ACTOR, "Ray actor handles of the actors.")
+    references: list[Any] = _handles_of(RLRoleType.REFERENCE, "Ray actor handles of the reference workloads.")
+    rollouts: list[Any] = _handles_of(RLRoleType.ROLLOUT, "Ray actor handles of the rollout workloads.")
+    rewards: list[Any] = _handles_of(RLRoleType.REWARD, "Ray actor handles of the reward workloads.")
+    critics: list[Any] = _handles_of(RLRoleType.CRITIC, "Ray actor handles of the critics.")
+
+    def get_role_groups(self) -> list[str]:
+        """Return the names of the job's role groups."""
+        return [role.group for role in RLRoleType if role in self._actor_handles]
+
+    def get_workload_resource(self, role: RLRoleType | str) -> dict[str, float]:
+        """Return the Ray resources of one workload of a role, as a copy. A role that the job lacks has none."""
+        return dict(self._resources.get(RLRoleType.of(role), {}))
+
+    def __getattr__(self, name: str) -> RoleGroup:
+        if not name.startswith("RG_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._groups is None:
+            raise UnboundGroup(
+                f"{name} does not exist in __init__, which only sets attributes; use it in init() or fit()"
+            )
+        if name not in self._groups:
+            raise UnboundGroup(f"{name}: the job has no such role; it has {', '.join(self._groups)}")
+        return self._groups[name]
+
+
+Progress = Literal["new", "running", "finished", "raised"]
+
+
+@dataclass(frozen=True)
+class RoleActors:
+    """Processes of a role's workloads."""
+
+    name: str
+    """name of their worker group"""
+    actors: tuple[Any, ...]
+    """Ray actor handles, in rank order"""
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True)
+class TrainerOutcome:
+    """State of a trainer's run."""
+
+    progress: Progress
+    is_recoverable: bool = False
+    error: str = ""
+    """type and message of the exception"""
+    trace: str = ""
+    report: TrainerReport | None = None
+    """latest report of a program"""
+    is_final: bool = False
+    """every restart would repeat the error"""
+
+
+@dataclass(frozen=True)
+class TrainerFactory:
+    """Maker of a trainer's process."""
+
+    plan: JobPlan
+    roles: Mapping[RLRoleType, RoleActors]
+    make_handle: Callable[[Any, str], Any]
+    """makes a worker handle of an actor and its name"""
+    report_late: Callable[[str, list[int], str, float], None]
+    """tells the master that calls are late"""
+
+    def __call__(self, context: WorkerContext) -> TrainerProcess:
+        """Return the process's worker."""
+        return TrainerProcess(self)
+
+
+class TrainerRun(ABC):
+    """Worker of a trainer's process. `run` is called in order, the other methods beside it."""
+
+    def __init__(self) -> None:
+        self._progress: Progress = "new"
+        self._error = self._trace = ""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    @abstractmethod
+    def _run(self) -> str:
+        """Run to the end. Return why the trainer failed, or ""."""
+
+    def run(self) -> None:
+        """Run to the end, once."""
+        with self._lock:
+            if self._progress != "new":
+                return
+            self._progress = "running"
+        try:
+            self._error = self._run()
+        except BaseException as error:  # the boundary: the master decides what follows
+            self._error, self._trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        self._progress = "raised" if self._error else "finished"
+        self._ended.set()
+
+
+class TrainerProcess(TrainerRun):
+    """Worker of the process of a user's trainer."""
+
+    def __init__(self, factory: TrainerFactory) -> None:
+        super().__init__()
+        self._factory, plan = factory, factory.plan
+        cls: type[BaseTrainer] = cloudpickle.loads(plan.classes.trainer)
+        classes = {role: cloudpickle.loads(each.pickled) for role, each in plan.classes.workloads.items()}
+        groups = {
+            role: RoleGroup(role, classes[role], self._group(actors), factory.report_late)
+            for role, actors in factory.roles.items()
+        }
+        handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
+        self._trainer = cls.__new__(cls)
+        self._trainer._resources = {role: plan.spec.resource_of(role) for role in plan.spec.roles()}
+        self._trainer.__init__(  # type: ignore[misc]
+            handles, classes, OmegaConf.create(dict(plan.spec.config))
+        )
+        self._groups = groups
+        self._trainer._groups = role_groups(groups.values())
+        if not hasattr(self._trainer, "_actor_handles"):
+            raise RliteError(
+                f"{cls.__name__}.__init__ has to call super().__init__(actor_handles, actor_classes, config)"
+            )
+
+    def _run(self) -> str:
+        self._trainer.init()
+        self._trainer.fit()
+        return ""
+
+    def outcome(self, wait_s: float) -> TrainerOutcome:
+        """Return the state of the run, at its end or after `wait_s` seconds."""
+        self._ended.wait(wait_s)
+        return TrainerOutcome(self._progress, self._trainer.is_recoverable(), self._error, self._trace)
+
+    def renew(self, role: RLRoleType, actors: RoleActors) -> None:
+        """Use new processes of a role."""
+        self._groups[role]._renew(self._group(actors))
+        self._trainer.actor_handles[role][:] = actors.actors
+
+    def _group(self, role: RoleActors) -> WorkerGroup:
+        names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
+        handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
+        group = WorkerGroup(role.name, role.devices, handles, self._factory.plan.spec.call_timeout)
+        group.divide(1)
+        return group

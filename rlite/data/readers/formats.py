@@ -1,0 +1,605 @@
+"""The table of formats: how each is recognised, and its conversion to the form of rlite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from rlite.data.chat.answers import check_answer
+from rlite.data.chat.masks import check_messages
+from rlite.data.readers.tables import MESSAGE_COLUMNS, NULL, Row, check_columns, check_text, is_null, without_nulls
+from rlite.errors import ConfigError, DataError, did_you_mean
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+"""ShareGPT's `from` -> role"""
+SYSTEM_ROLES = ("system", "developer")
+
+
+def chat(value: Any, where: str, column: str) -> list[Any]:
+    """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
+
+    Messages, and their `tool_calls`, may be JSON texts.
+
+    Args:
+        value: the messages.
+        where: the row's name in messages.
+        column: the column's name in messages.
+
+    Raises:
+        DataError: the value is no list of messages, or a sender is unknown.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json(value, f"{where}: {column!r}")
+    if isinstance(value, (list, tuple)):
+        value = [_message(message, f"{where}, {column}[{number}]") for number, message in enumerate(value)]
+    check_messages(value, where, column)
+    return value
+
+
+def _message(message: Any, where: str) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    if isinstance(text := message.get("tool_calls"), str):
+        calls = _json(text, f"{where}: 'tool_calls'") if text.strip() else None
+        message = {**message, "tool_calls": calls}
+    if message.get("from") is None or message.get("role") is not None:
+        return message
+    sender, content = message["from"], message.get("value")
+    if not isinstance(sender, str) or sender not in ROLES:
+        raise DataError(f"{where}: 'from' is {sender!r:.200}; {did_you_mean(str(sender), ROLES)}")
+    if not isinstance(content, str):
+        raise DataError(f"{where}: 'value' is {content!r:.200}; expected a text")
+    others = {key: value for key, value in message.items() if key not in ("from", "value") and value is not None}
+    if sender != "function_call":
+        return {**others, "role": ROLES[sender], "content": content}
+    found = _json(content, f"{where}: 'value'")
+    calls = [_call(call) for call in (found if isinstance(found, list) else [found])]
+    if None in calls:
+        raise DataError(f"{where}: 'value' is {content!r:.200}; expected calls, {{'name': ..., 'arguments': {{...}}}}")
+    return {**others, "role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _call(call: Any) -> Any:
+    """Return a call of ShareGPT's, or of OpenAI's, in OpenAI's form; None if the value is no call."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+        return None
+    arguments = function.get("arguments", function.get("parameters", {}))
+    own_id = {"id": call["id"]} if "id" in call else {}
+    return {**own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+
+
+def prompt_messages(prompt: Any, where: str) -> list[Any]:
+    """Return a prompt as messages; a text becomes a user's message.
+
+    Args:
+        prompt: a text or messages.
+        where: the row's name in messages.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return chat(prompt, where, "prompt")
+
+
+def answer_of(value: Any, where: str, column: str) -> str | list[Any]:
+    """Return an answer: its messages, or the text if it is a text, or one message of a text alone.
+
+    Args:
+        value: a text, a message, or a list of messages.
+        where: the row's name in messages.
+        column: the column's name in messages.
+
+    Raises:
+        DataError: the value is something else.
+    """
+    if isinstance(value, str):
+        check_text(value, f"{where}: {column!r}")
+        return value
+    messages = chat([value] if isinstance(value, Mapping) else value, where, column)
+    check_answer(messages, where, column)
+    first = messages[0]
+    is_text = len(messages) == 1 and first.keys() <= {"role", "content"} and isinstance(first["content"], str)
+    return first["content"] if is_text else messages
+
+
+def _system(row: Row, where: str) -> list[Any]:
+    """Return the message of a `system` column, if it has a text."""
+    if not row.get("system"):
+        return []
+    check_columns(row, {"system": str}, where)
+    return [{"role": "system", "content": row["system"]}]
+
+
+def tools_of(row: Row, where: str) -> Row:
+    """Return the column `tools`, if the row has it. The column, a tool, or a part of a tool may be a JSON text.
+
+    Raises:
+        DataError: the column is no list.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: 'tools'") if tools.strip() else None
+    if tools is None:
+        return {}
+    if not isinstance(tools, list):
+        raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
+    return {"tools": [_schema(tool, f"{where}: 'tools'") for tool in tools]} if tools else {}
+
+
+def _schema(value: Any, where: str) -> Any:
+    """Return the schema of a tool. The schema, its function and its parameters may be JSON texts."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _json(value, where)
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _schema(item, where) if key in ("function", "parameters") else item for key, item in value.items()}
+
+
+def sharegpt(row: Row, where: str) -> Row:
+    """Return `messages`, and `tools` if there are some, of a row of `conversations`."""
+    messages = chat(row["conversations"], where, "conversations")
+    own = [] if messages[0]["role"] in SYSTEM_ROLES else _system(row, where)
+    return {"messages": [*own, *messages], **tools_of(row, where)}
+
+
+def alpaca_prompt(row: Row, where: str) -> list[Any]:
+    """Return an instruction as messages: system, earlier turns, and the instruction with its input below it.
+
+    Raises:
+        DataError: `input` or `history` has another form.
+    """
+    check_columns(row, {"instruction": str}, where)
+    extra = row.get("input") or ""
+    if not isinstance(extra, str):
+        raise DataError(f"{where}: 'input' is {type(extra).__name__}; expected a text")
+    earlier: list[Any] = []
+    for number, turn in enumerate(row.get("history") or ()):
+        if not isinstance(turn, (list, tuple)) or [type(text) for text in turn] != [str, str]:
+            raise DataError(f"{where}: history[{number}] is {turn!r:.100}; expected [instruction, answer]")
+        earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    question = {"role": "user", "content": f"{row['instruction']}\n{extra}" if extra else row["instruction"]}
+    return chat([*_system(row, where), *earlier, question], where, "instruction")
+
+
+def conversation(row: Row, where: str) -> Row:
+    """Return the conversation of a row of `messages`."""
+    return {"messages": chat(row["messages"], where, "messages"), **tools_of(row, where)}
+
+
+def alpaca(row: Row, where: str) -> Row:
+    """Return the conversation of an instruction and its output."""
+    check_columns(row, {"output": str}, where)
+    return {"messages": [*alpaca_prompt(row, where), {"role": "assistant", "content": row["output"]}]}
+
+
+def completed(answer: str) -> Callable[[Row, str], Row]:
+    """Return a conversion of a prompt and its answer, each a text or messages, of which the answer is learnt."""
+
+    def convert(row: Row, where: str) -> Row:
+        prompt, value = row["prompt"], row[answer]
+        if isinstance(prompt, str) and not isinstance(value, (list, Mapping)):
+            check_columns(row, {"prompt": str, answer: str}, where)
+            return {"prompt": prompt, "response": value}
+        if isinstance(value, str):
+            value = [{"role": "assistant", "content": value}]
+        completion = chat([value] if isinstance(value, Mapping) else value, where, answer)
+        if not any(message["role"] == "assistant" for message in completion):
+            raise DataError(f"{where}: {answer!r} has no turn of the assistant, hence nothing to learn")
+        return {"messages": prompt_messages(prompt, where), "completion": completion, **tools_of(row, where)}
+
+    return convert
+
+
+def asked(column: str) -> Callable[[Row, str], Row]:
+    """Return a conversion of the messages of a prompt, which keeps the other columns for rewards."""
+
+    def convert(row: Row, where: str) -> Row:
+        tools = row.get("tools")  # schemas for the template, or a column of the reward's
+        has_json = isinstance(tools, list) or (isinstance(tools, str) and tools.lstrip().startswith("["))
+        return {**row, column: chat(row[column], where, column), **(tools_of(row, where) if has_json else {})}
+
+    return convert
+
+
+def plain_text(row: Row, where: str) -> Row:
+    """Return a text that is learnt whole."""
+    check_columns(row, {"text": str}, where)
+    return {"text": row["text"]}
+
+
+def pair(row: Row, where: str, messages: list[Any]) -> Row:
+    """Return a preference pair of a conversation and two answers.
+
+    Args:
+        row: row with the answers, and optionally `tools` and a `margin`.
+        where: the row's name in messages.
+        messages: the conversation before the answers.
+    """
+    sides = {side: answer_of(row[side], where, side) for side in ("chosen", "rejected")}
+    return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
+
+
+def _margin(row: Row) -> Row:
+    """Return the column `margin`, if the row has it; a CSV file has it as text."""
+    if "margin" not in row:
+        return {}
+    margin = row["margin"]
+    with suppress(ValueError):
+        margin = float(margin) if isinstance(margin, str) else margin
+    return {"margin": margin}
+
+
+def prompted_pair(row: Row, where: str) -> Row:
+    """Return the pair of a prompt and two answers, each a text or messages."""
+    texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    if all(isinstance(text, str) for text in texts.values()):
+        return {**texts, **_margin(row)}
+    return pair(row, where, prompt_messages(row["prompt"], where))
+
+
+def has_implicit_prompt(row: Row) -> bool:
+    """Return whether both sides are conversations: they begin with a message that is not the assistant's."""
+    sides = [row[side] for side in ("chosen", "rejected")]
+    if not all(isinstance(side, (list, tuple)) and side and isinstance(side[0], Mapping) for side in sides):
+        return False
+    roles = [side[0].get("role") or side[0].get("from") for side in sides]
+    return all(isinstance(role, str) and ROLES.get(role) != "assistant" for role in roles)
+
+
+def implicit_pair(row: Row, where: str) -> Row:
+    """Return the pair of two conversations. Their prompt is their common beginning, and their answers follow it.
+
+    Raises:
+        DataError: the conversations do not share a prompt, or go on with another message than an answer.
+    """
+    chosen, rejected = (chat(row[side], where, side) for side in ("chosen", "rejected"))
+    size = 0
+    while size < min(len(chosen), len(rejected)) - 1 and chosen[size] == rejected[size]:
+        size += 1
+    if size == 0:
+        raise DataError(f"{where}: 'chosen' and 'rejected' begin with different messages; expected the same prompt")
+    answers = {"chosen": chosen[size:], "rejected": rejected[size:]}
+    for side, answer in answers.items():
+        check_answer(answer, f"{where}, from message {size} of both on", side)
+    prompt, shared = row.get("prompt"), chosen[:size]
+    is_same = [prompt] in ([None], [shared]) or any(prompt == message.get("content") for message in shared)
+    if not is_same:
+        raise DataError(
+            f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
+            "the option columns.prompt=null of this data leaves the column out"
+        )
+    return pair({**row, **answers}, where, shared)
+
+
+def labelled(row: Row, where: str) -> Row:
+    """Return a prompt or a conversation with an answer that is labelled good or bad.
+
+    Raises:
+        DataError: the label is no truth value.
+    """
+    if isinstance(label := row["label"], str):  # as a CSV file has it
+        row = {**row, "label": {"true": True, "false": False}.get(label.lower(), label)}
+    if not isinstance(row["label"], bool):
+        raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
+    prompt, completion = row.get("prompt"), row["completion"]
+    if row.get("messages") is not None:
+        messages = chat(row["messages"], where, "messages")
+    elif isinstance(prompt, str) and isinstance(completion, str):
+        check_columns(row, {"prompt": str, "completion": str}, where)
+        return {"prompt": prompt, "completion": completion, "label": row["label"]}
+    else:
+        messages = prompt_messages(prompt, where)
+    answer = answer_of(completion, where, "completion")
+    return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
+
+
+def has_chat(*columns: str) -> Callable[[Row], bool]:
+    """Return a function that tells whether one of the columns of a row holds messages."""
+    return lambda row: any(isinstance(row[column], (list, tuple, Mapping)) for column in columns)
+
+
+RowKind = Literal["demonstrations", "preferences", "unpaired", "prompts"]
+"""kinds of rows, for: sft; rm and dpo; kto; ppo"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of rows."""
+
+    name: str
+    """name in the report at the start"""
+    columns: tuple[str, ...]
+    """columns that every row has"""
+    optional: tuple[str, ...] = ()
+    """further columns that are read"""
+    suits: Callable[[Row], bool] = lambda row: True
+    """returns True if a row that has the columns has this format"""
+    convert: Callable[[Row, str], Row]
+    """row, name of the row in messages -> the row in rlite's form; raises DataError"""
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row has this format."""
+        return all(row.get(column) is not None for column in self.columns) and self.suits(row)
+
+    def __str__(self) -> str:
+        """Return the name and the columns."""
+        return f"{self.name} ({', '.join(self.columns)})"
+
+
+_ANSWERS = ("response", "completion")
+ALPACA_OPTIONAL = ("input", "system", "history")
+
+FORMATS: dict[RowKind, tuple[Format, ...]] = {
+    "demonstrations": (
+        Format(name="conversations", columns=("messages",), optional=("tools",), convert=conversation),
+        Format(
+            name="ShareGPT conversations", columns=("conversations",), optional=("system", "tools"), convert=sharegpt
+        ),
+        *(
+            Format(
+                name=f"chat prompts and {answer}s",
+                columns=("prompt", answer),
+                optional=("tools",),
+                suits=has_chat("prompt", answer),
+                convert=completed(answer),
+            )
+            for answer in _ANSWERS
+        ),
+        *(
+            Format(name=f"raw prompts and {answer}s", columns=("prompt", answer), convert=completed(answer))
+            for answer in _ANSWERS
+        ),
+        Format(name="Alpaca instructions", columns=("instruction", "output"), optional=ALPACA_OPTIONAL, convert=alpaca),
+        Format(name="plain texts", columns=("text",), convert=plain_text),
+    ),
+    "preferences": (
+        Format(
+            name="preferences between conversations",
+            columns=("chosen", "rejected"),
+            optional=("prompt", "tools", "margin"),
+            suits=has_implicit_prompt,
+            convert=implicit_pair,
+        ),
+        Format(
+            name="preferences after conversations",
+            columns=("messages", "chosen", "rejected"),
+            optional=("tools", "margin"),
+            convert=lambda row, where: pair(row, where, chat(row["messages"], where, "messages")),
+        ),
+        Format(
+            name="preferences after ShareGPT conversations",
+            columns=("conversations", "chosen", "rejected"),
+            optional=("system", "tools", "margin"),
+            convert=lambda row, where: pair(row, where, sharegpt(row, where)["messages"]),
+        ),
+        Format(
+            name="preferences after chat prompts",
+            columns=("prompt", "chosen", "rejected"),
+            optional=("tools", "margin"),
+            suits=has_chat("prompt", "chosen", "rejected"),
+            convert=prompted_pair,
+        ),
+        Format(
+            name="raw preferences",
+            columns=("prompt", "chosen", "rejected"),
+            optional=("margin",),
+            convert=prompted_pair,
+        ),
+        Format(
+            name="preferences after Alpaca instructions",
+            columns=("instruction", "chosen", "rejected"),
+            optional=(*ALPACA_OPTIONAL, "margin"),
+            convert=lambda row, where: pair(row, where, alpaca_prompt(row, where)),
+        ),
+    ),
+    "unpaired": (
+        Format(
+            name="labelled completions of conversations",
+            columns=("messages", "completion", "label"),
+            optional=("tools",),
+            convert=labelled,
+        ),
+        Format(
+            name="labelled chat completions",
+            columns=("prompt", "completion", "label"),
+            optional=("tools",),
+            suits=has_chat("prompt", "completion"),
+            convert=labelled,
+        ),
+        Format(name="labelled raw completions", columns=("prompt", "completion", "label"), convert=labelled),
+    ),
+    "prompts": (
+        Format(name="conversations", columns=("messages",), optional=("tools",), convert=asked("messages")),
+        Format(
+            name="chat prompts",
+            columns=("prompt",),
+            suits=has_chat("prompt"),
+            optional=("tools",),
+            convert=asked("prompt"),
+        ),
+        Format(name="raw prompts", columns=("prompt",), convert=lambda row, where: row),
+        Format(name="tokens", columns=("input_ids",), convert=lambda row, where: row),
+        Format(
+            name="ShareGPT conversations",
+            columns=("conversations",),
+            optional=("system",),
+            convert=lambda row, where: {
+                **{name: value for name, value in row.items() if name != "conversations"},
+                **sharegpt(row, where),
+            },
+        ),
+        Format(
+            name="Alpaca instructions",
+            columns=("instruction",),
+            optional=ALPACA_OPTIONAL,
+            convert=lambda row, where: {**row, "messages": alpaca_prompt(row, where)},
+        ),
+    ),
+}
+"""formats of each kind of rows; a row has the first one that fits"""
+
+
+def format_of(row: Row, kind: RowKind) -> Format | None:
+    """Return the first known format that fits a row; None if there is none."""
+    return next((known for known in FORMATS[kind] if known.fits(row)), None)
+
+
+def normalise(
+    rows: Sequence[Row],
+    kind: RowKind,
+    where: str,
+    *,
+    columns: Mapping[str, str | None] | None = None,
+    system_prompt: str | None = None,
+    key: str = "data",
+) -> tuple[list[Row], str]:
+    """Convert rows to rlite's form. All rows have the format of the first row.
+
+    Args:
+        rows: the table.
+        kind: what the rows are for.
+        where: the table's name in messages, such as "data.path=x.json".
+        columns: rlite's names of columns -> the table's names; None hides a column.
+        system_prompt: put before conversations that do not begin with a system message of their own.
+        key: group of options of the table, for messages.
+
+    Returns:
+        The rows, and the name of their format.
+
+    Raises:
+        ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
+        DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
+            The message names the row and the column.
+    """
+    if not rows:
+        raise DataError(f"{where}: no rows; expected at least one")
+    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)} - {"margin"}
+    rows = _without_nan(_renamed(rows, kind, where, columns or {}, key), known)
+    found = format_of(rows[0], kind)
+    if found is None and kind == "prompts" and system_prompt is None:
+        return rows, "rows without a prompt"  # an environment may begin by itself
+    if found is None:
+        raise DataError(_unrecognised(rows[0], kind, where, key))
+    converted = []
+    for number, row in enumerate(rows):
+        if (other := format_of(row, kind)) is not found:
+            raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
+        converted.append(found.convert(row, f"{where}, row index {number}"))
+    if system_prompt is not None:
+        converted = [_with_system(row, system_prompt, found, where) for row in converted]
+    unread = {str(name) for row in rows for name in row} - {*found.columns, *found.optional}
+    is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
+    return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
+
+
+def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[str, str | None], key: str) -> list[Row]:
+    """Return rows with rlite's names of columns.
+
+    Raises:
+        ConfigError: a name is unknown to rlite, or the table has no such column.
+    """
+    if not columns:
+        return list(rows)
+    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)}
+    present = {name for row in rows for name in row}
+    for name, own in columns.items():
+        if kind != "prompts" and name not in known:  # rewards and environments read any column
+            raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
+        if own is not None and own not in present:
+            raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
+    moved = {*columns, *(own for own in columns.values() if own is not None)}
+    return [
+        {name: value for name, value in row.items() if name not in moved}
+        | {name: _cell(name, row.get(own)) for name, own in columns.items() if own is not None}
+        for row in rows
+    ]
+
+
+def _cell(column: str, value: Any) -> Any:
+    return without_nulls(value) if column in MESSAGE_COLUMNS else value
+
+
+def _without_nan(rows: list[Row], columns: Collection[str]) -> list[Row]:
+    """Return rows whose columns hold null in place of pandas' NaN."""
+    lacking = [[name for name in columns if row.get(name) is not None and is_null(row[name])] for row in rows]
+    return [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
+
+
+def _names(row: Row) -> str:
+    return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
+
+
+def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
+    """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
+    present = [str(name) for name, value in row.items() if value is not None]
+    if empty := [entry for entry in FORMATS[kind] if {*entry.columns} <= {*row} and not {*entry.columns} <= {*present}]:
+        nearest = min(empty, key=lambda entry: len({*entry.columns} - {*present}))
+        return f"{where}, row index 0: {_lacks(nearest.columns, row)}; the row has {_names(row)}"
+    near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
+    lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
+    found = {entry: [name for name in entry.columns if near[name]] for entry in lacking}
+    nearest = max(lacking, key=lambda entry: (len(found[entry]), len(found[entry]) - len(entry.columns)))
+    missing = [name for name in nearest.columns if name not in present]
+    known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
+    options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
+    return (
+        f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {known}. "
+        f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
+    )
+
+
+def _lacks(columns: Sequence[str], row: Row) -> str:
+    """Return which of some columns a row lacks, or holds as null."""
+    if null := [name for name in columns if name in row and row[name] is None]:
+        return f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} {NULL}"
+    missing = [name for name in columns if name not in row]
+    return f"no {' and no '.join(map(repr, missing))}" if missing else "of no known format"
+
+
+def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
+    """Return the message for a row of another format than the first row."""
+    what = f"is {other.name} with" if other else f"{_lacks(found.columns, row)}; the row has"
+    return (
+        f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
+        "have one format: put the others into a table of their own, and mix the tables"
+    )
+
+
+def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
+    """Return a row whose conversation begins with a system message.
+
+    Raises:
+        ConfigError: the row has no conversation.
+    """
+    column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
+    if column is None:
+        raise ConfigError(
+            f"system_prompt begins conversations, and {where} holds {found.name}; leave it out, or make the "
+            "prompts messages: [{'role': 'user', 'content': ...}]"
+        )
+    if row[column][0]["role"] in SYSTEM_ROLES:
+        return row
+    return {**row, column: [{"role": "system", "content": prompt}, *row[column]]}

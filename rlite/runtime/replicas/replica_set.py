@@ -1,0 +1,340 @@
+"""The replicas of an inference engine: they serve, are lost and replaced, join, and leave.
+
+start ──> adopt the engine's weights, version and residency ──> serve ──> leave, on command or after SIGTERM
+  ^                          └── no replica's weights can be read: join at the next weight sync
+  └── lost: requests continue on the others ── within the budget, under a launcher that survives deaths
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
+from rlite.restarts import RestartBudget
+from rlite.runtime.cluster.session import Session
+from rlite.runtime.replicas.replacement import ReplicaSupervisor
+from rlite.runtime.replicas.replica import InFlightRequest, Replica
+from rlite.runtime.replicas.router import Policy, Router, loss_of
+from rlite.runtime.replicas.scaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
+from rlite.runtime.replicas.workers import T, WorkerSet, together
+
+logger = logging.getLogger(__name__)
+
+END_S = 10.0
+"""seconds that a lost replica's processes may take to end"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLeft:
+    """The departure of one replica, on command or after SIGTERM to one of its workers."""
+
+    replica: int
+    num_moved: int
+    """number of requests in flight that continue elsewhere, from the tokens generated so far"""
+    reason: str
+
+
+class ReplicaSet:
+    """The replicas of one engine, from its build to its release.
+
+    Args:
+        policy: chooses the replica of a request.
+        max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
+        start: start(index) starts the workers of a replica whose devices are reserved, and returns their handle.
+        adopt: adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves;
+            returns the version of its weights, or None if it has to wait for a weight sync.
+        name: name of the engine.
+        session: places the replicas; None for an engine that is not built.
+        fixed_by: what fixes the number of replicas, in words; "" if nothing does.
+        has_default_length: nobody has chosen the longest sequence, so the first truncation is worth a warning.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        max_replacements: int,
+        start: Callable[[int], Replica],
+        adopt: Callable[[Replica, Replica], int | None],
+        name: str,
+        session: Session | None,
+        fixed_by: str = "",
+        has_default_length: bool = False,
+    ) -> None:
+        self.name = name
+        self._session = session
+        self._start_workers, self._adopt, self._fixed_by = start, adopt, fixed_by
+        self._has_to_note_truncation = has_default_length
+        self._are_replaced = max_replacements > 0
+        is_elastic = session is not None and session.launcher.survives_deaths
+        budget = RestartBudget(max_replacements if is_elastic else 0)
+        self.supervisor = ReplicaSupervisor(
+            name, budget, self._replace, lambda index, lost: self.router.add(index, lost)
+        )
+        self.router = Router(name, policy, on_loss=self.supervisor.take_over)
+        self.membership = threading.RLock()
+        """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
+        self.left: list[ReplicaLeft] = []
+        """replicas that have left"""
+        self._late: list[tuple[int, Replica]] = []
+        """replicas that join at the next weight sync"""
+        self._scaling = threading.Lock()
+        self._autoscaler: Autoscaler | None = None
+
+    @property
+    def all(self) -> Sequence[Replica]:
+        """The replicas that serve, and lost ones that are not replaced."""
+        return self.router.replicas
+
+    @property
+    def serving(self) -> list[Replica]:
+        """The replicas that serve."""
+        return [replica for replica in self.all if replica.failure is None]
+
+    @property
+    def members(self) -> list[WorkerSet]:
+        """The workers of the replicas."""
+        return [replica.workers for replica in self.all]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that have not ended."""
+        return sum(replica.num_in_flight for replica in self.all)
+
+    def close(self) -> None:
+        """End everything that runs in the driver, before the workers end."""
+        self.supervisor.close()
+        self.follow(None)
+        for replica in (*(late for _, late in self._late), *self.all):
+            replica.close()
+        self._late = []
+        self.router.clear()
+
+    # -- together ------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Let all replicas rest at a token boundary. Cancelled requests have ended then."""
+        together(self.serving, lambda replica: replica.pause())
+
+    def resume(self) -> None:
+        """Let all replicas go on."""
+        for replica in self.serving:
+            replica.resume()
+
+    def cancel(self) -> None:
+        """Pause, and end all requests with their tokens so far."""
+        for replica in self.serving:
+            replica.cancel(None)
+        self.pause()
+
+    def each(self, act: Callable[[Any], T]) -> list[T]:
+        """Return the results of an action on the replicas, without those that are lost and will be replaced.
+
+        Raises:
+            WorkerError: a replica is lost and stays lost.
+        """
+        if not self._are_replaced:
+            for replica in self.all:
+                replica.check()
+            return together(self.all, act)
+
+        def attempt(replica: Replica) -> T | WorkerError:
+            try:
+                replica.check()
+                return act(replica)
+            except WorkerError as error:
+                return error
+
+        replicas = self.all
+        outcomes = list(zip(replicas, together(replicas, attempt), strict=True))
+        for replica, outcome in outcomes:
+            if isinstance(outcome, WorkerError) and not self._hand_over(replica, outcome):
+                raise outcome
+        return [outcome for _, outcome in outcomes if not isinstance(outcome, WorkerError)]
+
+    def has_lost_some_of(self, members: Sequence[WorkerSet]) -> bool:
+        """Return whether some of these workers are no longer members: they are replaced, and others serve."""
+        for replica in self.all:
+            if (error := loss_of(replica)) is not None and not self._hand_over(replica, error):
+                return False
+        return bool(set(members) - set(self.members)) and bool(self.serving)
+
+    def note_truncation(self, ended: InFlightRequest) -> None:
+        """Warn once if a completion ended at the default context length."""
+        asked, made = ended.request.gconfig.max_new_tokens, len(ended.token_ids)
+        if self._has_to_note_truncation and ended.finish_reason == "length" and made < asked:
+            self._has_to_note_truncation = False
+            logger.warning(
+                "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
+                "build(max_model_len=...) sets another one, up to the model's own limit",
+                *(self.name, made, asked, len(ended.request.input_ids) + made),
+            )
+
+    # -- loss and replacement ------------------------------------------------------------------------------------
+
+    def admit(self, index: int, replica: Replica) -> None:
+        """Let a replica serve, and notice when one of its workers dies or is asked to end."""
+        self.router.add(index, replica)
+        workers, name = replica.workers, self.name
+
+        def ended(rank: int, _: Any) -> None:
+            if self._are_replaced and replica in self.all and self.supervisor.has_budget:
+                worker = workers.group.describe(rank)
+                died = WorkerDied(f"worker process ended: {worker}", (worker,))
+                _in_thread(f"loss of {name} {index}", self._hand_over, replica, died)
+
+        def noticed(notice: Future[Any]) -> None:
+            has_notice = notice.exception() is None  # else the process died without notice
+            if has_notice and replica in self.all and not self.supervisor.is_closed:
+                _in_thread(f"departure from {name}", self._leave_if_possible, replica)
+
+        for rank in workers.ranks:
+            workers.group.handles[rank].death.add_done_callback(partial(ended, rank))
+            workers.group.handles[rank].notice.add_done_callback(noticed)
+
+    def admit_late(self) -> None:
+        """Let the replicas serve that have waited for a weight sync. They rest until it has ended."""
+        late, self._late = self._late, []
+        for index, replica in late:
+            replica.pause()
+            self.admit(index, replica)
+
+    def _hand_over(self, replica: Replica, error: WorkerError) -> bool:
+        """Let a lost replica be replaced; its requests move to the others.
+
+        Returns:
+            False if it stays lost.
+        """
+        has_others = any(other is not replica for other in self.serving)
+        if replica in self.all and has_others and self.supervisor.has_budget:
+            replica.workers.group.mark_lost(replica.workers.ranks, error)
+            replica.close()  # its thread moves its requests
+            self.router.replica_failed(replica, [], error)  # if the thread had ended before
+        return replica not in self.all
+
+    def _replace(self, index: int, lost: Replica) -> int | None:
+        """Start the workers of a lost replica again, and let the replica join.
+
+        Returns:
+            The version of its weights; None if it joins at the next weight sync.
+        """
+        group, ranks = lost.workers.group, lost.workers.ranks
+        group.mark_lost(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
+        lost.close()
+        group.check()  # with the last replica, everything has ended
+        wait([group.handles[rank].death for rank in ranks], END_S)  # its memory is free then
+        return self._start(index)
+
+    def _start(self, index: int) -> int | None:
+        replica = self._start_workers(index)
+        try:
+            with self.membership:
+                if not self.serving:
+                    raise WorkerError(f"{self.name}: no other replica is left; release() and build() the engine")
+                version = self._adopt(replica, self.serving[0])
+                if version is None:
+                    self._late.append((index, replica))
+                else:
+                    self.admit(index, replica)
+                return version
+        except BaseException as error:
+            why = error if isinstance(error, WorkerError) else WorkerError(f"replica {index} could not join: {error}")
+            replica.workers.group.mark_lost(replica.workers.ranks, why)
+            replica.close()
+            raise
+
+    # -- joining and leaving -------------------------------------------------------------------------------------
+
+    def scale(self, num_replicas: int) -> None:
+        """Let replicas join or leave until `num_replicas` serve; see `ServingEngine.scale`."""
+        session = self._check_scalable(num_replicas)
+        with self._scaling:
+            self.supervisor.settle()
+            for replica in self.all:
+                if loss_of(replica) is not None:
+                    self._leave(replica, "it was lost")
+            for replica in self.serving[num_replicas:]:
+                self._leave(replica, "the engine was scaled down")
+            if (missing := num_replicas - len(self._indices)) > 0:
+                vacant = [index for index in range(num_replicas) if index not in self._indices][:missing]
+                session.grow(self.name, vacant)
+                self._start_all(vacant)
+
+    def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
+        """Scale by a policy; see `ServingEngine.follow`.
+
+        Args:
+            policy: chooses the number of replicas; None ends the scaling.
+            every_s: seconds between two decisions.
+            shrink_after_s: seconds for which fewer replicas have to be wanted.
+        """
+        scaler, self._autoscaler = self._autoscaler, None
+        if scaler is not None:
+            scaler.close()
+        if policy is not None:
+            self._check_scalable(1)
+            self._autoscaler = Autoscaler(SlowToShrink(policy, shrink_after_s), self._load, self.scale, every_s)
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(num_replicas=len(self.serving), num_in_flight=self.num_in_flight)
+
+    def _check_scalable(self, num_replicas: int) -> Session:
+        if num_replicas < 1:
+            raise ConfigError(f"scale({num_replicas}): expected at least 1 replica")
+        if self._session is None or not self._session.launcher.survives_deaths:
+            raise ConfigError("the number of replicas is fixed with this launcher; use launcher='ray'")
+        if self._fixed_by:
+            raise ConfigError(f"{self._fixed_by} fix the number of replicas")
+        return self._session
+
+    @property
+    def _indices(self) -> set[int]:
+        """Numbers of the replicas that serve, that are being replaced, or that join at the next weight sync."""
+        return {*self.router.indices, *self.supervisor.under_way, *(index for index, _ in self._late)}
+
+    def _start_all(self, indices: Sequence[int]) -> None:
+        """Start replicas in parallel. The devices of those that cannot start are returned.
+
+        Raises:
+            Exception: the error of the first replica that could not start.
+        """
+        assert self._session is not None
+        try:
+            together(indices, self._start)
+        except BaseException as error:
+            for index in set(indices) - self._indices:
+                self._session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
+            raise
+
+    def _leave_if_possible(self, replica: Replica) -> None:
+        try:
+            self._leave(replica, "SIGTERM")
+        except RliteError as error:
+            logger.warning("%s: a replica got SIGTERM and serves on until it ends: %s", self.name, error)
+
+    def _leave(self, replica: Replica, why: str) -> None:
+        """Hand a replica's requests over, end its workers, and return its devices.
+
+        Raises:
+            ConfigError: the replica is the only one.
+        """
+        with self.membership:
+            if replica not in self.all or self._session is None:
+                return
+            if not [other for other in self.serving if other is not replica]:
+                raise ConfigError(f"{self.name}: the only replica that serves cannot leave")
+            index, num_moved = replica.workers.index, replica.num_in_flight
+            self.router.remove(replica)
+            replica.close()  # its thread moves its requests
+            self._session.shrink(self.name, index, WorkerError(f"replica {index} of {self.name} has left: {why}"))
+            self.left.append(ReplicaLeft(replica=index, num_moved=num_moved, reason=why))
+        logger.warning("%s: replica %d has left (%s); %d requests in flight moved", self.name, index, why, num_moved)
+
+
+def _in_thread(name: str, act: Callable[..., object], *args: Any) -> None:
+    threading.Thread(target=act, args=args, name=name, daemon=True).start()

@@ -1,0 +1,436 @@
+"""An engine whose copies are replicas that serve requests: when they rest and move, and how new weights reach them."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from rlite.errors import ConfigError, DataError, ResidencyError, WeightSyncError
+from rlite.observability import trace
+from rlite.runtime.replicas.completion import checked_tokens, complete, complete_all, score
+from rlite.runtime.replicas.engine import Engine, Weights
+from rlite.runtime.replicas.replacement import ReplicaReplaced
+from rlite.runtime.replicas.replica import (
+    COMMON_OPTIONS,
+    Capabilities,
+    InferenceBackend,
+    InFlightRequest,
+    Replica,
+)
+from rlite.runtime.replicas.replica_set import ReplicaSet
+from rlite.runtime.replicas.router import Policy, ReplicaLost
+from rlite.runtime.replicas.scaling import ScalingPolicy
+from rlite.runtime.replicas.weight_moves import copy_weights
+from rlite.runtime.replicas.workers import Kind, Part, T, WorkerSet
+from rlite.types import PromptLogprobs
+from rlite.wording import counted
+
+logger = logging.getLogger(__name__)
+
+
+class ServingEngine(Engine):
+    """The base of the inference engine: everything but prompts, texts and rollouts. It has a set of replicas.
+
+    Args:
+        backend: the executor.
+        executor: its name.
+        path: folder of a Hugging Face checkpoint.
+        config: the checkpoint's config, of the language model.
+        max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
+        routing: chooses the replica of a request.
+    """
+
+    kind: ClassVar[Kind] = "inference"
+    has_independent_replicas: ClassVar[bool] = True
+    _backend: InferenceBackend
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        executor: str,
+        path: str,
+        config: PreTrainedConfig,
+        max_replacements: int,
+        routing: Policy,
+    ) -> None:
+        super().__init__(backend, executor)
+        if missing := COMMON_OPTIONS.difference(inspect.signature(backend.options).parameters):
+            raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
+        if max_replacements < 0:
+            raise ConfigError(f"max_replacements={max_replacements}: expected 0 or more")
+        self.path, self._config = path, config
+        self._make_replicas = partial(ReplicaSet, routing, max_replacements, self._start_again, self._adopt)
+        self._replicas = self._make_replicas(executor, None)
+        self.left_replicas = self._replicas.left
+        """replicas that have left since the engine was built"""
+        self._ids = itertools.count()
+        self._is_paused = False
+        self._is_receiving = False
+        self._has_cache = False
+        self._is_as_loaded = True
+        """the weights are those of the engine's own checkpoint"""
+
+    def __repr__(self) -> str:
+        if not self.is_built:
+            return f"{type(self).__name__}({self.path}, executor {self.executor_name}, not built)"
+        replicas = f"{counted(len(self.copies), 'replica')} of {self.copies[0].size}"
+        return f"{type(self).__name__}({self.path}, {replicas}, {self._where()}, version {self.get_version()})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Optional abilities of the executor."""
+        return self._backend.capabilities
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """Names of the columns that a request may ask for."""
+        return self.capabilities.extras
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of prompt and completion together. Workers may allow fewer.
+
+        Raises:
+            RliteError: the engine is not built.
+        """
+        self.group.check()
+        return self.options.max_model_len or self._config.max_position_embeddings
+
+    @property
+    def seed(self) -> int:
+        """Seed of requests without a seed of their own."""
+        return self.options.seed
+
+    # -- replicas ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that have not ended."""
+        return self._replicas.num_in_flight
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas that serve."""
+        return len(self._replicas.serving)
+
+    @property
+    def lost_replicas(self) -> list[ReplicaLost]:
+        """Replicas that were lost since the engine was built, in the order of their loss."""
+        return self._replicas.router.lost
+
+    @property
+    def replaced_replicas(self) -> list[ReplicaReplaced]:
+        """Replacements since the engine was built, in the order of their end."""
+        return self._replicas.supervisor.replaced
+
+    def wait_for_replacements(self) -> None:
+        """Wait until no lost replica is being replaced."""
+        self._replicas.supervisor.settle()
+
+    def scale(self, num_replicas: int) -> None:
+        """Let replicas join or leave until `num_replicas` serve. Lost replicas that were not replaced leave first.
+
+        A joining replica takes devices on the conditions of `build`, and weights from a replica that serves. A leaving
+        replica returns its devices, and its requests continue on the others from their tokens so far. The newest
+        replicas leave first.
+
+        Args:
+            num_replicas: at least 1.
+
+        Raises:
+            ConfigError: the number is out of range, or the launcher or the executor has a fixed number of replicas.
+            PlacementError: the devices are not available.
+        """
+        self.group.check()
+        self._replicas.scale(num_replicas)
+
+    def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
+        """Scale the engine by a policy, until the engine is released or another policy is given.
+
+        Args:
+            policy: chooses the number of replicas from the load; None ends the scaling.
+            every_s: seconds between two decisions.
+            shrink_after_s: replicas leave only when the policy has wanted fewer for so many seconds, because the load
+                falls to zero between two batches.
+        """
+        if policy is not None:
+            self.group.check()
+        self._replicas.follow(policy, every_s, shrink_after_s)
+
+    # -- rest, requests and versions -----------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Rest at a token boundary; return when no worker computes. Requests wait until `resume()`."""
+        with self._replicas.membership:
+            self._is_paused = True
+            self._replicas.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause()`."""
+        with self._replicas.membership:
+            self._is_paused = False
+            self._let_run()
+
+    def abort_all(self) -> None:
+        """End every request in flight with its tokens so far and stop_reason "abort"."""
+        with self._replicas.membership:
+            try:
+                self._replicas.cancel()
+            finally:
+                self._let_run()
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on."""
+        with self._replicas.membership:
+            self._each(lambda replica: replica.set_version(version))
+            super().set_version(version)
+        self._version_changed()
+
+    @contextmanager
+    def receiving_weights(self, on_inflight: str) -> Iterator[None]:
+        """Hold generation while weights arrive; then let it go on from its tokens so far, or abort it.
+
+        Args:
+            on_inflight: "continue" or "abort".
+
+        Raises:
+            ConfigError: the executor cannot receive weights.
+            ResidencyError: the engine has no memory for weights.
+        """
+        self._need(self.capabilities.has_weight_sync, "p2p_weight_sync", "release() and build() it with a checkpoint")
+        with self._replicas.membership:
+            self._need_memory()  # another thread may have moved it before
+            with self._writing_weights(on_inflight):
+                yield
+
+    def _load(self, folder: str | None) -> None:
+        with self._writing_weights("continue"):
+            self._each(lambda replica: replica.load_weights(folder))
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def _complete(self, request: InFlightRequest, affinity: str | None) -> None:
+        """Complete a request; see `complete`."""
+        wanted = request.request.extras
+        self._need(self.extras.issuperset(wanted), f"extras={wanted}", f"it has {sorted(self.extras) or 'none'}")
+        self._check_ready("agenerate", may_wait=True)
+        await complete(self._replicas, request, affinity)
+
+    def _complete_all(self, groups: Sequence[Sequence[InFlightRequest]], timeout: float | None) -> None:
+        """Complete groups of siblings; see `complete_all`.
+
+        Raises:
+            DataError: there is no group.
+        """
+        if len(groups) == 0:
+            raise DataError("generate: the list of prompts is empty; expected at least one prompt")
+        self._check_ready("generate")
+        complete_all(self._replicas, groups, self.group.call_timeout if timeout is None else timeout)
+
+    def _score(
+        self, what: str, prompts: Sequence[list[int]], num_top: int, may_wait: bool = False
+    ) -> list[PromptLogprobs]:
+        self._need_prompt_logprobs()
+        self._check_ready(what, may_wait)
+        return score(self._replicas, prompts, num_top, self.context_length - 1)
+
+    def _checked(self, ids: Sequence[int], where: str) -> list[int]:
+        self.group.check()
+        return checked_tokens(ids, where, self._config.vocab_size)
+
+    def _need_prompt_logprobs(self, are_wanted: bool = True) -> None:
+        can = self.capabilities.has_prompt_logprobs or not are_wanted
+        self._need(can, "prompt_logprobs", "a train engine's `forward` computes them")
+
+    # -- hooks of `Engine` ---------------------------------------------------------------------------------------
+
+    def _validate(self, copy_size: int) -> None:
+        self._backend.check_checkpoint(self.path, self._config, copy_size)
+
+    def _num_copies(self, asked: int | None) -> int | None:
+        return self._backend.num_copies(asked, self.options)
+
+    def _source(self) -> str:
+        return self.path
+
+    def _built(self) -> None:
+        assert self._session is not None
+        self._has_cache, self._version = True, 0
+        self._is_paused, self._is_as_loaded = False, True
+        is_fixed = self._backend.num_copies(None, self.options) is not None
+        fixed_by = f"the options of the executor {self.executor_name!r}" if is_fixed else ""
+        has_default_length = vars(self.options).get("max_model_len") is None
+        self._replicas = self._make_replicas(self.name, self._session, fixed_by, has_default_length)
+        self.left_replicas = self._replicas.left
+        self._session.before_release(self.name, self._stop_serving)
+        for copy in self.copies:
+            self._replicas.admit(copy.index, self._replica(copy))
+
+    def _replica(self, copy: WorkerSet) -> Replica:
+        return self._backend.replica(copy, self.options, self._replicas.router.replica_failed)
+
+    def release(self) -> None:
+        """End the workers and free the devices. The engine can be built again."""
+        super().release()
+        self.wait_for_replacements()
+
+    def has_lost_some_of(self, members: Sequence[WorkerSet]) -> bool:
+        """Return whether some of these copies are no longer members: they are replaced, and others serve."""
+        return self._replicas.has_lost_some_of(members)
+
+    @property
+    def members(self) -> list[WorkerSet]:
+        """The workers of the replicas."""
+        return self._replicas.members
+
+    def _each(self, act: Callable[[Any], T]) -> list[T]:
+        self.group.check()
+        return self._replicas.each(act)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        self._need(self.capabilities.has_residency, "cuda(), cpu() and meta()", "release() and build() it instead")
+        self.wait_for_replacements()  # a process that starts would take memory that is about to be used otherwise
+        with self._replicas.membership:
+            self._replicas.pause()  # requests without a waiting caller have ended then
+            try:
+                if num := self.num_in_flight:
+                    why = f"{self.name} has {num} requests in flight; wait for them or call abort_all() first"
+                    raise ResidencyError(why)
+                yield
+            finally:
+                self._let_run()
+
+    def _moved(self, what: Part, resident: bool) -> None:
+        if what in ("all", "kv_cache"):
+            self._has_cache = resident
+
+    # -- for engines that inherit --------------------------------------------------------------------------------
+
+    def _stop_serving(self) -> None:
+        """End what runs in the driver, before the workers end."""
+        self._replicas.close()
+
+    def _version_changed(self) -> None:
+        """Note that tokens will carry another policy version."""
+
+    def _need(self, is_there: bool, what: str, remedy: str) -> None:
+        if not is_there:
+            raise ConfigError(f"{what}: the executor {self.executor_name!r} does not offer this; {remedy}")
+
+    def _check_ready(self, what: str, may_wait: bool = False) -> None:
+        self.group.check()
+        if may_wait and self._is_receiving:
+            return  # between two weights: the request waits
+        self._need_weights(what)
+        if not self._has_cache:
+            remedy = 'call cuda("kv_cache") first'
+            raise ResidencyError(f"{what}: the KV cache of {self.name} is not on the device; {remedy}")
+        if self._is_paused and not may_wait:
+            raise ResidencyError(f"{what}: {self.name} is paused; call resume() first")
+
+    # -- state of the replicas -----------------------------------------------------------------------------------
+
+    @property
+    def _is_running(self) -> bool:
+        return not self._is_paused and self._has_cache and self.weights is Weights.DEVICE
+
+    def _let_run(self) -> None:
+        if self._is_running:
+            self._replicas.resume()
+
+    @contextmanager
+    def _writing_weights(self, on_inflight: str) -> Iterator[None]:
+        with self._replicas.membership:
+            self._replicas.admit_late()
+            with trace.span("wait for a token boundary"):
+                self._replicas.pause()
+            if on_inflight == "abort":
+                self._replicas.cancel()
+            self._is_receiving = True
+            try:
+                with self._new_weights():
+                    self._is_as_loaded = False
+                    yield
+            except Exception as error:
+                cause = f"the weights of {self.name} could not be written, so this request was ended: {error}"
+                for replica in self._replicas.serving:
+                    replica.drop(WeightSyncError(cause))
+                raise
+            finally:
+                self._is_receiving = False
+            self._let_run()
+        self._version_changed()
+
+    def _start_again(self, index: int) -> Replica:
+        """Return a lost or a new replica, after starting its workers on the devices that the session has for it."""
+        assert self._session is not None
+        self._session.restart(self.name, index, self._factory)
+        self._choose_reporters()
+        return self._replica(self._copy(index))
+
+    def _adopt(self, replica: Replica, giver: Replica) -> int | None:
+        """Give a replica that has read the checkpoint the engine's weights and residency.
+
+        Returns:
+            The version of its weights; None if no replica's weights can be read, so that it waits for a weight sync.
+        """
+        can_copy = self.capabilities.has_readable_weights
+        is_current = give_weights(replica, giver, self._version, self.weights, self._is_as_loaded, can_copy)
+        match_memory(replica, self.weights, self._has_cache)
+        if is_current and not self._is_running:
+            replica.pause()
+        return self._version if is_current else None
+
+
+def give_weights(
+    replica: Replica, giver: Replica, version: int, weights: Weights, are_as_loaded: bool, can_copy: bool
+) -> bool:
+    """Give a replica that has read the checkpoint the weights of another one.
+
+    Args:
+        replica: the replica.
+        giver: a replica that serves.
+        version: version of the giver's weights.
+        weights: location of the giver's weights.
+        are_as_loaded: whether these are the checkpoint's.
+        can_copy: whether a replica's weights can be read.
+
+    Returns:
+        False if no replica's weights can be read, so that it has to wait for a weight sync.
+    """
+    if are_as_loaded:
+        replica.set_version(version)
+    elif weights in (Weights.DEVICE, Weights.HOST):
+        if not can_copy:
+            return False
+        copy_weights(giver.workers, replica.workers)
+        replica.weights_changed(version)
+    return True
+
+
+def match_memory(replica: Replica, weights: Weights, has_cache: bool) -> None:
+    """Release what the engine has released, or offload what it has offloaded.
+
+    Args:
+        replica: it has everything on the device.
+        weights: location of the engine's weights.
+        has_cache: whether the engine has its KV cache on the device.
+    """
+    if weights is Weights.HOST or (weights is Weights.DEVICE and not has_cache):
+        replica.to_cpu()
+        if weights is Weights.DEVICE:
+            replica.to_device("weights")
+    elif weights is not Weights.DEVICE:
+        replica.to_meta()
+        if weights is Weights.EMPTY:
+            replica.to_device("weights")
+        if has_cache:
+            replica.to_device("kv_cache")

@@ -1,0 +1,295 @@
+"""The driver side of moving weights: calls of the transport's functions in the processes of both ends.
+
+read_shared     the target reads each piece in place, in the memory of the source's processes
+read_gathered   whole tensors are gathered on every device, bucket by bucket, and read there
+broadcast       boxes travel in buckets, in a process group of both engines
+copy_weights    a replica that serves hands its weights to one that joins, rank by rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
+
+from rlite.errors import RliteError, WeightSyncError
+from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
+from rlite.runtime.cluster.session import current_session
+from rlite.runtime.parallel.processes import open_store
+from rlite.runtime.parallel.shards import nonfinite_names
+from rlite.runtime.replicas.transport import (
+    Broadcast,
+    Bucket,
+    Layout,
+    Meeting,
+    Piece,
+    Place,
+    checksums,
+    describe,
+    leave_meeting,
+    make_buckets,
+    read,
+    share,
+    take_part,
+    unshare,
+)
+from rlite.runtime.replicas.workers import Worker, WorkerSet, on_each_process
+
+LEAVE_S = 10.0
+"""time limit in seconds for a process to leave a process group"""
+
+Plan = dict[int, list[Piece]]
+"""the pieces of each rank of the target"""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Both ends of a move: one copy of the source, and the ranks of the target."""
+
+    source: WorkerGroup
+    copy: WorkerSet
+    """the workers that send"""
+    offered: list[Layout]
+    """layouts of the workers that send"""
+    target: WorkerGroup
+    targets: dict[int, Layout]
+    """layouts of the workers that receive, by rank"""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the target."""
+        return list(self.targets)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts at both ends."""
+        return [*self.offered, *self.targets.values()]
+
+    @property
+    def is_staged_on_host(self) -> bool:
+        """True if a process has its tensors in host memory."""
+        return any(layout.device == "cpu" for layout in self.layouts)
+
+
+def read_shared(route: Route, plan: Plan) -> int:
+    """Let the target read every piece in place, in the memory of the source's processes.
+
+    Returns:
+        The number of bytes written.
+    """
+    handles = [layout.handles for layout in route.offered]
+    has_to_share = None in handles
+    if has_to_share:
+        readers = {layout.process for layout in route.targets.values()}
+        handles = _apply(route.source, share, "share weights", route.copy.ranks, lambda rank: (None, False, readers))
+    read_by = _apply(route.target, read, "read weights", route.ranks, lambda rank: (plan[rank], handles))
+    if has_to_share:
+        _apply(route.source, unshare, "forget shared weights", route.copy.ranks)
+    return sum(read_by)
+
+
+def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> int:
+    """Gather whole tensors on every device, bucket by bucket; each target worker reads them on its own device.
+
+    Args:
+        route: both ends.
+        plan_of: returns the plan for a source of these layouts.
+
+    Returns:
+        The number of bytes written.
+    """
+    source, target = route.source, route.target
+    ranks = {device: rank for rank, device in enumerate(source.devices)}
+    local = {rank: ranks[target.devices[rank]] for rank in route.ranks}
+    whole: dict[str, Place] = {
+        name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
+        for layout in route.offered
+        for name, place in layout.places.items()
+    }
+    everything = Layout(whole, route.offered[0].host, route.offered[0].aliases)
+    plan = plan_of([everything])
+    written = 0
+    for bucket in make_buckets([everything]):
+        names = set(bucket.names)
+        wanted = {rank: [piece for piece in plan[rank] if piece.source_name in names] for rank in route.ranks}
+        readers = {local[rank]: [route.targets[rank].process] for rank, of_rank in wanted.items() if of_rank}
+        offers = [(bucket.names, True, readers.get(rank, [])) for rank in range(len(source))]
+        shared = _apply(source, share, "gather weights", None, offers.__getitem__)
+        reads = {rank: (of_rank, [shared[local[rank]]]) for rank, of_rank in wanted.items()}
+        written += sum(_apply(target, read, "read weights", route.ranks, reads.__getitem__))
+    _apply(source, unshare, "forget shared weights")
+    return written
+
+
+def broadcast(route: Route, plan: Plan) -> int:
+    """Broadcast every source rank's boxes in one process group of both engines' processes.
+
+    Returns:
+        The number of bytes written.
+    """
+    source, target = route.source, route.target
+    senders = {source.handles[rank].process: rank for rank in route.copy.ranks}
+    receivers = {target.handles[rank].process: rank for rank in route.ranks if plan[rank]}
+    processes = list(dict.fromkeys([*senders, *receivers]))
+    sent = Broadcast(
+        meeting=_meet(source, target, route.copy, tuple(processes)),
+        buckets=make_buckets(route.offered),
+        roots=tuple(processes.index(source.handles[rank].process) for rank in route.copy.ranks),
+        is_on_host=route.is_staged_on_host,
+    )
+    calls = []
+    for number, process in enumerate(processes):
+        roles = (source, senders.get(process)), (target, receivers.get(process))
+        group, rank = next((group, rank) for group, rank in roles if rank is not None)
+        keys = tuple(None if rank is None else group.key(rank) for group, rank in roles)
+        pieces = plan[receivers[process]] if process in receivers else []
+        calls.append((group, rank, keys, (sent, number, pieces)))
+    try:
+        return sum(apply_on_processes(calls, take_part, [source, target], "weight sync", source.call_timeout))
+    except BaseException:  # a process left in the middle of a broadcast must not take part in the next sync
+        _part(source, target, route.copy.index)
+        raise
+
+
+def verify(route: Route, plan: Plan) -> None:
+    """Compare every piece at both ends, and look for non-finite weights.
+
+    Raises:
+        WeightSyncError: a piece differs, or arrived weights are not finite.
+    """
+    source, target, first = route.source, route.target, route.copy.ranks[0]
+    pieces = [(to, piece) for to, of_rank in plan.items() for piece in of_rank]
+    by_source = [[piece for _, piece in pieces if piece.source == index] for index in range(len(route.offered))]
+    sent = _apply(source, checksums, "checksum", route.copy.ranks, lambda rank: (True, by_source[rank - first]))
+    arrived = _apply(target, checksums, "checksum", route.ranks, lambda rank: (False, plan[rank]))
+    left = dict(zip(route.ranks, map(iter, arrived), strict=True))
+    expected = list(map(iter, sent))
+    for to, piece in pieces:
+        if next(left[to]) != next(expected[piece.source]):
+            raise WeightSyncError(f"{piece.name} on {target.describe(to)} is not what {source.name} sent")
+    found = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN", route.ranks)
+    for rank, names in zip(route.ranks, found, strict=True):
+        if names:
+            raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
+
+
+_meetings: dict[tuple[WorkerGroup, WorkerGroup, int], tuple[tuple[Any, ...], Meeting]] = {}
+"""the process group between two engines and its processes, by the source's copy. It lives until either engine is
+released, or until other processes take part"""
+
+
+def _meet(source: WorkerGroup, target: WorkerGroup, copy: WorkerSet, processes: tuple[Any, ...]) -> Meeting:
+    key = (source, target, copy.index)
+    if key in _meetings and _meetings[key][0] != processes:
+        _part(*key)
+    if key not in _meetings:
+        meeting = _open_meeting(source, copy.ranks[0], len(processes), source.call_timeout)
+        _meetings[key] = processes, meeting
+        for group in (source, target):
+            current_session().before_release(group.name, partial(_part, *key))
+    return _meetings[key][1]
+
+
+def _open_meeting(group: WorkerGroup, rank: int, size: int, timeout: float) -> Meeting:
+    """Return a rendezvous in the process of a rank."""
+    ip = group.devices[rank].ip
+    (port,) = apply_on_processes([(group, rank, (), (ip,))], open_store, [group], "open a rendezvous", timeout)
+    return Meeting(ip, port, size, group.call_timeout)
+
+
+def _part(source: WorkerGroup, target: WorkerGroup, copy: int) -> None:
+    """End the process group between two engines in every process that still serves."""
+    if (source, target, copy) not in _meetings:
+        return
+    _, meeting = _meetings.pop((source, target, copy))
+    _leave([(group, rank) for group in (source, target) for rank in range(len(group))], meeting, "leave weight sync")
+
+
+def _leave(workers: Sequence[tuple[WorkerGroup, int]], meeting: Meeting, what: str) -> None:
+    serving = [(group, rank) for group, rank in workers if group.is_serving(rank)]
+    with suppress(RliteError):  # who died, or is stuck, takes the process group along
+        on_each_process(serving, leave_meeting, (meeting,), what, LEAVE_S)
+
+
+def _apply(
+    group: WorkerGroup, function: Any, what: str, ranks: Sequence[int] | None = None, args_of: Any = lambda rank: ()
+) -> list[Any]:
+    """Return the results of `function(worker, *args_of(rank))` on workers of one group."""
+    chosen = range(len(group)) if ranks is None else ranks
+    calls = [(group, rank, (group.key(rank),), args_of(rank)) for rank in chosen]
+    return apply_on_processes(calls, function, [group], what, group.call_timeout)
+
+
+# -- from one replica to another ---------------------------------------------------------------------------------------
+
+
+def copy_weights(source: WorkerSet, target: WorkerSet) -> int:
+    """Copy the weights of a replica that serves into one that does not yet. Each source worker pauses for a bucket.
+
+    Args:
+        source: workers of the one replica.
+        target: workers of the other one, of the same group and as many.
+
+    Returns:
+        The number of bytes written.
+    """
+    group = source.group
+    pairs = list(zip(source.ranks, target.ranks, strict=True))
+    plans = [_pair_plan(group, *pair) for pair in pairs]
+    try:
+        written = 0
+        for buckets in zip_longest(*(plan.buckets for plan, _ in plans)):
+            calls: list[Any] = []
+            for (giver, taker), (plan, pieces), bucket in zip(pairs, plans, buckets, strict=True):
+                if bucket is not None:
+                    part = _part_of(plan, pieces, bucket)
+                    calls.append((group, giver, (group.key(giver), None), part))
+                    calls.append((group, taker, (None, group.key(taker)), part))
+            written += sum(apply_on_processes(calls, hand_over, [group], "copy weights", group.call_timeout))
+        return written
+    finally:
+        for pair, (plan, _) in zip(pairs, plans, strict=True):
+            _leave([(group, rank) for rank in pair], plan.meeting, "leave")
+
+
+def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, pieces: list[Piece]) -> int:
+    """Send, or receive, one bucket.
+
+    Args:
+        giver: the worker that serves, in its process.
+        taker: the worker that joins, in its process.
+        plan: the bucket and the process group.
+        pieces: pieces of the bucket.
+
+    Returns:
+        The number of bytes written.
+    """
+    shards = None if giver is None else giver.parameter_shards
+    source: Any = shards and SimpleNamespace(parameter_shards=shards, served_shards=shards)  # of its own weights
+    return take_part(source, taker, plan, 0 if taker is None else 1, pieces if taker is not None else [])
+
+
+def _part_of(plan: Broadcast, pieces: list[Piece], bucket: Bucket) -> tuple[Broadcast, list[Piece]]:
+    return replace(plan, buckets=(bucket,)), [piece for piece in pieces if piece.source_name in bucket.names]
+
+
+def _pair_plan(group: WorkerGroup, giver: int, taker: int) -> tuple[Broadcast, list[Piece]]:
+    """Return the buckets and pieces of everything that two workers of equal rank hold.
+
+    Raises:
+        WeightSyncError: they do not hold the same.
+    """
+    offered, wanted = _apply(group, describe, "describe weights", (giver, taker), lambda rank: (False, False))
+    if offered != wanted:
+        raise WeightSyncError(f"{group.describe(taker)} does not hold the same parts as {group.describe(giver)}")
+    is_on_host = "cpu" in (offered.device, wanted.device)
+    meeting = _open_meeting(group, giver, 2, 60.0)
+    pieces = []
+    for name, place in offered.places.items():
+        whole = tuple(slice(0, size) for size in place.shape)
+        pieces.append(Piece(name, name, 0, whole, whole, place.dtype))
+    return Broadcast(meeting, make_buckets([offered]), roots=(0,), is_on_host=is_on_host), pieces

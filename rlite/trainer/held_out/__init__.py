@@ -1,1 +1,0 @@
-"""Held-out sets: their options, and the sets that a trainer evaluates on."""

@@ -1,0 +1,193 @@
+"""The devices of a reinforcement-learning trainer's engines, and what its inference executor must offer.
+
+If training rollouts truncate (top_p, top_k), the policy is trained over the ids that were kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tensordict import TensorDict
+
+import rlite
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError, DataError
+from rlite.rollout import RolloutWorkflow
+from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
+from rlite.trainer.model.options import ModelOptions, frozen_build_options
+from rlite.trainer.options import TrainerOptions
+from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.options import PpoConfig, RolloutOptions
+
+REMEDY = "sample with top_p=1 and top_k=0"
+
+
+def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
+    """Refuse truncated training rollouts if the inference executor does not return the kept ids.
+
+    Args:
+        rollout: options of the rollouts.
+        extras: names of the columns that the executor offers.
+
+    Raises:
+        ConfigError: the executor does not return them.
+    """
+    if truncation(rollout) and "kept_ids" not in extras:
+        raise ConfigError(
+            f"rollout.train_sampling_params truncates ({truncation(rollout)}), and rollout.executor={rollout.executor} "
+            "does not return the token ids that it kept, so the sampled distribution could not be trained on; "
+            f"{REMEDY}, or with rollout.executor=torch"
+        )
+
+
+def check_kept(batch: TensorDict, rollout: RolloutOptions, workflow: RolloutWorkflow) -> None:
+    """Refuse rollouts that were truncated but lack the kept ids.
+
+    Args:
+        batch: a batch of the workflow.
+        rollout: options of the rollouts.
+        workflow: made the batch.
+
+    Raises:
+        DataError: the batch has no `kept_ids`.
+    """
+    if truncation(rollout) and "kept_ids" not in batch:
+        raise DataError(
+            f"training rollouts truncate ({truncation(rollout)}), and the trajectories of {type(workflow).__name__} "
+            "have no kept_ids: its log-probabilities would be those of another distribution. Build trajectories with "
+            "trajectory(response) or TokenHistory.add(response), which keep response.extras['kept_ids'], or "
+            f"{REMEDY}"
+        )
+
+
+def truncation(rollout: RolloutOptions) -> str:
+    """Return how training rollouts truncate; "" if they do not."""
+    sampling = rollout.train_sampling_params
+    return f"top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.gconfig().is_truncating else ""
+
+
+def without_evaluation(world: int, trainer: TrainerOptions, tp_size: int) -> tuple[int, int]:
+    """Return the number of devices that train and generate, and of devices that only evaluate.
+
+    Args:
+        world: number of devices.
+        trainer: says where evaluations run.
+        tp_size: devices of one replica.
+
+    Raises:
+        ConfigError: The devices cannot be divided so.
+    """
+    if trainer.evaluate != "beside":
+        return world, 0
+    evaluating = trainer.evaluation_devices or tp_size
+    if evaluating % tp_size:
+        raise ConfigError(f"trainer.evaluation_devices={evaluating}: rollout.tp_size={tp_size} does not divide it")
+    if evaluating >= world:
+        raise ConfigError(
+            f"trainer.evaluate=beside: evaluations need devices of their own, {evaluating} of them, and there are "
+            f"{world} in all. Give more (num_devices=2 launcher=ray), or let training wait (trainer.evaluate=in_turns)"
+        )
+    return world - evaluating, evaluating
+
+
+def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
+    """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead.
+
+    Raises:
+        ConfigError: The devices cannot be divided so.
+    """
+    generating = world
+    if rollout.max_head_offpolicyness:
+        generating = rollout.num_devices or max(world // 2 // rollout.tp_size, 1) * rollout.tp_size
+        if not 0 < generating < world:
+            raise ConfigError(
+                f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}: rollouts that run beside training "
+                f"need devices of their own, {generating} of them, and there are {world} in all. Give more "
+                "(num_devices=2 launcher=ray), or let them take turns (rollout.max_head_offpolicyness=0)"
+            )
+    if generating % rollout.tp_size:
+        raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide {generating} devices for generation")
+    return world if generating == world else world - generating, generating
+
+
+class Placement:
+    """Makes the engines of a run, and places them.
+
+    Args:
+        options: the run's config.
+        max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
+
+    Raises:
+        ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids.
+    """
+
+    def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
+        self._options, self._max_model_len = options, max_model_len
+        actor, trainer = options.actor, options.trainer
+        rollout = self._inference_engine()
+        check_engine(options.rollout, rollout.extras)
+        num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
+        critic = reference = None
+        if options.has_critic:
+            own = options.critic.as_model(actor)
+            critic = trained_engine(critic_module, own, trainer.total_steps * actor.update_per_rollout)
+        if options.has_reference and not options.is_base_reference:
+            reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
+        self.engines = Engines(
+            rollout,
+            trained_engine(policy_module, actor, num_updates),
+            critic,
+            reference,
+            None if trainer.evaluate == "in_turns" else self._inference_engine(),
+        )
+
+    def build(self) -> None:
+        """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
+        session, options, engines = rlite.current_session(), self._options, self.engines
+        rollout, actor = options.rollout, options.actor
+        num_shared, num_evaluating = without_evaluation(len(session.devices), options.trainer, rollout.tp_size)
+        num_training, num_generating = divide_devices(num_shared, rollout)
+        models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(engines.actor, actor, actor.offload_model)]
+        for engine, others in ((engines.critic, options.critic), (engines.reference, options.ref_actor)):
+            if engine is not None:
+                models.append((engine, others.as_model(actor), others.offload_model))
+        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
+        self._build_inference(engines.rollout, num_generating)
+        if engines.evaluation is not None and not num_evaluating:
+            self._build_beside_rollouts(engines.evaluation, num_generating)
+        default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
+        engines.is_apart = rollout.max_head_offpolicyness > 0
+        engines.takes_turns = {engines.rollout: default and not engines.is_apart}
+        engines.resident = engines.rollout if engines.takes_turns[engines.rollout] else None
+        owner = engines.actor if engines.is_apart else engines.rollout
+        for (engine, _, offload), own in zip(models, build_options, strict=True):
+            own = frozen_build_options(own, session.device) if engine is engines.reference else own
+            engine.build(**own, colocate_with=None if engine is owner else owner)
+            engines.takes_turns[engine] = default if offload is None else offload
+        if engines.evaluation is not None and num_evaluating:
+            self._build_inference(engines.evaluation, num_evaluating)
+
+    def _inference_engine(self) -> RliteInferenceEngine:
+        rollout, name = self._options.rollout, self._options.actor.model_name
+        return RliteInferenceEngine(name, executor=rollout.executor, max_replacements=rollout.max_replacements)
+
+    def _build_inference(
+        self, engine: RliteInferenceEngine, num_devices: int, beside: RliteInferenceEngine | None = None
+    ) -> None:
+        options = self._options
+        own = options.rollout.build_options(num_devices)
+        if options.trainer.evaluate == "snapshot":
+            own["gpu_memory_utilization"] /= 2  # two engines on the same devices
+        engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
+        engine.rollout_options = options.collector_options()
+
+    def _build_beside_rollouts(self, engine: RliteInferenceEngine, num_devices: int) -> None:
+        """Build an engine on the devices of the rollouts. It sizes its KV cache by the memory that it finds free."""
+        rollout = self.engines.rollout
+        has_residency = rollout.capabilities.has_residency
+        if has_residency:
+            rollout.cpu()
+        self._build_inference(engine, num_devices, rollout)
+        if has_residency:
+            rollout.cuda()

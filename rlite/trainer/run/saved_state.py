@@ -1,0 +1,176 @@
+"""State of a run in its folder, to go on from: the lock of the folder, `latest/`, and checkpoints.
+
+The time at which a run started: the date that its chat template writes, today and after every resume.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rlite import config
+from rlite.data.chat.template import CLOCK
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import CheckpointError, ConfigError, why_not_written
+from rlite.runtime.cluster.session import at_shutdown
+from rlite.runtime.storage.atomic import FACTS
+from rlite.trainer.run.checkpoints import Checkpoints, steps_of
+from rlite.trainer.run.folder import CONFIG, NEWEST, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.interruption import has_begun
+
+STARTED = "started"
+"""fact of a checkpoint: the time at which its run started"""
+
+
+def wanted_checkpoint(resolved: Any) -> str | None:
+    """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run.
+
+    Args:
+        resolved: the trainer's config.
+
+    Raises:
+        ConfigError: the folder holds another run.
+    """
+    options = resolved.trainer
+    overwrites = options.overwrite and not has_begun()
+    folder = Path(options.save_dir)
+    return checkpoint_to_load(folder, options.load_ckpt_from, overwrites, config.to_container(resolved))
+
+
+def started_at(resolved: Any) -> datetime:
+    """Return the time at which the run started that is resumed, else the present.
+
+    Args:
+        resolved: the trainer's config. Its group `trainer` has the options of the run.
+
+    Raises:
+        ConfigError: the folder holds another run.
+    """
+    wanted = wanted_checkpoint(resolved)
+    if wanted is None:
+        return datetime.now()
+    steps = steps_of(Path(resolved.trainer.save_dir) / "state")
+    found = [path for _, path in sorted(steps.items(), reverse=True)] if wanted in NEWEST else [Path(wanted)]
+    for path in found:  # a damaged one is reported when it is loaded
+        with suppress(OSError, ValueError, KeyError):
+            return datetime.fromisoformat(json.loads((path / FACTS).read_text())[STARTED])
+        with suppress(OSError):  # an earlier version has not saved the time: it wrote this file when it started
+            return datetime.fromtimestamp((path.parent.parent / CONFIG).stat().st_mtime)
+    return datetime.now()
+
+
+class SavedState:
+    """Loads what an earlier attempt has saved, and saves.
+
+    Args:
+        resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
+
+    Raises:
+        ConfigError: the folder holds another run.
+    """
+
+    def __init__(self, resolved: Any) -> None:
+        self._config, self._options, self._kind = resolved, resolved.trainer, type(resolved).__name__
+        self.folder = Path(self._options.save_dir)
+        self._overwrites = self._options.overwrite and not has_begun()
+        self._started = CLOCK.now()
+        self.held = ExitStack()
+        """holds the folder, from `restore` on"""
+        self.checkpoints = self._find_checkpoints()
+
+    def _find_checkpoints(self) -> Checkpoints:
+        options, wanted = self._options, wanted_checkpoint(self._config)
+        return Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
+
+    def restore(self, engine: RliteTrainEngine, others: Mapping[str, RliteTrainEngine]) -> dict[str, Any]:
+        """Lock the folder, take the engines to save, and load the checkpoint to resume from into them.
+
+        Args:
+            engine: the engine of the main model.
+            others: further engines.
+
+        Returns:
+            The facts that were saved; {} for a new run.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
+                finite.
+            ConfigError: the folder cannot be written to, or another run is under way there.
+        """
+        self._engine, self._others = engine, others
+        with self._writing():
+            self.held.callback(lock(self.folder).close)
+        at_shutdown(self.held.close)  # for a trainer whose loop is not `fit`
+        self.checkpoints = self._find_checkpoints()  # another run may have gone on since
+        facts, found = self.checkpoints.restore(engine, others), self.checkpoints.found
+        if facts and (damage := self.nonfinite_weights()):
+            raise CheckpointError(f"{found}: {damage}; resume from an earlier one")
+        if facts and facts.get("config", self._kind) != self._kind:
+            raise CheckpointError(
+                f"{found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
+                "another trainer begins from the weights in latest/"
+            )
+        return facts
+
+    def open(self) -> None:
+        """Write the resolved config, after removing what belongs to no step of this run.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        with self._writing():
+            if self.begins_empty:
+                clear(self.folder)
+            if self.checkpoints.found is not None:
+                self.checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
+            config.save(self._config, self.folder / CONFIG)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
+            ) from error
+
+    @property
+    def begins_empty(self) -> bool:
+        """True if what the folder holds is deleted first."""
+        return self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
+
+    @property
+    def way_on(self) -> str:
+        """Name of the command that resumes this run."""
+        return "The same command without trainer.overwrite=true" if self.begins_empty else "The same command"
+
+    def nonfinite_weights(self) -> str:
+        """Return the names of weights that are not finite, as text; "" if all are finite."""
+        engines = {"model": self._engine, **self._others}
+        found = {key: engine.nonfinite_parameters() for key, engine in engines.items()}
+        return "; ".join(
+            f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            for key, names in found.items()
+            if names
+        )
+
+    def write_models(self) -> None:
+        """Write the models for other programs."""
+        for name, other in self._others.items():
+            other.save(self.folder / f"{name}_latest")
+        self._engine.save(self.folder / "latest")
+
+    def write_state(self, step: int, facts: Mapping[str, Any], kept: Mapping[str, Any] | None) -> None:
+        """Write a checkpoint, maybe in the background.
+
+        Args:
+            step: finished steps.
+            facts: values that JSON can hold.
+            kept: plain values and tensors.
+        """
+        own = {"config": self._kind, STARTED: self._started.isoformat()}
+        self.checkpoints.save(step, self._engine, self._others, {**own, **facts}, kept)
