@@ -154,6 +154,10 @@ WARM_UP = 2
 """first steps of a phase, in which programs compile and caches fill"""
 
 
+MAX_LEARNING = 1 << 16
+"""bytes of a run's `learning.json` that are read; a longer one is no JSON"""
+
+
 class Advice(TypedDict):
     """One advisory."""
 
@@ -189,8 +193,9 @@ def advisories(
 def do_equal_rewards_teach_nothing(folder: Path) -> bool:
     """Return whether a run says that it learns nothing from a group of equal rewards."""
     try:
-        return json.loads((folder / LEARNING).read_bytes())["equal_rewards"]["can_teach"] is False
-    except (OSError, ValueError, TypeError, KeyError):
+        with files.reading(folder / LEARNING, folder) as file:
+            return json.loads(file.read(MAX_LEARNING))["equal_rewards"]["can_teach"] is False
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return False
 
 

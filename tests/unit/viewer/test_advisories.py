@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,3 +108,18 @@ def test_alarms_come_first(tmp_path: Path) -> None:
 
 def test_the_limit_of_drift_is_that_of_the_alarm() -> None:
     assert MAX_DRIFT == DRIFT_LIMIT
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "link", "nested", "long"])
+def test_a_hostile_answer_about_equal_rewards_gives_no_advice_and_blocks_nothing(tmp_path: Path, kind: str) -> None:
+    path, useless = tmp_path / "run" / "learning.json", '{"equal_rewards": {"can_teach": false}}'
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "outside.json").write_text(useless)
+        path.symlink_to(tmp_path / "outside.json")
+    else:
+        path.write_text('{"a":' * 20_000 if kind == "nested" else f'{{"a": "{"x" * (1 << 17)}", {useless[1:]}')
+    assert not do_equal_rewards_teach_nothing(path.parent)
