@@ -84,7 +84,7 @@ def test_ten_thousand_log_normal_lengths_fill_their_packs(num_ranks: int, capaci
     per_rank = [sum(share) for share in loads(plan, lengths)]
     assert fill >= 0.97 or len(plan[0]) == -(-sum(lengths) // (num_ranks * capacity)), fill
     assert max(per_rank) - min(per_rank) <= 0.001 * max(per_rank)
-    assert seconds < 1
+    assert seconds < 10  # it takes one; a plan that compares all pairs of rows would take minutes
 
 
 def test_microbatches_that_run_together_are_of_like_size() -> None:

@@ -164,10 +164,11 @@ def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
 
 
 BUSY = WAIT.replace(
-    "    time.sleep(60)\n",
+    '    print("ready", flush=True)\n    time.sleep(60)\n',
     """
     while True:
         try:
+            print("ready", flush=True)
             time.sleep(60)
         except KeyboardInterrupt:
             print("busy", flush=True)
