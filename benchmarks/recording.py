@@ -29,8 +29,8 @@ import torch
 import rlite
 from benchmarks.grpo import STOP_PROBABILITY, grpo_trainer
 from benchmarks.model import build_model
+from rlite.assembly.observers import RunRecord
 from rlite.assembly.rl import make_rollouts
-from rlite.assembly.run_record import RunRecord
 from rlite.data.prompts import PromptStream
 from rlite.rollout import RolloutCollector
 from rlite.services.record.files import used_bytes

@@ -15,9 +15,8 @@ from rlite import config
 from rlite.algorithms import is_selective
 from rlite.algorithms.calls import Configured
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import LearningFacts, run_observers
+from rlite.assembly.observers import LearningFacts, Recording, RunRecord, run_observers
 from rlite.assembly.plans import batch_plan
-from rlite.assembly.run_record import Recording, RunRecord
 from rlite.assembly.workflows import Context, check_lengths, held_out_workflows, workflow_maker
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream

@@ -9,9 +9,8 @@ from typing import Any
 import rlite
 from rlite import config
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import run_observers
+from rlite.assembly.observers import Recording, run_observers
 from rlite.assembly.plans import data_plan, model_plan
-from rlite.assembly.run_record import Recording
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
 from rlite.data.readers.formats import RowKind

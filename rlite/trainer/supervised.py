@@ -14,9 +14,8 @@ from torch import Tensor
 
 import rlite
 from rlite.assembly import supervised as assembly
-from rlite.data.loader import BatchLoader, StreamLoader
 from rlite.data.readers.formats import RowKind
-from rlite.data.tokens import TokenRows
+from rlite.data.tokens import BatchLoader, StreamLoader, TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
 from rlite.observability import stats_tracker
 from rlite.suggestions import UNNAMED

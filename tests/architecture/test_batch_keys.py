@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlite.batch import KEYS, NAMED_REWARD
 from rlite.rollout import trajectory
-from rlite.rollout.chat.transcript import Transcript
+from rlite.rollout.conversation import Transcript
 from rlite.types import LLMResponse
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,9 @@ from tensordict import TensorDict
 
 from rlite.data.chat.template import Tokenizer, has_chat_template
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.conversation import ConversationOptions, ConversationWorkflow
+from rlite.rollout.conversation import ConversationOptions, ConversationWorkflow
+from rlite.rollout.environments.environment import Environment, GymEnvironment, ProcessOptions, noting
 from rlite.rollout.environments.file import is_gym_file
-from rlite.rollout.environments.gym import GymEnvironment
-from rlite.rollout.environments.step import Environment, ProcessOptions, noting
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import AsyncInference, GenerationHyperparameters
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rlite.data.chat.forms import Message
 from rlite.data.chat.template import Tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.conversation import Conversation, ConversationOptions, ConversationWorkflow
+from rlite.rollout.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, numbered, typed

@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.assembly.supervised import read_tokens
 from rlite.config import load
-from rlite.data.loader import StreamLoader
 from rlite.data.readers.streaming import WINDOW
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
+from rlite.data.tokens import StreamLoader
 from rlite.errors import ConfigError, StreamedDataError, UnknownOptionError
 from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from tests.agents import tokenizer_with

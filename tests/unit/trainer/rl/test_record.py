@@ -12,9 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.observers import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.assembly.rl import make_rollouts
-from rlite.assembly.run_record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.data.packs import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
