@@ -16,8 +16,8 @@ from rlite.algorithms import is_selective
 from rlite.algorithms.calls import Configured
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import LearningFacts, Recording, RunRecord, run_observers
-from rlite.assembly.plans import batch_plan
-from rlite.assembly.workflows import Context, check_lengths, held_out_workflows, workflow_maker
+from rlite.assembly.plans import BatchPlan
+from rlite.assembly.workflows import Context, RunWorkflows
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
@@ -32,12 +32,13 @@ from rlite.services.console.alarms import Alarms
 from rlite.services.console.usage import Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES as ACCURACIES
-from rlite.trainer.held_out import held_out_sources, key_of
+from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.advantages import LogprobPasses, outcome_estimator
 from rlite.trainer.rl.critic import Critic, KlCoefficient
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.options import PpoConfig, PromptOptions
 from rlite.trainer.rl.placement import Placement
 from rlite.trainer.rl.policy_loss import PolicyLoss
 from rlite.trainer.rl.recovery import TrainRecovery
@@ -121,10 +122,11 @@ def make_parts(
     reported = reported_metrics(sets, evaluated, SHOWN)
     check_evaluated(trainer, reported.evaluated)
     tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
-    context = check_lengths(options, [(workflow, train_rows, "train_data"), *tests])
+    context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
     data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
     prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, data.mixture)
-    loss = make_policy_loss(options)
+    maker = PartsMaker(options)
+    loss = maker.policy_loss()
     run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
     placement = Placement(options, context.length)
     engines = placement.engines
@@ -137,9 +139,9 @@ def make_parts(
         reported=reported,
         placement=placement,
         engines=engines,
-        rollouts=make_rollouts(options, engines, workflow, prompts),
-        logprobs=make_logprobs(options, engines),
-        critic=make_critic(options, engines),
+        rollouts=maker.rollouts(engines, workflow, prompts),
+        logprobs=maker.logprobs(engines),
+        critic=maker.critic(engines),
         loss=loss,
         estimator=outcome_estimator(options.adv),
         kl=KlCoefficient(options.kl),
@@ -154,73 +156,78 @@ def make_parts(
     )
 
 
-def make_policy_loss(options: PpoConfig) -> PolicyLoss:
-    """Return the loss of the policy."""
-    actor = options.actor
-    return PolicyLoss(
-        policy_loss=actor.policy_loss.name,
-        options=actor.policy_loss.options,
-        clip_low=actor.clip,
-        clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
-        avg_level=actor.avg_level,
-        temperature=options.temperature,
-        max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
-        tis_coef=actor.tis_coef,
-        rejection=actor.rejection,
-        off_policy_threshold=actor.off_policy_threshold,
-        entropy_coef=actor.entropy_coef,
-        kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
-        kl_estimator=options.kl.loss_estimator,
-        returns_tokens=options.trainer.record != "none",
-    )
+@dataclass(frozen=True)
+class PartsMaker:
+    """Makes the parts of a trainer that read several groups of options."""
 
+    options: PpoConfig
 
-def make_logprobs(options: PpoConfig, engines: Engines) -> LogprobPasses:
-    """Return the forward passes beside the update."""
-    return LogprobPasses(
-        engines,
-        options.temperature,
-        has_reference=options.has_reference,
-        is_base_reference=options.is_base_reference,
-        has_old=options.has_old_logprobs,
-        longest=(options.inference_length(), options.inference_length(options.ref_actor)),
-        reports_off_policy=options.actor.off_policy_metrics,
-        tis_coef=options.actor.tis_coef,
-    )
+    def policy_loss(self) -> PolicyLoss:
+        """Return the loss of the policy."""
+        options, actor = self.options, self.options.actor
+        return PolicyLoss(
+            policy_loss=actor.policy_loss.name,
+            options=actor.policy_loss.options,
+            clip_low=actor.clip,
+            clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
+            avg_level=actor.avg_level,
+            temperature=options.temperature,
+            max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
+            tis_coef=actor.tis_coef,
+            rejection=actor.rejection,
+            off_policy_threshold=actor.off_policy_threshold,
+            entropy_coef=actor.entropy_coef,
+            kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
+            kl_estimator=options.kl.loss_estimator,
+            returns_tokens=options.trainer.record != "none",
+        )
 
+    def logprobs(self, engines: Engines) -> LogprobPasses:
+        """Return the forward passes beside the update."""
+        options = self.options
+        return LogprobPasses(
+            engines,
+            options.temperature,
+            has_reference=options.has_reference,
+            is_base_reference=options.is_base_reference,
+            has_old=options.has_old_logprobs,
+            longest=(options.inference_length(), options.inference_length(options.ref_actor)),
+            reports_off_policy=options.actor.off_policy_metrics,
+            tis_coef=options.actor.tis_coef,
+        )
 
-def make_critic(options: PpoConfig, engines: Engines) -> Critic | None:
-    """Return the critic, if advantages need values."""
-    if engines.critic is None:
-        return None
-    loss = ValueLoss(
-        clip=options.critic.clip,
-        avg_level=options.critic.as_model(options.actor).avg_level,
-        max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
-    )
-    longest = options.inference_length(options.critic)
-    return Critic(engines, engines.critic, loss, options.actor.update_per_rollout, longest)
+    def critic(self, engines: Engines) -> Critic | None:
+        """Return the critic, if advantages need values."""
+        if engines.critic is None:
+            return None
+        options = self.options
+        loss = ValueLoss(
+            clip=options.critic.clip,
+            avg_level=options.critic.as_model(options.actor).avg_level,
+            max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
+        )
+        longest = options.inference_length(options.critic)
+        return Critic(engines, engines.critic, loss, options.actor.update_per_rollout, longest)
 
+    def rollouts(self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> Rollouts:
+        """Return the source of batches: they are generated in turns with training, or ahead of it.
 
-def make_rollouts(options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> Rollouts:
-    """Return the source of batches: they are generated in turns with training, or ahead of it.
-
-    Args:
-        options: `rollout.max_head_offpolicyness` chooses between the two.
-        engines: their rollout engine generates.
-        workflow: runs the episodes.
-        prompts: yields the items.
-    """
-    kind = RolloutsAhead if options.rollout.max_head_offpolicyness else Rollouts
-    return kind(
-        options.rollout,
-        engines.rollout,
-        workflow,
-        prompts,
-        options.train_data.prompts_per_rollout,
-        options.responses_per_prompt,
-        options.has_dynamic_filtering,
-    )
+        Args:
+            engines: their rollout engine generates.
+            workflow: runs the episodes.
+            prompts: yields the items.
+        """
+        options = self.options
+        kind = RolloutsAhead if options.rollout.max_head_offpolicyness else Rollouts
+        return kind(
+            options.rollout,
+            engines.rollout,
+            workflow,
+            prompts,
+            options.train_data.prompts_per_rollout,
+            options.responses_per_prompt,
+            options.has_dynamic_filtering,
+        )
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
@@ -245,25 +252,27 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
-    sets = parts.evaluations.sets
-    return batch_plan(parts.options, parts.engines, workflow, parts.context, parts.data, sets)
+    plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
+    return plan.topics()
 
 
-def read_prompts(options: PpoConfig, given: ProgramObjects = NOTHING) -> tuple[Rows, dict[str, Rows]]:
+def read_prompts(
+    data: PromptOptions, test_data: Mapping[str, HeldOutPromptOptions], given: ProgramObjects = NOTHING
+) -> tuple[Rows, dict[str, Rows]]:
     """Return the rows of train_data, and the rows of each set of test_data.
 
     Args:
-        options: the run's config.
+        data: options of train_data.
+        test_data: options of the sets.
         given: rows of a program, in place of those of the paths.
     """
-    data = options.train_data
     sources = {name: given.source(source) for name, source in data.sources("train_data").items()}
     if data.streaming:
         rows = streamed_source(sources[""], "prompts", data.shuffle_buffer)
     else:
         parts = {name: read_source(source, "prompts") for name, source in sources.items()}
         rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    tests = held_out_sources(test_data, data.columns, data.system_prompt)
     return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
 
 
@@ -284,29 +293,33 @@ def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
         rewards = ChosenRewards(options.reward, given.functions()) if options.reward else None
-        train_rows, test_rows = read_prompts(options, given)
-        workflow = workflow_maker(options, rewards, {"train_data": train_rows})
-        testing = held_out_workflows(options, workflow, rewards, test_rows, given)
+        train_rows, test_rows = read_prompts(options.train_data, options.test_data, given)
+        workflows = RunWorkflows(options)
+        workflow = workflows.maker(rewards, {"train_data": train_rows})
+        testing = workflows.held_out(workflow, rewards, test_rows, given)
 
-        def fit(options: PpoConfig) -> dict[str, float]:
+        def fit(run: TrainerOptions) -> dict[str, float]:
             with session_of(options):
-                training = workflow(options.rollout.train_sampling_params)
-                return dict(trainer(options, training, train_rows, test_rows, testing, given.callbacks).fit())
+                own, training = (
+                    options.model_copy(update={"trainer": run}),
+                    workflow(options.rollout.train_sampling_params),
+                )
+                return dict(trainer(own, training, train_rows, test_rows, testing, given.callbacks).fit())
 
-        return fit(options) if has_session() else fit_again(fit, options)
+        return fit(options.trainer) if has_session() else fit_again(fit, options.trainer)
 
 
-def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:
+def fit_again(fit: Callable[[TrainerOptions], T], options: TrainerOptions) -> T:
     """Return what `fit` returns, called again from the newest checkpoint if a node dies with a part of the state.
 
     Args:
         fit: trains in a session of its own.
-        options: the run's config. `trainer.overwrite` applies to the first call only.
+        options: options of the run. `overwrite` applies to the first call only.
 
     Raises:
         SnapshotLost: the budget of recoveries is used up.
     """
-    budget = RestartBudget(options.trainer.max_recoveries)
+    budget = RestartBudget(options.max_recoveries)
     began: list[float] = []
     while True:
         try:
@@ -317,4 +330,4 @@ def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:
             logger.warning("training goes back to the newest checkpoint: %s", error)
         began.append(time.monotonic())
         shutdown()
-        options = options.model_copy(update={"trainer": options.trainer.model_copy(update={"overwrite": False})})
+        options = options.model_copy(update={"overwrite": False})

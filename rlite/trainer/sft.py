@@ -139,7 +139,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
             options: the trainer's config.
             given: objects of a program, in place of what the options name.
         """
-        return {"generated": read_generated(options, given)}
+        sets = {name: own for name, own in options.test_data.items() if own.is_generated}
+        tokens = options.generation.max_new_tokens
+        return {"generated": read_generated(sets, options.data, options.actor.model_name, tokens, given)}
 
     def describe_loss(self) -> str:
         """Return the loss in words."""
