@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rlite import files
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import writing
-from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationRecord
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED

@@ -13,17 +13,16 @@ from typing import Any, TypeVar
 
 from rlite import config
 from rlite.algorithms import is_selective
-from rlite.algorithms.calls import Configured
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import LearningFacts, Recording, RunRecord, run_observers
 from rlite.assembly.plans import BatchPlan
-from rlite.assembly.workflows import Context, RunWorkflows
+from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.errors import SnapshotLost
 from rlite.evaluation.sets import make_sets, reported_metrics
-from rlite.evaluation.training import Evaluations, InvalidEvaluations, make_evaluations
+from rlite.evaluation.training import InvalidEvaluations, make_evaluations
 from rlite.restarts import RestartBudget
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
@@ -48,7 +47,7 @@ from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.training_run import TrainingRun
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -60,51 +59,8 @@ SHOWN = (
 """metrics of every step for the console, the most important first"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parts of a trainer."""
-
-    options: PpoConfig
-    """options of a run whose workflows sample so"""
-    context: Context
-    data: Rows
-    prompts: PromptStream
-    run: TrainingRun
-    reported: ReportedMetrics
-    placement: Placement
-    engines: Engines
-    rollouts: Rollouts
-    logprobs: LogprobPasses
-    critic: Critic | None
-    loss: PolicyLoss
-    estimator: Configured | None
-    """estimator of outcomes; None for gae and the whitened estimators"""
-    kl: KlCoefficient
-    evaluations: Evaluations
-    invalid: InvalidEvaluations
-    recovery: TrainRecovery | None
-    """None: no state is kept, and a lost worker ends the run"""
-    is_selective: bool
-    """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
-    has_adaptive_loss: bool
-    """the weight of the KL in the loss follows a target"""
-    is_single: bool
-    """true if there is one response to each prompt"""
-    reward_weights: Mapping[str, float]
-    longest: int | None
-    """tokens of one microbatch of the actor in passes that train nothing; None is the engine's default"""
-
-
-def make_parts(
-    options: PpoConfig,
-    workflow: RolloutWorkflow,
-    train_rows: Table,
-    test_rows: Table | Mapping[str, Table],
-    test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
-    callbacks: Sequence[Callback],
-    evaluated: Sequence[str],
-) -> Parts:
-    """Return the parts of a trainer.
+    """Parts of a trainer.
 
     Args:
         options: the run's config.
@@ -115,45 +71,51 @@ def make_parts(
         callbacks: callbacks besides those of the options.
         evaluated: metrics from which the best model is chosen.
     """
-    test_gconfig = test_workflow.gconfig if isinstance(test_workflow, RolloutWorkflow) else None
-    options = options.sampled_by(workflow.gconfig, test_gconfig)
-    trainer = options.trainer
-    sets = make_sets(options.test_data, options.rollout.sampling_of, workflow, test_rows, test_workflow)
-    reported = reported_metrics(sets, evaluated, SHOWN)
-    check_evaluated(trainer, reported.evaluated)
-    tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
-    context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
-    data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
-    prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, data.mixture)
-    maker = PartsMaker(options)
-    loss = maker.policy_loss()
-    run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
-    placement = Placement(options, context.length)
-    engines = placement.engines
-    return Parts(
-        options=options,
-        context=context,
-        data=data,
-        prompts=prompts,
-        run=run,
-        reported=reported,
-        placement=placement,
-        engines=engines,
-        rollouts=maker.rollouts(engines, workflow, prompts),
-        logprobs=maker.logprobs(engines),
-        critic=maker.critic(engines),
-        loss=loss,
-        estimator=outcome_estimator(options.adv),
-        kl=KlCoefficient(options.kl),
-        evaluations=make_evaluations(options.test_data, trainer, run, engines, sets),
-        invalid=InvalidEvaluations(options.test_data, run),
-        recovery=TrainRecovery(engines, trainer.max_recoveries) if trainer.max_recoveries else None,
-        is_selective=is_selective(loss.configured),
-        has_adaptive_loss=options.kl.type == "loss" and options.kl.adaptive_target is not None,
-        is_single=options.responses_per_prompt == 1,
-        reward_weights={name: reward.weight for name, reward in options.reward.items()},
-        longest=options.inference_length(),
-    )
+
+    def __init__(
+        self,
+        options: PpoConfig,
+        workflow: RolloutWorkflow,
+        train_rows: Table,
+        test_rows: Table | Mapping[str, Table],
+        test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
+        callbacks: Sequence[Callback],
+        evaluated: Sequence[str],
+    ) -> None:
+        test_gconfig = test_workflow.gconfig if isinstance(test_workflow, RolloutWorkflow) else None
+        self.options = options = options.sampled_by(workflow.gconfig, test_gconfig)
+        """options of a run whose workflows sample so"""
+        trainer, maker = options.trainer, PartsMaker(options)
+        sets = make_sets(options.test_data, options.rollout.sampling_of, workflow, test_rows, test_workflow)
+        self.reported = reported_metrics(sets, evaluated, SHOWN)
+        check_evaluated(trainer, self.reported.evaluated)
+        tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
+        self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
+        self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
+        self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, self.data.mixture)
+        self.loss = maker.policy_loss()
+        self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
+        self.placement = Placement(options, self.context.length)
+        self.engines = engines = self.placement.engines
+        self.rollouts = maker.rollouts(engines, workflow, self.prompts)
+        self.logprobs = maker.logprobs(engines)
+        self.critic = maker.critic(engines)
+        self.estimator = outcome_estimator(options.adv)
+        """estimator of outcomes; None for gae and the whitened estimators"""
+        self.kl = KlCoefficient(options.kl)
+        self.evaluations = make_evaluations(options.test_data, trainer, self.run, engines, sets)
+        self.invalid = InvalidEvaluations(options.test_data, self.run)
+        self.recovery = TrainRecovery(engines, trainer.max_recoveries) if trainer.max_recoveries else None
+        """None: no state is kept, and a lost worker ends the run"""
+        self.is_selective = is_selective(self.loss.configured)
+        """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
+        self.has_adaptive_loss = options.kl.type == "loss" and options.kl.adaptive_target is not None
+        """the weight of the KL in the loss follows a target"""
+        self.is_single = options.responses_per_prompt == 1
+        """true if there is one response to each prompt"""
+        self.reward_weights = {name: reward.weight for name, reward in options.reward.items()}
+        self.longest = options.inference_length()
+        """tokens of one microbatch of the actor in passes that train nothing; None is the engine's default"""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
     from rlite.rollout.conversation import Conversation, MultiTurnWorkflow, Transcript
-    from rlite.rollout.environments.environment import Environment, GymEnvironment
-    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
+    from rlite.rollout.environments.workflow import Environment, EnvironmentWorkflow, GymEnvironment, GymWorkflow
     from rlite.rollout.failures import (
         EnvironmentCrash,
         EnvironmentFailure,
@@ -47,8 +46,7 @@ __all__, __getattr__, __dir__ = imports.exports(
         "rlite.rollout.collector.collector": "RolloutCollector",
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.collector.options": "CollectorOptions",
-        "rlite.rollout.environments.environment": "Environment GymEnvironment",
-        "rlite.rollout.environments.workflow": "EnvironmentWorkflow GymWorkflow",
+        "rlite.rollout.environments.workflow": "Environment EnvironmentWorkflow GymEnvironment GymWorkflow",
         "rlite.rollout.failures": (
             "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
             "EnvironmentTimeout RewardCrash RewardError RewardInvalid RewardMemory RewardRaised "

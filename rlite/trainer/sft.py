@@ -25,8 +25,7 @@ from rlite.assembly import supervised as assembly
 from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.record import EvaluationRecord
-from rlite.evaluation.sets import Evaluation, EvaluationSet, reported_metrics
+from rlite.evaluation.sets import Evaluation, EvaluationRecord, EvaluationSet, reported_metrics
 from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopping
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed

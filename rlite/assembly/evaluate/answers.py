@@ -36,8 +36,7 @@ from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
-from rlite.evaluation.record import Row, row_of, task_rows
-from rlite.evaluation.sets import EvaluationSet, make_set, run_episodes, serving_engine
+from rlite.evaluation.sets import EvaluationSet, Row, make_set, row_of, run_episodes, serving_engine, task_rows
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended

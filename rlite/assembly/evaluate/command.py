@@ -54,7 +54,7 @@ from rlite.evaluation.metrics import (
     summary_of_tasks,
     task_of,
 )
-from rlite.evaluation.record import write_record
+from rlite.evaluation.sets import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects

@@ -17,8 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.forms import Message, check_constants, forms_of, limited
-from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
+from rlite.data.chat.forms import (
+    THOUGHTS,
+    TOOLS,
+    WEIGHTS,
+    Marks,
+    Message,
+    Part,
+    Places,
+    check_constants,
+    forms_of,
+    limited,
+)
 from rlite.data.chat.prompt_tokens import TextTokenizer
 from rlite.errors import ConfigError, DataError
 

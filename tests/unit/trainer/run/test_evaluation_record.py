@@ -10,7 +10,7 @@ import pytest
 
 from rlite.assembly.observers import Recording
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationRecord
 from rlite.trainer.options import TrainerOptions
 
 
