@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,16 @@ from typing import Any, Literal
 
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
-from rlite.data.readers.tables import MESSAGE_COLUMNS, NULL, Row, check_columns, check_text, is_null, without_nulls
+from rlite.data.readers.tables import (
+    MESSAGE_COLUMNS,
+    NULL,
+    Row,
+    check_columns,
+    check_text,
+    is_null,
+    parse_json,
+    without_nulls,
+)
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
@@ -86,10 +94,7 @@ def _call(call: Any) -> Any:
 
 
 def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
+    return parse_json(text, lambda _: where)
 
 
 def prompt_messages(prompt: Any, where: str) -> list[Any]:
