@@ -13,6 +13,7 @@ import pytest
 import rlite
 from rlite import api
 from rlite.assembly.commands.options import GenerateConfig
+from rlite.assembly.workflows import own_rewards
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import WeightedRewards
