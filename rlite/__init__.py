@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 # Defaults for the native libraries under torch on CPU, which read them when they are first used.
 # How long OpenMP's idle threads spin before they sleep. Its default is either 3 ms, which on a busy machine made two
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlite.observability import stats_tracker
     from rlite.runtime.cluster.session import current_session, shutdown
 
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
         "rlite.api": "evaluate train",

@@ -33,12 +33,12 @@ from rlite.data.readers.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.folder import EvaluationResult
+from rlite.help import UNNAMED
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.runtime.cluster.session import has_session
 from rlite.services.console.sinks.jsonl import read_metrics
-from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY, key_of
 from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects

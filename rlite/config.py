@@ -47,8 +47,20 @@ from pydantic_core import PydanticUndefined
 from rlite import files
 from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
-from rlite.help import described, help_topic, text, wrapped
-from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, UNNAMED, by_name, nearest_key, set_by, single_or_named
+from rlite.help import (
+    COMMAND_LINE,
+    PRESET,
+    PROGRAM,
+    UNNAMED,
+    by_name,
+    described,
+    help_topic,
+    nearest_key,
+    set_by,
+    single_or_named,
+    text,
+    wrapped,
+)
 
 C = TypeVar("C", bound="Options")
 

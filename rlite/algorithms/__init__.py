@@ -70,20 +70,22 @@ from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate, ppo_clip
 from rlite.algorithms.policy_losses.reinforce import reinforce
 from rlite.algorithms.policy_losses.sapo import sapo
 from rlite.algorithms.policy_losses.vespo import vespo
-from rlite.algorithms.preference.base import (
+from rlite.algorithms.preference import (
     OF_PROBABILITIES,
     PREFERENCE_LOSSES,
     PairLoss,
     PreferenceLossFunction,
     ResponseLoss,
+    aot_loss,
+    desensitised_sums,
+    kto_loss,
+    kto_reference_point,
+    orpo,
     preference_loss,
     register_preference_loss,
+    reward_model_loss,
+    simpo,
 )
-from rlite.algorithms.preference.dpo import aot_loss, desensitised_sums
-from rlite.algorithms.preference.kto import kto_loss, kto_reference_point
-from rlite.algorithms.preference.orpo import orpo
-from rlite.algorithms.preference.reward_model import reward_model_loss
-from rlite.algorithms.preference.simpo import simpo
 from rlite.algorithms.reduce import (
     Mean,
     PerToken,

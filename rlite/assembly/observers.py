@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tensordict import TensorDict
 
 from rlite import files
+from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import writing
+from rlite.evaluation.sets import EvaluationRecord
+from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
+from rlite.rollout.trajectories import layout
 from rlite.services.console.observers import SinkLog, StepTrace
 from rlite.services.console.report import RunReport
+from rlite.services.record.files import drop_later
 from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Metrics
+from rlite.trainer.options import RecordOptions
 from rlite.trainer.rl.options import EqualRewards
 from rlite.trainer.run.folder import LEARNING
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.types import Status
 
 
 class StepReport(Observer):
@@ -66,3 +80,154 @@ def run_observers(
     options = run.config.trainer
     report = RunReport(options, reported, f"rlite {name}", plan, progress)
     return [*before, SinkLog(options), report, StepTrace(options, run.folder), StepReport(), *after]
+
+
+EQUAL_REWARDS = "all rewards of the group are equal"
+UNLIKE = "its keys or types are unlike those of the batch"
+LEFT_OUT = "the trainer left its group out of the batch"
+Layout = frozenset[tuple[Any, ...]]
+"""layout of a trajectory from `rlite.rollout.trajectories.layout`"""
+
+
+class RunRecord(EvaluationRecord):
+    """Joins the groups that the collector has kept with the batch that was trained on.
+
+    A run that resumes at step S deletes records of later steps. Groups that are under way when a run ends are recorded
+    as aborted, under the step that follows the last one.
+
+    Args:
+        options: say how much is recorded.
+        run: counts the steps, and has the folder and the console.
+        engine: has the collector and the tokenizer.
+        is_filtering: groups of equal rewards are replaced.
+    """
+
+    def __init__(
+        self, options: RecordOptions, run: TrainingRun, engine: RliteInferenceEngine, is_filtering: bool
+    ) -> None:
+        super().__init__(options, run)
+        self._engine, self._is_filtering = engine, is_filtering
+        self._collector: RolloutCollector | None = None
+
+    def begin(self) -> None:
+        """Begin, after the run has opened its folder and the engines are built."""
+        self._collector = self._engine.collector
+        self.open(self._engine.tokenizer)
+
+    def step(self, batch: TensorDict) -> None:
+        """Record the finished step.
+
+        Args:
+            batch: the batch as it was trained on.
+        """
+        assert self._collector is not None
+        ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
+        skipped = set(batch["group_ids"][batch["is_skipped"]].tolist()) if "is_skipped" in batch else set()
+        outcome = Outcome(ended=ended, trained=trained, skipped=skipped, is_filtering=self._is_filtering)
+        self._recorder.record(self._run.step, [outcome.decide(group) for group in ended], batch)
+        self._tell_of_limit()
+
+    def _end(self, reason: str) -> None:
+        """Record the groups under way, and close."""
+        if self._collector is None:  # the run ended before it began
+            return super()._end(reason)
+        outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
+        groups = [outcome.decide(group) for group in self._collector.take_all(reason)]
+        self._recorder.record(self._run.step + 1, groups)
+        return super()._end(reason)
+
+
+def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
+    """Return the layouts of the trajectories of groups."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    return frozenset(layout(episode.trajectory) for episode in episodes if episode.trajectory is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Fate of the groups that have ended before or in a step."""
+
+    ended: Sequence[Ended] = ()
+    """groups that have ended; those in the batch are among them"""
+    trained: Set[int] = frozenset()
+    """numbers of the groups in the batch that was trained on"""
+    skipped: Set[int] = frozenset()
+    """numbers of the groups in the batch with a row whose update was skipped"""
+    is_filtering: bool = False
+    """groups of equal rewards are replaced"""
+    aborted: str = ""
+    """why nothing was trained on; "" if a batch was"""
+
+    @cached_property
+    def _layouts(self) -> frozenset[Layout]:
+        """Layouts of the trajectories in the batch."""
+        return layouts_of(group for group in self.ended if group.group in self.trained)
+
+    def decide(self, group: Ended) -> Ended:
+        """Return a group that was lost or consumed, with its status and reason."""
+        status, reason = self._decide(group)
+        return replace(group, status=status, reason=reason)
+
+    def _decide(self, group: Ended) -> tuple[Status, str]:
+        if group.reason == NOT_ACCEPTED.reason and self.is_filtering:
+            return "filtered", EQUAL_REWARDS
+        if group.status is not None:
+            return group.status, group.reason
+        if self.aborted:
+            return "aborted", self.aborted
+        if group.group in self.trained:
+            return ("skipped" if group.group in self.skipped else "trained"), ""
+        if self._layouts and not layouts_of([group]) <= self._layouts:
+            return "refused", UNLIKE
+        return ("filtered", EQUAL_REWARDS) if self.is_filtering and _is_uniform(group) else ("refused", LEFT_OUT)
+
+
+def _is_uniform(group: Ended) -> bool:
+    rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
+    return all(reward.equal(rewards[0]) for reward in rewards)
+
+
+class Recording(Observer):
+    """Lets a record follow a run.
+
+    Args:
+        record: a record of rollouts and evaluations, or of evaluations alone.
+        begin: begins the record, after the run has opened its folder.
+    """
+
+    def __init__(self, record: EvaluationRecord, begin: Callable[[], None]) -> None:
+        self._record, self._begin = record, begin
+
+    def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Delete the records of later steps, and begin."""
+        drop_later(run.folder, run.step or -1)
+        self._begin()
+
+    def on_train(self, run: TrainingRun, metrics: dict[str, float]) -> None:
+        """Record the rollouts of a step."""
+        if isinstance(self._record, RunRecord) and run.batch is not None:
+            self._record.step(run.batch)
+
+    def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
+        """Record evaluations.
+
+        Args:
+            run: the run.
+            step: finished steps of the evaluated weights.
+            evaluations: evaluations with their episodes.
+        """
+        for each in evaluations:
+            self._record.evaluation(each.set.name, step, each.episodes)
+
+    def before_save(self, run: TrainingRun) -> None:
+        """Write everything to disk."""
+        self._record.before_checkpoint()
+
+    def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Merge the files of steps to which no checkpoint goes back."""
+        self._record.after_checkpoint()
+
+    def close(self, run: TrainingRun, error: BaseException | None) -> None:
+        """End the record, with the reason for which rollouts under way are lost."""
+        kind = None if error is None else type(error)
+        self._record.__exit__(KeyboardInterrupt if run.is_interrupted else kind, error, None)

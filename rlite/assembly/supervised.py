@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import rlite
 from rlite import config
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import run_observers
+from rlite.assembly.observers import Recording, run_observers
 from rlite.assembly.plans import data_plan, model_plan
-from rlite.assembly.run_record import Recording
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
 from rlite.data.readers.formats import RowKind
@@ -19,14 +18,14 @@ from rlite.data.readers.streaming import StreamedTable
 from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
 from rlite.data.tokens import TokenRows, mixed
-from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationRecord
 from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.services.console.usage import Repeated, UsageReport
-from rlite.trainer.held_out import held_out_sources
+from rlite.trainer.held_out import HeldOutOptions, held_out_sources
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
-from rlite.trainer.supervised_options import SupervisedConfig
+from rlite.trainer.supervised_options import DataOptions, SupervisedConfig
 from rlite.wording import counted
 
 
@@ -92,29 +91,33 @@ def train(trainer: type[Any], options: SupervisedConfig, given: ProgramObjects) 
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
         model_name = getattr(options, trainer.key).model_name
-        rows, test_rows = read_tokens(options, model_name, trainer.tokenise, trainer.kind, given)
+        rows, test_rows = read_tokens(
+            options.data, options.test_data, model_name, trainer.tokenise, trainer.kind, given
+        )
         further = trainer.read_further(options, given)
         with session_of(options):
             return dict(trainer(options, rows, test_rows, given.callbacks, **further).fit())
 
 
 def read_tokens(
-    options: SupervisedConfig,
+    data: DataOptions,
+    test_data: Mapping[str, HeldOutOptions],
     model_name: str,
     tokenise: Callable[..., TokenRows],
     kind: RowKind,
     given: ProgramObjects = NOTHING,
 ) -> tuple[TokenRows, dict[str, TokenRows]]:
-    """Return the token rows of options.data, and of each set of options.test_data.
+    """Return the token rows of the data, and of each set to evaluate on.
 
     Args:
-        options: the trainer's config.
+        data: options of the data.
+        test_data: options of the sets by name.
         model_name: checkpoint with the tokenizer.
         tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
         kind: what the rows are for.
         given: rows of a program, in place of those of the paths.
     """
-    tokenizer, data = load_tokenizer(model_name), options.data
+    tokenizer = load_tokenizer(model_name)
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {
@@ -139,8 +142,8 @@ def read_tokens(
         parts = {name: tokens(source, ends) for name, source in sources.items()}
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
     ends.is_settled = True
-    sets = {name: each for name, each in options.test_data.items() if not each.is_generated}
+    sets = {name: each for name, each in test_data.items() if not each.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
     return replace(rows, ends=ends), {
-        name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()
+        name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()
     }

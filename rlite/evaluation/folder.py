@@ -35,7 +35,7 @@ from rlite.arguments import differences, flat, some_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.metrics import Comparison, Sample
-from rlite.evaluation.record import Row, remove_record, write_record
+from rlite.evaluation.sets import Row, remove_record, write_record
 from rlite.runtime.storage.lock import FolderLock, lock_folder
 
 VERSION = 1

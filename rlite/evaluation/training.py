@@ -19,11 +19,11 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.metrics import selection_of
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each, serving_engine
+from rlite.help import UNNAMED
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.lost_groups import cause_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.runtime.storage.atomic import discard
-from rlite.suggestions import UNNAMED
 from rlite.trainer.held_out import KEY, GeneratedOptions, HeldOutPromptOptions, key_of, without_sets
 from rlite.trainer.options import ServingOptions, TrainerOptions
 from rlite.trainer.rl.engines import Engines

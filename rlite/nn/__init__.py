@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 if TYPE_CHECKING:
     from rlite.backends.models.head_logprobs import linear_logprobs
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlite.nn.options import LoraOptions
 
 # lazy, so that options import no torch
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
         "rlite.backends.models.head_logprobs": "linear_logprobs",

@@ -82,7 +82,7 @@ class PpoTrainer(TrainerLoop):
         test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        parts = assembly.make_parts(options, workflow, train_rows, test_rows, test_workflow, callbacks, self.evaluated)
+        parts = assembly.Parts(options, workflow, train_rows, test_rows, test_workflow, callbacks, self.evaluated)
         self.parts, self.options, self.workflow = parts, parts.options, workflow
         self.run, self.engines, self.recovery = parts.run, parts.engines, parts.recovery
         self.data, self.prompts, self.rollouts = parts.data, parts.prompts, parts.rollouts

@@ -25,8 +25,7 @@ from rlite.assembly import supervised as assembly
 from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.record import EvaluationRecord
-from rlite.evaluation.sets import Evaluation, EvaluationSet, reported_metrics
+from rlite.evaluation.sets import Evaluation, EvaluationRecord, EvaluationSet, reported_metrics
 from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopping
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed
@@ -139,7 +138,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
             options: the trainer's config.
             given: objects of a program, in place of what the options name.
         """
-        return {"generated": read_generated(options, given)}
+        sets = {name: own for name, own in options.test_data.items() if own.is_generated}
+        tokens = options.generation.max_new_tokens
+        return {"generated": read_generated(sets, options.data, options.actor.model_name, tokens, given)}
 
     def describe_loss(self) -> str:
         """Return the loss in words."""

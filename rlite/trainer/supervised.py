@@ -14,12 +14,11 @@ from torch import Tensor
 
 import rlite
 from rlite.assembly import supervised as assembly
-from rlite.data.loader import BatchLoader, StreamLoader
 from rlite.data.readers.formats import RowKind
-from rlite.data.tokens import TokenRows
+from rlite.data.tokens import BatchLoader, StreamLoader, TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
+from rlite.help import UNNAMED
 from rlite.observability import stats_tracker
-from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutOptions, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import Reference, policy_module, trained_engine

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlite.batch import KEYS, NAMED_REWARD
 from rlite.rollout import trajectory
-from rlite.rollout.chat.transcript import Transcript
+from rlite.rollout.conversation import Transcript
 from rlite.types import LLMResponse
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ OTHERS = {
     "rlite/evaluation/metrics.py": {
         *("answer", "failed_attempts", "item", "reason", "redrawn", "response_tokens", "reward", "sample", "score"),
     },
-    "rlite/evaluation/record.py": {"group", "response_tokens", "sample", "tokens"},
+    "rlite/evaluation/sets.py": {"group", "response_tokens", "sample", "tokens"},
     "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }

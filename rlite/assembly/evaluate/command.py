@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tempfile
 import threading
 import time
@@ -26,15 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlite import config
-from rlite.assembly.evaluate.answers import (
-    Items,
-    PromptAnswers,
-    TaskAnswers,
-    candidate,
-    find_tasks,
-    read_questions,
-    settings_of,
-)
+from rlite.assembly.evaluate.answers import EvaluationRequest, Items, PromptAnswers, TaskAnswers, tell
 from rlite.assembly.evaluate.options import EvalConfig, default_temperature
 from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
@@ -63,7 +54,7 @@ from rlite.evaluation.metrics import (
     summary_of_tasks,
     task_of,
 )
-from rlite.evaluation.record import write_record
+from rlite.evaluation.sets import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
@@ -98,104 +89,103 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
         DataError: some rows cannot be used, or the two models answered other items.
     """
     serve_if_worker(options)
-    with _folder(options) as folder, ExitStack() as until_end:
-        models = _find_models(options, given, folder, until_end)
+    request = EvaluationRequest(options, given)
+    with evaluation_folder(options.folder) as folder, ExitStack() as until_end:
+        models = _Evaluating(request, folder).run(until_end)
         check_comparable(models)
-        result = result_of(models, options)
+        result = result_of(models, options.k, options.solved_at, options.confidence, options.seed)
         if options.folder is not None:
             write_results(folder, models, result)
         return result
 
 
-def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, until_end: ExitStack) -> list[Answered]:
-    """Return the models with all their samples. Those that are missing are generated now."""
-    names = options.names
-    asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
-    if not options.overwrite:
-        check_alone(folder, names)
-    earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
-    if len(earlier) == len(asked):
-        _generate([], options)
-        return list(earlier.values())
-    check_source(options, [model for name, model in asked.items() if name not in earlier])
-    items, answers_of = _source(options, given, folder)
-    settings = settings_of(options, given, items)
-    models: list[Answered] = [
-        earlier[name] if name in earlier else candidate(model, name, settings, folder, options, until_end)
-        for name, model in asked.items()
-    ]
-    check_comparable(models)
-    now = CLOCK.now()
-    time = min(filter(None, (model.time for model in models)), default=now)
-    if time.date() != now.date():
-        told = f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there"
-        print(told, file=sys.stderr, flush=True)
-    until_end.enter_context(CLOCK.fixed(time))
-    candidates = [each for each in models if isinstance(each, Candidate)]
-    answers = [answers_of(each) for each in candidates]
-    remove_others(folder, names)
-    for each in candidates:
-        each.begin(folder)
-    _generate(answers, options)
-    return models
+class _Evaluating:
+    """Collects the samples of all models in a folder."""
+
+    def __init__(self, request: EvaluationRequest, folder: Path) -> None:
+        self._request, self._options, self._folder = request, request.options, folder
+
+    def run(self, until_end: ExitStack) -> list[Answered]:
+        """Return the models with all their samples. Those that are missing are generated now.
+
+        Args:
+            until_end: closes the journals at its end.
+
+        Raises:
+            ConfigError: there is no source of scores for a model without results.
+        """
+        options, folder, names = self._options, self._folder, self._options.names
+        asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
+        if not options.overwrite:
+            check_alone(folder, names)
+        earlier = {name: found for name in names if (found := self._earlier(asked[name], name))}
+        if len(earlier) == len(asked):
+            self._generate([])
+            return list(earlier.values())
+        if not options.sources_of_scores:
+            raise ConfigError(
+                f"missing: a source of scores for {' and '.join(asked[name] for name in names if name not in earlier)} "
+                "(reward.path=file.py:function with data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier "
+                f"evaluation that is complete, a folder with {RESULTS}, needs none; run with --help to see every option"
+            )
+        items, answers_of = self._source()
+        settings = self._request.settings(items)
+        models: list[Answered] = [
+            earlier[name] if name in earlier else self._request.candidate(model, name, settings, folder, until_end)
+            for name, model in asked.items()
+        ]
+        check_comparable(models)
+        now = CLOCK.now()
+        time = min(filter(None, (model.time for model in models)), default=now)
+        if time.date() != now.date():
+            tell(f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there")
+        until_end.enter_context(CLOCK.fixed(time))
+        candidates = [each for each in models if isinstance(each, Candidate)]
+        answers = [answers_of(each) for each in candidates]
+        remove_others(folder, names)
+        for each in candidates:
+            each.begin(folder)
+        self._generate(answers)
+        return models
+
+    def _earlier(self, given: str, name: str) -> Answered | None:
+        """Return the result of an earlier evaluation under a name; None if the path is none.
+
+        Raises:
+            ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
+        """
+        if (found := earlier_result(given)) is None:
+            return None
+        if self._folder.resolve() == Path(given).expanduser().resolve():
+            raise ConfigError(
+                f"out={self._folder}: it holds the earlier evaluation that is read; choose another folder"
+            )
+        return replace(found, name=name)
+
+    def _source(self) -> tuple[Items, Callable[[Candidate], Answers]]:
+        """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
+        if self._options.tasks:
+            manager = self._request.find_tasks()
+            return [], lambda model: TaskAnswers(model, manager, self._request, self._folder)
+        questions = self._request.questions()
+        return questions.items, lambda model: PromptAnswers(model, questions, self._request)
+
+    def _generate(self, answers: Sequence[Answers]) -> None:
+        """Generate missing samples in one session. Ranks that wait for a session get one in any case."""
+        options = self._options
+        pending = [each for each in answers if each.missing]
+        if options.folder is not None:
+            INTERRUPTION.advice = advice(options.folder, options.overwrite)
+        with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
+            for each in pending:
+                with nullcontext() if options.folder is None else recorded(each.candidate, options.folder):
+                    each.run()
 
 
-def check_source(options: EvalConfig, models: Sequence[str]) -> None:
-    """Check that there is a source of scores for models without results.
-
-    Args:
-        options: options of the command.
-        models: paths of the models.
-
-    Raises:
-        ConfigError: there is no source of scores.
-    """
-    if not options.sources_of_scores:
-        raise ConfigError(
-            f"missing: a source of scores for {' and '.join(models)} (reward.path=file.py:function with "
-            f"data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier evaluation that is complete, a folder "
-            f"with {RESULTS}, needs none; run with --help to see every option"
-        )
-
-
-def _earlier(given: str, name: str, folder: Path) -> Answered | None:
-    """Return the result of an earlier evaluation under a name; None if the path is none.
-
-    Raises:
-        ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
-    """
-    if (found := earlier_result(given)) is None:
-        return None
-    if folder.resolve() == Path(given).expanduser().resolve():
-        raise ConfigError(f"out={folder}: it holds the earlier evaluation that is read; choose another folder")
-    return replace(found, name=name)
-
-
-def _source(options: EvalConfig, given: ProgramObjects, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
-    """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
-    if options.tasks:
-        manager = find_tasks(options)
-        return [], lambda model: TaskAnswers(model, manager, options, folder)
-    questions = read_questions(options, given)
-    return questions.items, lambda model: PromptAnswers(model, questions, options)
-
-
-def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
-    """Generate missing samples, in one session for all models. Ranks that wait for a session get one in any case."""
-    pending = [each for each in answers if each.missing]
-    folder = options.folder
-    if folder is not None:
-        INTERRUPTION.advice = advice(options)
-    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
-        for each in pending:
-            with nullcontext() if folder is None else recorded(each.candidate, folder):
-                each.run()
-
-
-def advice(options: EvalConfig) -> str:
+def advice(folder: Path, overwrites: bool) -> str:
     """Return how an interrupted evaluation continues."""
-    how = "the same command without overwrite=true" if options.overwrite else "the same command"
-    return f"Finished samples are in {options.folder}; {how} continues."
+    how = "the same command without overwrite=true" if overwrites else "the same command"
+    return f"Finished samples are in {folder}; {how} continues."
 
 
 def check_comparable(models: Sequence[Answered]) -> None:
@@ -214,17 +204,22 @@ def check_comparable(models: Sequence[Answered]) -> None:
             )
 
 
-def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResult:
+def result_of(
+    models: Sequence[Answered], k: int | None, solved_at: float, confidence: float, seed: int
+) -> EvaluationResult:
     """Return the metrics of the models, and of two the comparison.
 
     Args:
         models: with all their samples.
-        options: options of the command.
+        k: largest k of pass@k; None: the number of samples.
+        solved_at: score from which a sample is solved.
+        confidence: level of the intervals.
+        seed: seed of the draws of the test.
 
     Raises:
         DataError: `k` is larger than the number of samples.
     """
-    evaluated = [_evaluated(model, options) for model in models]
+    evaluated = [_evaluated(model, k, solved_at, confidence) for model in models]
     if len(evaluated) != 2 or not evaluated[0].samples:
         return EvaluationResult(evaluated)
     first, second = (model.samples for model in evaluated)
@@ -233,26 +228,28 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
         low, high = (", ".join(sorted(tasks)) for tasks in (lowest, highest))
         reason = f"lower is better in {low}, and higher in {high}; compare tasks of one direction in a command"
         return EvaluationResult(evaluated, no_comparison=reason)
-    comparison = compare(first, second, options.confidence, options.seed, lower_is_better=bool(lowest))
-    return EvaluationResult(evaluated, comparison)
+    return EvaluationResult(evaluated, compare(first, second, confidence, seed, lower_is_better=bool(lowest)))
 
 
-def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
+def _evaluated(model: Answered, k: int | None, solved_at: float, confidence: float) -> EvaluatedModel:
     samples = sorted((Sample.of_row(row) for row in model.rows), key=lambda sample: sample.sample)
     higher_is_better: dict[str, bool] = {}
     if model.is_of_tasks:
-        metrics = summary_of_tasks(model.lines, options.k)
+        metrics = summary_of_tasks(model.lines, k)
         for line in model.lines:
             higher_is_better |= line.get("higher_is_better", {})
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
-        metrics = summary(samples, options.k or fewest, options.solved_at, options.confidence)
+        metrics = summary(samples, k or fewest, solved_at, confidence)
     return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
 
 
 @contextmanager
-def _folder(options: EvalConfig) -> Iterator[Path]:
+def evaluation_folder(folder: Path | None) -> Iterator[Path]:
     """Hold the folder of the evaluation; if nothing is to be written, one that ends with the block.
+
+    Args:
+        folder: None if nothing is to be written.
 
     Yields:
         The folder.
@@ -262,13 +259,13 @@ def _folder(options: EvalConfig) -> Iterator[Path]:
         FolderInUse: another evaluation is under way in it.
         StorageError: it cannot be written.
     """
-    if (folder := options.folder) is not None:
-        check_no_run(folder)
-        with held(folder):
-            yield folder
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
+            yield Path(temporary)
         return
-    with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
-        yield Path(temporary)
+    check_no_run(folder)
+    with held(folder):
+        yield folder
 
 
 COUNTS = ("num_", "errors/", "failed_attempts/", "redrawn/")

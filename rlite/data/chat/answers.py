@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.forms import Message
+from rlite.data.chat.forms import WEIGHTS, Message
 from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
-from rlite.data.chat.parts import WEIGHTS
 from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, special_ids
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
 from rlite.data.readers.tables import check_columns

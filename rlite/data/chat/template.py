@@ -17,10 +17,19 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.forms import Message, forms_of
-from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
+from rlite.data.chat.forms import (
+    THOUGHTS,
+    TOOLS,
+    WEIGHTS,
+    Marks,
+    Message,
+    Part,
+    Places,
+    check_constants,
+    forms_of,
+    limited,
+)
 from rlite.data.chat.prompt_tokens import TextTokenizer
-from rlite.data.chat.template_limits import check_constants, limited
 from rlite.errors import ConfigError, DataError
 
 _FUNCTION = "strftime_now"
@@ -319,7 +328,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def check_template_limits(tokenizer: Any) -> None:
-    """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.template_limits`."""
+    """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.forms`."""
     given = tokenizer.chat_template or {}
     for template in given.values() if isinstance(given, Mapping) else [given]:
         check_constants(template)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,16 @@ from typing import Any, Literal
 
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
-from rlite.data.readers.tables import MESSAGE_COLUMNS, NULL, Row, check_columns, check_text, is_null, without_nulls
+from rlite.data.readers.tables import (
+    MESSAGE_COLUMNS,
+    NULL,
+    Row,
+    check_columns,
+    check_text,
+    is_null,
+    parse_json,
+    without_nulls,
+)
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
@@ -86,10 +94,7 @@ def _call(call: Any) -> Any:
 
 
 def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
+    return parse_json(text, lambda _: where)
 
 
 def prompt_messages(prompt: Any, where: str) -> list[Any]:
@@ -325,20 +330,34 @@ RowKind = Literal["demonstrations", "preferences", "unpaired", "prompts"]
 """kinds of rows, for: sft; rm and dpo; kto; ppo"""
 
 
-@dataclass(frozen=True, kw_only=True)
+def _without(column: str, row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != column}
+
+
+@dataclass(frozen=True)
 class Format:
     """A format of rows."""
 
     name: str
     """name in the report at the start"""
-    columns: tuple[str, ...]
-    """columns that every row has"""
-    optional: tuple[str, ...] = ()
+    needs: str
+    """columns that every row has, separated by spaces"""
+    convert: Callable[[Row, str], Row] = lambda row, where: row
+    """row, name of the row in messages -> the row in rlite's form; raises DataError"""
+    reads: str = ""
     """further columns that are read"""
     suits: Callable[[Row], bool] = lambda row: True
     """returns True if a row that has the columns has this format"""
-    convert: Callable[[Row, str], Row]
-    """row, name of the row in messages -> the row in rlite's form; raises DataError"""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that every row has."""
+        return self.needs.split()
+
+    @property
+    def known(self) -> list[str]:
+        """All columns that are read."""
+        return [*self.columns, *self.reads.split()]
 
     def fits(self, row: Row) -> bool:
         """Return whether a row has this format."""
@@ -350,116 +369,91 @@ class Format:
 
 
 _ANSWERS = ("response", "completion")
-ALPACA_OPTIONAL = ("input", "system", "history")
+ALPACA_OPTIONAL = "input system history"
 
 FORMATS: dict[RowKind, tuple[Format, ...]] = {
     "demonstrations": (
-        Format(name="conversations", columns=("messages",), optional=("tools",), convert=conversation),
-        Format(
-            name="ShareGPT conversations", columns=("conversations",), optional=("system", "tools"), convert=sharegpt
-        ),
+        Format("conversations", "messages", conversation, reads="tools"),
+        Format("ShareGPT conversations", "conversations", sharegpt, reads="system tools"),
         *(
-            Format(
-                name=f"chat prompts and {answer}s",
-                columns=("prompt", answer),
-                optional=("tools",),
-                suits=has_chat("prompt", answer),
-                convert=completed(answer),
-            )
-            for answer in _ANSWERS
+            Format(f"chat prompts and {x}s", f"prompt {x}", completed(x), reads="tools", suits=has_chat("prompt", x))
+            for x in _ANSWERS
         ),
-        *(
-            Format(name=f"raw prompts and {answer}s", columns=("prompt", answer), convert=completed(answer))
-            for answer in _ANSWERS
-        ),
-        Format(name="Alpaca instructions", columns=("instruction", "output"), optional=ALPACA_OPTIONAL, convert=alpaca),
-        Format(name="plain texts", columns=("text",), convert=plain_text),
+        *(Format(f"raw prompts and {x}s", f"prompt {x}", completed(x)) for x in _ANSWERS),
+        Format("Alpaca instructions", "instruction output", alpaca, reads=ALPACA_OPTIONAL),
+        Format("plain texts", "text", plain_text),
     ),
     "preferences": (
         Format(
-            name="preferences between conversations",
-            columns=("chosen", "rejected"),
-            optional=("prompt", "tools", "margin"),
+            "preferences between conversations",
+            "chosen rejected",
+            implicit_pair,
+            reads="prompt tools margin",
             suits=has_implicit_prompt,
-            convert=implicit_pair,
         ),
         Format(
-            name="preferences after conversations",
-            columns=("messages", "chosen", "rejected"),
-            optional=("tools", "margin"),
-            convert=lambda row, where: pair(row, where, chat(row["messages"], where, "messages")),
+            "preferences after conversations",
+            "messages chosen rejected",
+            lambda row, where: pair(row, where, chat(row["messages"], where, "messages")),
+            reads="tools margin",
         ),
         Format(
-            name="preferences after ShareGPT conversations",
-            columns=("conversations", "chosen", "rejected"),
-            optional=("system", "tools", "margin"),
-            convert=lambda row, where: pair(row, where, sharegpt(row, where)["messages"]),
+            "preferences after ShareGPT conversations",
+            "conversations chosen rejected",
+            lambda row, where: pair(row, where, sharegpt(row, where)["messages"]),
+            reads="system tools margin",
         ),
         Format(
-            name="preferences after chat prompts",
-            columns=("prompt", "chosen", "rejected"),
-            optional=("tools", "margin"),
+            "preferences after chat prompts",
+            "prompt chosen rejected",
+            prompted_pair,
+            reads="tools margin",
             suits=has_chat("prompt", "chosen", "rejected"),
-            convert=prompted_pair,
         ),
+        Format("raw preferences", "prompt chosen rejected", prompted_pair, reads="margin"),
         Format(
-            name="raw preferences",
-            columns=("prompt", "chosen", "rejected"),
-            optional=("margin",),
-            convert=prompted_pair,
-        ),
-        Format(
-            name="preferences after Alpaca instructions",
-            columns=("instruction", "chosen", "rejected"),
-            optional=(*ALPACA_OPTIONAL, "margin"),
-            convert=lambda row, where: pair(row, where, alpaca_prompt(row, where)),
+            "preferences after Alpaca instructions",
+            "instruction chosen rejected",
+            lambda row, where: pair(row, where, alpaca_prompt(row, where)),
+            reads=f"{ALPACA_OPTIONAL} margin",
         ),
     ),
     "unpaired": (
+        Format("labelled completions of conversations", "messages completion label", labelled, reads="tools"),
         Format(
-            name="labelled completions of conversations",
-            columns=("messages", "completion", "label"),
-            optional=("tools",),
-            convert=labelled,
-        ),
-        Format(
-            name="labelled chat completions",
-            columns=("prompt", "completion", "label"),
-            optional=("tools",),
+            "labelled chat completions",
+            "prompt completion label",
+            labelled,
+            reads="tools",
             suits=has_chat("prompt", "completion"),
-            convert=labelled,
         ),
-        Format(name="labelled raw completions", columns=("prompt", "completion", "label"), convert=labelled),
+        Format("labelled raw completions", "prompt completion label", labelled),
     ),
     "prompts": (
-        Format(name="conversations", columns=("messages",), optional=("tools",), convert=asked("messages")),
+        Format("conversations", "messages", asked("messages"), reads="tools"),
+        Format("chat prompts", "prompt", asked("prompt"), reads="tools", suits=has_chat("prompt")),
+        Format("raw prompts", "prompt"),
+        Format("tokens", "input_ids"),
         Format(
-            name="chat prompts",
-            columns=("prompt",),
-            suits=has_chat("prompt"),
-            optional=("tools",),
-            convert=asked("prompt"),
-        ),
-        Format(name="raw prompts", columns=("prompt",), convert=lambda row, where: row),
-        Format(name="tokens", columns=("input_ids",), convert=lambda row, where: row),
-        Format(
-            name="ShareGPT conversations",
-            columns=("conversations",),
-            optional=("system",),
-            convert=lambda row, where: {
-                **{name: value for name, value in row.items() if name != "conversations"},
-                **sharegpt(row, where),
-            },
+            "ShareGPT conversations",
+            "conversations",
+            lambda row, where: {**_without("conversations", row), **sharegpt(row, where)},
+            reads="system",
         ),
         Format(
-            name="Alpaca instructions",
-            columns=("instruction",),
-            optional=ALPACA_OPTIONAL,
-            convert=lambda row, where: {**row, "messages": alpaca_prompt(row, where)},
+            "Alpaca instructions",
+            "instruction",
+            lambda row, where: {**row, "messages": alpaca_prompt(row, where)},
+            reads=ALPACA_OPTIONAL,
         ),
     ),
 }
 """formats of each kind of rows; a row has the first one that fits"""
+
+
+def known_columns(kind: RowKind) -> set[str]:
+    """Return all columns that rows of a kind may have."""
+    return {name for entry in FORMATS[kind] for name in entry.known}
 
 
 def format_of(row: Row, kind: RowKind) -> Format | None:
@@ -496,7 +490,7 @@ def normalise(
     """
     if not rows:
         raise DataError(f"{where}: no rows; expected at least one")
-    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)} - {"margin"}
+    known = known_columns(kind) - {"margin"}
     rows = _without_nan(_renamed(rows, kind, where, columns or {}, key), known)
     found = format_of(rows[0], kind)
     if found is None and kind == "prompts" and system_prompt is None:
@@ -510,7 +504,7 @@ def normalise(
         converted.append(found.convert(row, f"{where}, row index {number}"))
     if system_prompt is not None:
         converted = [_with_system(row, system_prompt, found, where) for row in converted]
-    unread = {str(name) for row in rows for name in row} - {*found.columns, *found.optional}
+    unread = {str(name) for row in rows for name in row} - {*found.known}
     is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
     return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
 
@@ -523,7 +517,7 @@ def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[st
     """
     if not columns:
         return list(rows)
-    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)}
+    known = known_columns(kind)
     present = {name for row in rows for name in row}
     for name, own in columns.items():
         if kind != "prompts" and name not in known:  # rewards and environments read any column
@@ -533,13 +527,13 @@ def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[st
     moved = {*columns, *(own for own in columns.values() if own is not None)}
     return [
         {name: value for name, value in row.items() if name not in moved}
-        | {name: _cell(name, row.get(own)) for name, own in columns.items() if own is not None}
+        | {
+            name: without_nulls(row.get(own)) if name in MESSAGE_COLUMNS else row.get(own)
+            for name, own in columns.items()
+            if own is not None
+        }
         for row in rows
     ]
-
-
-def _cell(column: str, value: Any) -> Any:
-    return without_nulls(value) if column in MESSAGE_COLUMNS else value
 
 
 def _without_nan(rows: list[Row], columns: Collection[str]) -> list[Row]:

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from rlite.data.chat.forms import Message
 from rlite.errors import ConfigError, DataError, RolloutError
-from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.rollout.conversation import check_turn_discount
 from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.trajectories import TokenHistory, of_trajectory

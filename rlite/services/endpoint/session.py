@@ -15,7 +15,7 @@ from rlite.data.chat.template import TemplateRefusal, Tokenizer
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.response_template import tool_call_format
+from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import context_length, end_ids
 from rlite.runtime.event_loop import beside_loop
 from rlite.services.endpoint import requests, responses

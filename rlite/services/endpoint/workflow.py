@@ -12,10 +12,10 @@ from tensordict import TensorDict
 
 from rlite.data.chat.template import Tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.rollout.conversation import check_turn_discount
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.response_template import tool_call_format
+from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.services.endpoint.recording import Style, check_style
 from rlite.services.endpoint.session import AgentSession

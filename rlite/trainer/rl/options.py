@@ -12,12 +12,12 @@ import rlite
 from rlite import config
 from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
+from rlite.help import single_or_named
 from rlite.nn.options import LoraOptions
 from rlite.registry import algorithms
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
-from rlite.suggestions import single_or_named
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.model.options import (
     FrozenModelOptions,

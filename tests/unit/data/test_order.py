@@ -10,11 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlite.data.loader import BatchLoader
 from rlite.data.mixture import MixedOrder, Mixture
 from rlite.data.order import ShuffledOrder
 from rlite.data.prompts import PromptStream
-from rlite.data.tokens import TokenRows, mixed, tokenise
+from rlite.data.tokens import BatchLoader, TokenRows, mixed, tokenise
 from rlite.errors import CheckpointError, ConfigError, DataError
 
 SOURCES = st.dictionaries(

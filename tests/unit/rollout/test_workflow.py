@@ -23,8 +23,8 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
-from rlite.rollout.chat.conversation import Conversation
-from rlite.rollout.rewards.signatures import adapt
+from rlite.rollout.conversation import Conversation
+from rlite.rollout.rewards.configured_rewards import adapt
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.types import OnChunk

@@ -369,7 +369,7 @@ VALUES = LEAVES | st.lists(LEAVES | OBJECTS | st.lists(LEAVES, max_size=2), max_
 
 @given(st.sampled_from(sorted(FORMATS)), st.data())
 def test_any_row_is_converted_or_refused(kind: RowKind, data: st.DataObject) -> None:
-    names = sorted({name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)})
+    names = sorted({name for entry in FORMATS[kind] for name in entry.known})
     row = data.draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=5))
     try:
         made, form = normalise([row], kind, "x", system_prompt=data.draw(st.none() | st.just("s")))

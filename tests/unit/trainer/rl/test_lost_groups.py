@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.assembly.rl import make_rollouts
+from rlite.assembly.rl import PartsMaker
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import (
@@ -68,7 +68,7 @@ def make() -> Iterator[Callable[..., Any]]:
         served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
         stream = PromptStream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
         engines: Any = SimpleNamespace(rollout=served)
-        rollouts = make_rollouts(config, engines, workflow, stream)
+        rollouts = PartsMaker(config).rollouts(engines, workflow, stream)
         return SimpleNamespace(engine=engine, rollouts=rollouts, collector=collector)
 
     stats_tracker.export()

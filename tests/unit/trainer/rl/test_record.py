@@ -12,9 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.observers import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.assembly.rl import make_rollouts
-from rlite.assembly.run_record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
+from rlite.assembly.rl import PartsMaker
 from rlite.data.packs import with_keys
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.errors import StreamedDataError
@@ -66,7 +66,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         prompts = prompts or PromptStream(ROWS, 2, seed=0)
         record = RunRecord(options.trainer, run, rollout, options.has_dynamic_filtering)  # type: ignore[arg-type]
         record.begin()
-        rollouts = make_rollouts(options, engines, Ask(), prompts)
+        rollouts = PartsMaker(options).rollouts(engines, Ask(), prompts)
         return SimpleNamespace(run=run, record=record, rollouts=rollouts, engine=engine, said=said)
 
     yield make

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlite.assembly.rl import make_rollouts
+from rlite.assembly.rl import PartsMaker
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
@@ -83,7 +83,7 @@ def rollouts(request: pytest.FixtureRequest) -> Iterator[Any]:
     served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
     engines: Any = SimpleNamespace(rollout=served)
     stats_tracker.export()
-    yield SimpleNamespace(engine=engine, rollouts=make_rollouts(options, engines, Ask(), prompts))
+    yield SimpleNamespace(engine=engine, rollouts=PartsMaker(options).rollouts(engines, Ask(), prompts))
     collector.close()
 
 

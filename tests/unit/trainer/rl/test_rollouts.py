@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlite.assembly.rl import make_rollouts
+from rlite.assembly.rl import PartsMaker
 from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
@@ -49,7 +49,7 @@ def rollouts() -> Iterator[Any]:
         prompts.order.take(position)
         rollout = collectors[-1]
         rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
-        made = make_rollouts(options, SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
+        made = PartsMaker(options).rollouts(SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
         assert type(made) is (RolloutsAhead if ahead else Rollouts)
         return SimpleNamespace(engine=engine, prompts=prompts, rollouts=made, collector=rollout)
 
@@ -93,7 +93,7 @@ def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same(
             rollout=RolloutOptions(max_refills=3),
         )
         engines: Any = SimpleNamespace(rollout=SimpleNamespace(collector=collector))
-        make_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
+        PartsMaker(options).rollouts(engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
         collector.close()
         return drawn
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlite.assembly.observers import Recording
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.assembly.run_record import Recording
-from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationRecord
 from rlite.trainer.options import TrainerOptions
 
 
