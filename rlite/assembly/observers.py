@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlite import files
 from rlite.errors import writing
-from rlite.services.console.observers import SinkLog, StepTrace
-from rlite.services.console.report import RunReport
-from rlite.services.recovery import reporting
+from rlite.services.console.observers import RunReport, SinkLog, StepTrace
+from rlite.services.recovery import record
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.rl.options import EqualRewards
 from rlite.trainer.run.folder import LEARNING
@@ -22,7 +21,7 @@ class StepReport(Observer):
 
     def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
         """Report the step after which the run begins."""
-        reporting.report_step(run.step, run.total_steps)
+        record.report_step(run.step, run.total_steps)
 
     on_step = on_start
 

@@ -35,8 +35,7 @@ from rlite.services.recovery import failover
 from rlite.services.recovery.failover import (
     WorkloadId,
 )
-from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
-from rlite.services.recovery.reporting import TrainerReport
+from rlite.services.recovery.record import JobRecord, LogEntry, TrainerReport, load_record, save_record
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ import pyarrow as pa
 from rlite.errors import DataError, writing
 from rlite.evaluation.sets import sample_of_episode, score_column
 from rlite.rollout.collector.ended import Ended
-from rlite.services.record.files import all_files, write_table
+from rlite.services.record.files import ROWS, TOKENS, all_files, write_table
 from rlite.services.record.recorder import NoRecorder, Recorder, TokenTexts, make_recorder, make_tables
-from rlite.services.record.schema import ROWS, TOKENS
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.run.training_run import TrainingRun
 

@@ -14,9 +14,22 @@ import pyarrow.compute as pc
 from rlite.arguments import flat
 from rlite.errors import DataError
 from rlite.evaluation.statistics import wrong_score
-from rlite.viewer import arrow
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
-from rlite.viewer.run import ViewedRun
+from rlite.viewer.run import (
+    ViewedRun,
+    columns,
+    evaluated_scores,
+    known_scores,
+    lost_rows,
+    means_by_step,
+    of_steps,
+    plain_row,
+    rounded,
+    segments_with,
+    select,
+    statuses_by_step,
+    train_rewards,
+)
 from rlite.viewer.trace import timeline
 
 MAX_WHOLE = 2**63 - 1
@@ -140,16 +153,16 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
     known = prompts(run)
     texts = [_shown(known.get(place), hits.get(place), text) for place in _places(kept)]
-    return {"items": {**arrow.columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
+    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
 
 
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     """Return the rows of one prompt, by source."""
     chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
     return [
-        {"source": source, "columns": arrow.columns(table)}
+        {"source": source, "columns": columns(table)}
         for source in chosen
-        if (table := arrow.select(run.record.table(source), item=query.text("item"))).num_rows
+        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
     ]
 
 
@@ -196,7 +209,7 @@ def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str],
             if left <= 0:
                 return found, True
             left -= table.nbytes
-            for row, prompt in arrow.segments_with(text, table, "prompt"):
+            for row, prompt in segments_with(text, table, "prompt"):
                 name = items_of.get((table["step"][row].as_py(), table["group"][row].as_py()))
                 if name is not None and (run.set_of(source), name) not in found:
                     found[run.set_of(source), name] = _around(prompt, text)
@@ -235,7 +248,7 @@ def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
     table = run.record.table(source)
     steps = pc.unique(table["step"]).to_pylist()
     chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
-    items_of = _items_of_groups(arrow.of_steps(table, chosen))
+    items_of = _items_of_groups(of_steps(table, chosen))
     found: dict[str, str] = {}
     for texts in run.record.segments(source, chosen):
         first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
@@ -275,7 +288,7 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
     sources = [f"eval.{name}" for name in (first, second)]
     if len({run.set_of(source) for source in sources}) > 1:
         return []
-    scores = [arrow.known_scores(run.record.table(source)) for source in sources]
+    scores = [known_scores(run.record.table(source)) for source in sources]
     is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
     worst_of = pc.max if is_lowest_best else pc.min
     extremes = [worst_of(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
@@ -293,7 +306,7 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
 def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
     """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.metrics`."""
     table = run.record.table(source)
-    scores = pa.table({"item": table["item"], "score": pc.fill_null(arrow.known_scores(table), wrong)})
+    scores = pa.table({"item": table["item"], "score": pc.fill_null(known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])
     return dict(zip(means["item"].to_pylist(), means["score_mean"].to_pylist(), strict=True))
 
@@ -362,9 +375,7 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
     means = {
-        source: arrow.means_by_step(
-            table, arrow.train_rewards(table) if source == TRAIN else arrow.evaluated_scores(table)
-        )
+        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
@@ -375,7 +386,7 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         "phases": run.metrics.phases(),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
-        "statuses_by_step": arrow.statuses_by_step(table),
+        "statuses_by_step": statuses_by_step(table),
         "advisories": advisories(
             run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
         ),
@@ -390,14 +401,14 @@ def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
     steps = sorted(pc.unique(table["step"]).to_pylist())
     last = run.metrics.last_step
     chosen = [step for step in steps if not last or step <= last][-RECENT:]
-    return arrow.of_steps(table, chosen), len(chosen)
+    return of_steps(table, chosen), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, step = _source(run, query), query.whole("step")
-    rows = arrow.select(run.record.table(source), step=step)
+    rows = select(run.record.table(source), step=step)
     wanted = [name for name in query.texts("columns") if name in rows.column_names]
-    return {"columns": arrow.columns(rows.select(wanted) if wanted else rows)}
+    return {"columns": columns(rows.select(wanted) if wanted else rows)}
 
 
 def _sample(run: ViewedRun, query: Query) -> Any:
@@ -411,7 +422,7 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
     """Return the answer to the question for one rollout, in values that JSON has."""
-    return jsonable({"row": arrow.plain_row(row), "sequences": [_sequence(each) for each in sequences]})
+    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -439,7 +450,7 @@ def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
     """Yield the first hit of each rollout."""
     told: set[int] = set()
-    for row, found in arrow.segments_with(text, table) if text else ():
+    for row, found in segments_with(text, table) if text else ():
         if row not in told:
             told.add(row)
             place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
@@ -467,29 +478,29 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = run.record.table(_source(run, query))
-    lost = arrow.lost_rows(table)
+    lost = lost_rows(table)
     kinds = _amounts(lost, "kind")
     return {
         "rollouts": table.num_rows,
         "lost": lost.num_rows,
         "statuses": dict(_value_counts(table["status"])),
-        "by_step": arrow.statuses_by_step(table),
+        "by_step": statuses_by_step(table),
         "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
         "num_kinds": kinds.num_rows,
     }
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
-    lost = arrow.lost_rows(run.record.table(_source(run, query)))
-    reasons = _amounts(arrow.select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    lost = lost_rows(run.record.table(_source(run, query)))
+    reasons = _amounts(select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
     return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
 
 
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = arrow.lost_rows(run.record.table(_source(run, query)))
-    own = arrow.select(table, status=query.text("status"), reason=query.text("reason"))
+    table = lost_rows(run.record.table(_source(run, query)))
+    own = select(table, status=query.text("status"), reason=query.text("reason"))
     offset = query.whole("offset")
-    return {"columns": arrow.columns(own.slice(offset, PAGE)), "number": own.num_rows}
+    return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
 
 
 def _amounts(lost: pa.Table, key: str) -> pa.Table:
@@ -519,7 +530,7 @@ def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
     made = {name: sequence[name] for name in ("sequence", "ids", "mask", "versions")}
     made["pieces"] = [text[start:end] for start, end in zip(offsets, ends, strict=False)]
     made["before"] = text[: offsets[0]] if offsets else text
-    return made | {name: arrow.rounded(sequence[name]) for name in TOKEN_VALUES}
+    return made | {name: rounded(sequence[name]) for name in TOKEN_VALUES}
 
 
 def _source(run: ViewedRun, query: Query) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rlite.errors import ConfigError, DataError
 from rlite.imports import optional
 from rlite.viewer.answers import OF_TRACE, Query, UnknownPlace, answer
-from rlite.viewer.page import TYPES, assets, served_page
+from rlite.viewer.export import TYPES, assets, served_page
 from rlite.viewer.run import Change, ViewedRun
 
 with optional("the page needs", "view", "; or write it to a file: --export FILE.html"):

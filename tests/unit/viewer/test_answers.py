@@ -11,12 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import DataError
-from rlite.services.record.files import write_table
-from rlite.services.record.schema import ROWS
+from rlite.services.record.files import ROWS, write_table
 from rlite.viewer.answers import MAX_HITS, MAX_ITEMS, PAGE, QUESTIONS, Query, UnknownPlace, answer, shortened
-from rlite.viewer.arrow import means_by_step
 from rlite.viewer.export import export
-from rlite.viewer.run import ViewedRun, open_runs
+from rlite.viewer.run import ViewedRun, means_by_step, open_runs
 
 
 @pytest.fixture(scope="module")
