@@ -1,25 +1,16 @@
-"""One run on the pages: its config, metrics, record and trace, as far as they can be read.
-
-Tables of a record in the form that pages read: columns of plain values.
-"""
+"""One run on the pages: its config, metrics, record and trace, as far as they can be read."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from rlite import files
 from rlite.arguments import read_saved
 from rlite.errors import ConfigError
-from rlite.evaluation.statistics import clustered_errors
 from rlite.runtime.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.services.record.files import read_gaps
@@ -274,147 +265,3 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
         return {}, ""
     except ConfigError as error:
         return {}, str(error)
-
-
-PARTS = "reward_parts"
-USED = ("trained", "evaluated")
-"""statuses of rollouts that are not in the ledger"""
-DIGITS = 5
-
-
-def columns(table: pa.Table) -> dict[str, list[Any]]:
-    """Return the columns of a table of rows. Parts of the reward become columns `reward/NAME`."""
-    found = {name: plain(table[name]) for name in table.column_names if name != PARTS}
-    if PARTS in table.column_names:
-        found |= {f"reward/{name}": plain(values) for name, values in reward_parts(table).items()}
-    return found
-
-
-def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    """Return the parts of the reward by name."""
-    parts = table[PARTS].combine_chunks()
-    if isinstance(parts, pa.ChunkedArray):  # a table without rows
-        return {}
-    names = sorted(name for name in pc.unique(parts.keys).to_pylist() if name is not None)
-    return {name: pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
-
-
-def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
-    """Return the values of a column; numbers that are not finite become None."""
-    if pa.types.is_floating(column.type):
-        column = pc.if_else(pc.is_finite(column), column, None)
-    return column.to_pylist()
-
-
-def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
-    """Return the rows of some steps."""
-    return table.filter(pc.is_in(table["step"], pa.array(steps, pa.int32())))
-
-
-def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterator[tuple[int, str]]:
-    """Yield the segments of rollouts in which a text occurs, in upper or lower case.
-
-    Args:
-        text: the text to find.
-        table: rollouts with their segments.
-        role: role of the segments to look at; None: all roles.
-
-    Yields:
-        The number of the rollout's row, and the segment's text.
-    """
-    segments = table["segments"].combine_chunks()
-    if not len(segments):
-        return
-    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
-    is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
-    if role is not None:
-        is_hit = pc.and_(is_hit, pc.equal(parts.field("role"), role))
-    chosen = pc.fill_null(is_hit, False)
-    for row, found in zip(parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True):
-        yield row, found.as_py()
-
-
-def select(table: pa.Table, **values: Any) -> pa.Table:
-    """Return the rows whose columns have these values."""
-    for name, value in values.items():
-        table = table.filter(pc.equal(table[name], value))
-    return table
-
-
-def rounded(values: Sequence[Any] | None) -> list[float | None] | None:
-    """Return numbers with five digits; None in place of numbers that are not finite."""
-    if values is None:
-        return None
-    return [None if v is None or not math.isfinite(v) else float(f"{v:.{DIGITS}g}") for v in values]
-
-
-def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[Any]]:
-    """Return mean and standard error of values for each step.
-
-    The standard error is clustered by group, because the rollouts of a group answer one prompt. It is not finite for a
-    step with one group.
-
-    Args:
-        table: rows.
-        values: one number for each row; null does not count.
-    """
-    known = pc.is_valid(values)
-    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(known)
-    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")]).sort_by("step")
-    rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
-    steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
-    numbers = np.add.reduceat(counts, first)
-    with np.errstate(invalid="ignore"):  # a reward is not finite
-        means = np.add.reduceat(totals, first) / numbers
-        errors = clustered_errors(totals - np.repeat(means, clusters) * counts, first, numbers)
-    found = {"steps": steps, "values": means, "errors": errors, "counts": numbers}
-    return {name: own.tolist() for name, own in found.items()}
-
-
-def train_rewards(table: pa.Table) -> pa.ChunkedArray:
-    """Return the rewards of training; null for rollouts that the end of the run, or the engine, has aborted."""
-    return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
-
-
-def known_scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return the numbers by which rollouts are evaluated: scores, else rewards; null for a failed episode."""
-    is_evaluated = pc.equal(table["status"], "evaluated")
-    return pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
-
-
-def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return the numbers that an evaluation averages.
-
-    A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
-    """
-    known = known_scores(table)
-    values = known.to_numpy()
-    _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
-    lowest = np.zeros(len(values))
-    np.fmin.at(lowest, place, values)
-    return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
-
-
-def statuses_by_step(table: pa.Table) -> dict[str, Any]:
-    """Return how often each status occurs in each step."""
-    counts = table.group_by(["step", "status"]).aggregate([([], "count_all")]).to_pylist()
-    steps = sorted({row["step"] for row in counts})
-    place = {step: index for index, step in enumerate(steps)}
-    found: dict[str, list[int]] = {}
-    for row in counts:
-        found.setdefault(str(row["status"]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
-    return {"steps": steps, "counts": found}
-
-
-def lost_rows(table: pa.Table) -> pa.Table:
-    """Return the rows of the ledger, with the kind of each reason: its text before the first colon."""
-    lost = table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
-    reasons = pc.fill_null(lost["reason"], "")
-    kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
-    kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
-    return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
-
-
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row with the parts of its reward, and the columns of its data item, by name."""
-    return {**row, PARTS: dict(row.get(PARTS) or ()), "data": dict(row.get("data") or ())}

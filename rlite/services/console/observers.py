@@ -77,13 +77,11 @@ class StepTrace(Observer):
         self._is_wanted, self._path = options.trace, folder / TRACE
         self._first, self._last = options.trace_steps or (1, sys.maxsize)
 
-    def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Begin to follow the run."""
-        self.follow(run.step, run.is_over)
-
     def on_step(self, run: TrainingRun, metrics: Metrics) -> None:
         """Follow a step."""
         self.follow(run.step, run.is_over)
+
+    on_start = on_step
 
     def follow(self, step: int, is_over: bool) -> None:
         """Trace the next step if the options say so, and write the trace of the last step.
@@ -186,9 +184,7 @@ class RunReport(Observer):
         self._history.add(run.step, metrics)
         self._console.log(run.step, metrics)
 
-    def on_log(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Show metrics of evaluations as those of a step."""
-        self.on_step(run, metrics)
+    on_log = on_step  # metrics of evaluations
 
     def close(self, run: TrainingRun, error: BaseException | None) -> None:
         """Close the bar. At the end of a run, show how it ended, the improvements, and the places of the results."""

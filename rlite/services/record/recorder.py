@@ -415,20 +415,10 @@ class NoRecorder:
 
     has_removed = False
 
-    def record(self, *of_step: object) -> None:
+    def record(self, *arguments: object) -> None:
         """Do nothing."""
 
-    def record_evaluation(self, *of_set: object) -> None:
-        """Do nothing."""
-
-    def compact(self, before: int) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    record_evaluation = compact = flush = close = record
 
 
 class FileRecorder(RecordWriter):
