@@ -9,7 +9,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_noth
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
 
+N = TypeVar("N", int, float)
 MAX_WHOLE = 2**63 - 1
 """largest number of a group"""
 
@@ -60,13 +62,7 @@ class Query:
         Raises:
             DataError: it is missing, or no such number.
         """
-        try:
-            found = int(self.text(name))
-        except ValueError:
-            found = -1
-        if not 0 <= found <= MAX_WHOLE:
-            raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
-        return found
+        return self._checked(name, int, lambda found: 0 <= found <= MAX_WHOLE, "a whole number from 0 on")
 
     def number(self, name: str) -> float | None:
         """Return a parameter that is a number, or None if it is not given.
@@ -74,15 +70,13 @@ class Query:
         Raises:
             DataError: it is no finite number.
         """
-        if not self.has(name):
-            return None
-        try:
-            found = float(self.text(name))
-        except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
-            raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
-        return found
+        return self._checked(name, float, math.isfinite, "a number") if self.has(name) else None
+
+    def _checked(self, name: str, kind: Callable[[str], N], is_right: Callable[[N], bool], expected: str) -> N:
+        with suppress(ValueError):
+            if is_right(found := kind(self.text(name))):
+                return found
+        raise DataError(f"{name}: expected {expected}, found {self.text(name)[:40]!r}")
 
 
 def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: None) -> Any:

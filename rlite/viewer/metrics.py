@@ -195,14 +195,13 @@ def do_equal_rewards_teach_nothing(folder: Path) -> bool:
 
 def _shares(metrics: MetricsLog, is_uniform_useless: bool) -> Iterator[Advice]:
     """Yield the advisories on shares that are large on average."""
-    uniform = (
-        "of the groups of the last {} steps all rewards are equal. The prompts may be too easy or too hard, or the"
+    uniform = "In {:.0%} of the groups of the last {} steps all rewards are equal. "
+    uniform += "The prompts may be too easy or too hard, or the reward too coarse."
+    cut = (
+        "{:.0%} of the answers of the last {} steps reached a limit. Raise max_new_tokens, or reward answers that end."
     )
-    cut = "of the answers of the last {} steps reached a limit. Raise max_new_tokens, or reward answers that end."
-    rules = [("truncated", MAX_TRUNCATED, "Many answers are cut off", "{:.0%} " + cut)]
-    if is_uniform_useless:
-        told = "In {:.0%} " + uniform + " reward too coarse."
-        rules.insert(0, ("uniform_groups", MAX_UNIFORM, "Most groups teach nothing", told))
+    rules = [("uniform_groups", MAX_UNIFORM, "Most groups teach nothing", uniform)] if is_uniform_useless else []
+    rules.append(("truncated", MAX_TRUNCATED, "Many answers are cut off", cut))
     for metric, most, title, reason in rules:
         values = metrics.recent(metric, RECENT)
         if values and (share := fmean(values)) > most:

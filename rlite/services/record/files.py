@@ -182,11 +182,6 @@ def record_files(folder: Path) -> Iterator[RecordFile]:
     yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
 
 
-def damaged_files(folder: Path) -> list[Path]:
-    """Return the damaged files that a resumed run has set aside, by name."""
-    return sorted((folder / FOLDER).glob(f"*{DAMAGED}"))
-
-
 def used_bytes(folder: Path) -> int:
     """Return the bytes of all files of the record in a run's folder, whatever they are."""
     return sum(size_of(path) for path in (folder / FOLDER).glob("*"))
@@ -596,13 +591,10 @@ class RecordWriter:
 
     def _compact(self, before: int) -> None:
         try:
-            compact(self._folder, before, self._has_room)
+            compact(self._folder, before, lambda size: used_bytes(self._folder) + size <= self._limit)
         except StorageError as error:  # nothing is lost: the next checkpoint tries again
             logger.warning("the files of the record are not merged: %s", error)
         self._size = used_bytes(self._folder)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return used_bytes(self._folder) + num_bytes <= self._limit
 
     def _write(self, source: str, step: int, tables: Tables) -> None:
         for kind, table in tables.items():
@@ -631,6 +623,7 @@ class RecordWriter:
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""
         oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        yield from ((path, partial(delete, [path])) for path in damaged_files(self._folder))
+        damaged = sorted((self._folder / FOLDER).glob(f"*{DAMAGED}"))
+        yield from ((path, partial(delete, [path])) for path in damaged)
         yield from ((file.path, partial(strip, file)) for file in oldest)
         yield from ((file.path, partial(delete, [file.path])) for file in oldest)
