@@ -12,9 +12,19 @@ import pytest
 
 from rlite.errors import DataError
 from rlite.services.record.files import ROWS, write_table
-from rlite.viewer.answers import MAX_HITS, MAX_ITEMS, PAGE, QUESTIONS, Query, UnknownPlace, answer, shortened
+from rlite.viewer.answers import (
+    MAX_HITS,
+    MAX_ITEMS,
+    PAGE,
+    QUESTIONS,
+    Query,
+    UnknownPlace,
+    answer,
+    means_by_step,
+    shortened,
+)
 from rlite.viewer.export import export
-from rlite.viewer.run import ViewedRun, means_by_step, open_runs
+from rlite.viewer.run import ViewedRun, open_runs
 
 
 @pytest.fixture(scope="module")
