@@ -5,7 +5,7 @@ A trainer that is started by module path is a program of its own, watched by the
     trainer process (Ray)                    program: python -m rlite.trainer.ppo --config FILE, or under torchrun
       ├─ starts ────────────────────────────>  │
       ├─ looks twice a second: dead, stopped?  │
-      └─ reads the step and final errors <──── reporting.report_step, once per step
+      └─ reads the step and final errors <──── report_step, once per step
 
 The end of the program, for any cause, is the end of the trainer's run. The master restarts the trainer process,
 which starts the program again with the same options. The program then resumes from its newest checkpoint.
