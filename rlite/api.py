@@ -38,7 +38,7 @@ from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.runtime.cluster.session import has_session
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY, key_of
 from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects

@@ -36,8 +36,7 @@ from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonf
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.runtime.storage.atomic import publish, seal
 from rlite.runtime.storage.huggingface import Writer
-from rlite.runtime.storage.safe import load_values
-from rlite.runtime.storage.sharded import random_state, set_random_state
+from rlite.runtime.storage.sharded import load_values, random_state, set_random_state
 
 CPU = torch.device("cpu")
 

@@ -39,7 +39,7 @@ from rlite.help import help_topic
 from rlite.imports import check_file
 from rlite.nn.folders import model_folder
 from rlite.rollout.registry import find_reward
-from rlite.services.recovery import reporting
+from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
@@ -156,7 +156,7 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         main(arguments)
     except RliteError as error:
         if isinstance(error, FINAL) and not isinstance(error, FolderInUse):
-            reporting.report_final_error(error)
+            record.report_final_error(error)
         # what a worker raised has its traceback there; these errors say all that a user can act on
         is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
         details = f"{error.__cause__}" if is_traced else ""

@@ -18,10 +18,9 @@ from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.trajectories import layout
-from rlite.services.console.observers import SinkLog, StepTrace
-from rlite.services.console.report import RunReport
+from rlite.services.console.observers import RunReport, SinkLog, StepTrace
 from rlite.services.record.files import drop_later
-from rlite.services.recovery import reporting
+from rlite.services.recovery import record
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.rl.options import EqualRewards
@@ -36,7 +35,7 @@ class StepReport(Observer):
 
     def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
         """Report the step after which the run begins."""
-        reporting.report_step(run.step, run.total_steps)
+        record.report_step(run.step, run.total_steps)
 
     on_step = on_start
 

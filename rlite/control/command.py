@@ -22,8 +22,7 @@ from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.runtime.owner import Owner
 from rlite.runtime.storage.texts import FileStore
 from rlite.services.recovery.failover import JobState
-from rlite.services.recovery.record import JobRecord, load_record
-from rlite.services.recovery.reporting import clock
+from rlite.services.recovery.record import JobRecord, clock, load_record
 
 JOB_SERVERS = ("http://", "https://")
 STOPPED = 143

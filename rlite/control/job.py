@@ -293,10 +293,7 @@ def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
     Raises:
         ConfigError: the class cannot be imported, or is no BaseWorkload.
     """
-    where = role.lower()
-    found, options = _plain(_imported(where, given))
-    if not isinstance(found, type) or not issubclass(found, BaseWorkload):
-        raise ConfigError(f"{where}: {_name(found)} is not a class that extends rlite.control.BaseWorkload")
+    found, options = _subclass(role.lower(), given, BaseWorkload)
     return WorkloadClass(label_of(found), cloudpickle.dumps(found), interface_of(found), options)
 
 
@@ -311,9 +308,7 @@ def trainer_class(given: Any) -> type[BaseTrainer]:
     Raises:
         ConfigError: the class cannot be imported, is no BaseTrainer, or lacks `init` or `fit`.
     """
-    found, _ = _plain(_imported("trainer", given))
-    if not isinstance(found, type) or not issubclass(found, BaseTrainer):
-        raise ConfigError(f"trainer: {_name(found)} is not a class that extends rlite.control.BaseTrainer")
+    found, _ = _subclass("trainer", given, BaseTrainer)
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
     return found
@@ -335,10 +330,19 @@ def check_program(module: str) -> None:
         )
 
 
-def _plain(given: Any) -> tuple[Any, dict[str, Any]]:
-    if not hasattr(given, "__ray_metadata__"):
-        return given, {}
-    return _ray("host").plain_class(given)
+def _subclass(where: str, given: Any, base: type) -> tuple[Any, dict[str, Any]]:
+    """Return a class that extends a base, and its options of `@ray.remote`.
+
+    Raises:
+        ConfigError: it cannot be imported, or is another object.
+    """
+    found, options = _imported(where, given), {}
+    if hasattr(found, "__ray_metadata__"):
+        found, options = _ray("host").plain_class(found)
+    if not isinstance(found, type) or not issubclass(found, base):
+        name = getattr(found, "__name__", repr(found))
+        raise ConfigError(f"{where}: {name} is not a class that extends rlite.control.{base.__name__}")
+    return found, options
 
 
 def _imported(where: str, given: Any) -> Any:
@@ -354,10 +358,6 @@ def _imported(where: str, given: Any) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{where}: module {module_name!r} has no {name!r}; {did_you_mean(name, vars(module))}")
     return getattr(module, name)
-
-
-def _name(found: Any) -> str:
-    return getattr(found, "__name__", repr(found))
 
 
 def check_ray() -> None:

@@ -32,11 +32,8 @@ from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, make_store, own_node
 from rlite.runtime.storage.texts import StateStore
 from rlite.services.recovery import failover
-from rlite.services.recovery.failover import (
-    WorkloadId,
-)
-from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
-from rlite.services.recovery.reporting import TrainerReport
+from rlite.services.recovery.failover import WorkloadId
+from rlite.services.recovery.record import JobRecord, LogEntry, TrainerReport, load_record, save_record
 
 logger = logging.getLogger(__name__)
 

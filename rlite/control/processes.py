@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 from rlite.control.entry import JobProcess
 from rlite.control.health import NodeAgent
-from rlite.control.program import Program
 from rlite.control.role_group import Rendezvous
 from rlite.control.spec import TRAINER, JobPlan, RLRoleType, actor_name, trainer_life
-from rlite.control.workers import RoleActors, TrainerFactory, TrainerOutcome, WorkloadFactory
+from rlite.control.workers import Program, RoleActors, TrainerFactory, TrainerOutcome, WorkloadFactory
 from rlite.runtime.cluster.group import WorkerGroup, worker_name
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
 from rlite.runtime.cluster.placement import Device

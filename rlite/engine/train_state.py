@@ -21,8 +21,7 @@ from rlite.nn.pretrained import local_checkpoint
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.workers import Kind, WorkerSet
 from rlite.runtime.storage.atomic import is_staged, staging, verify
-from rlite.runtime.storage.safe import load_values
-from rlite.runtime.storage.sharded import random_state, set_random_state
+from rlite.runtime.storage.sharded import load_values, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 

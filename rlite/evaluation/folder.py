@@ -36,7 +36,7 @@ from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.metrics import Comparison, Sample
 from rlite.evaluation.sets import Row, remove_record, write_record
-from rlite.runtime.storage.lock import FolderLock, lock_folder
+from rlite.runtime.owner import FolderLock, lock_folder
 
 VERSION = 1
 """version of the format"""

@@ -159,8 +159,8 @@ class LaunchOptions(AnnouncedOptions):
         return names
 
 
-SINKS = {"jsonl": "JsonlSink", "tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
-"""name of a sink, of its module and of the package that it needs -> its class, which takes the run"""
+SINKS = ("jsonl", "tensorboard", "wandb", "trackio")
+"""names of sinks, and of the packages that they need"""
 _BUILTIN = {"jsonl"}
 """sinks that need no package"""
 

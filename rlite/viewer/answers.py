@@ -1,4 +1,7 @@
-"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file."""
+"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file.
+
+Tables of a record become columns of plain values.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.arguments import flat
 from rlite.errors import DataError
-from rlite.evaluation.statistics import wrong_score
-from rlite.viewer import arrow
+from rlite.evaluation.statistics import clustered_errors, wrong_score
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
 
+N = TypeVar("N", int, float)
 MAX_WHOLE = 2**63 - 1
 """largest number of a group"""
 
@@ -57,13 +62,7 @@ class Query:
         Raises:
             DataError: it is missing, or no such number.
         """
-        try:
-            found = int(self.text(name))
-        except ValueError:
-            found = -1
-        if not 0 <= found <= MAX_WHOLE:
-            raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
-        return found
+        return self._checked(name, int, lambda found: 0 <= found <= MAX_WHOLE, "a whole number from 0 on")
 
     def number(self, name: str) -> float | None:
         """Return a parameter that is a number, or None if it is not given.
@@ -71,15 +70,13 @@ class Query:
         Raises:
             DataError: it is no finite number.
         """
-        if not self.has(name):
-            return None
-        try:
-            found = float(self.text(name))
-        except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
-            raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
-        return found
+        return self._checked(name, float, math.isfinite, "a number") if self.has(name) else None
+
+    def _checked(self, name: str, kind: Callable[[str], N], is_right: Callable[[N], bool], expected: str) -> N:
+        with suppress(ValueError):
+            if is_right(found := kind(self.text(name))):
+                return found
+        raise DataError(f"{name}: expected {expected}, found {self.text(name)[:40]!r}")
 
 
 def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: None) -> Any:
@@ -98,6 +95,150 @@ def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: Non
     if isinstance(value, list | tuple):
         return [jsonable(item, not_finite) for item in value]
     return str(value)
+
+
+PARTS = "reward_parts"
+USED = ("trained", "evaluated")
+"""statuses of rollouts that are not in the ledger"""
+DIGITS = 5
+
+
+def columns(table: pa.Table) -> dict[str, list[Any]]:
+    """Return the columns of a table of rows. Parts of the reward become columns `reward/NAME`."""
+    found = {name: plain(table[name]) for name in table.column_names if name != PARTS}
+    if PARTS in table.column_names:
+        found |= {f"reward/{name}": plain(values) for name, values in reward_parts(table).items()}
+    return found
+
+
+def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    """Return the parts of the reward by name."""
+    parts = table[PARTS].combine_chunks()
+    if isinstance(parts, pa.ChunkedArray):  # a table without rows
+        return {}
+    names = sorted(name for name in pc.unique(parts.keys).to_pylist() if name is not None)
+    return {name: pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
+
+
+def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+    """Return the values of a column; numbers that are not finite become None."""
+    if pa.types.is_floating(column.type):
+        column = pc.if_else(pc.is_finite(column), column, None)
+    return column.to_pylist()
+
+
+def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
+    """Return the rows of some steps."""
+    return table.filter(pc.is_in(table["step"], pa.array(steps, pa.int32())))
+
+
+def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the segments of rollouts in which a text occurs, in upper or lower case.
+
+    Args:
+        text: the text to find.
+        table: rollouts with their segments.
+        role: role of the segments to look at; None: all roles.
+
+    Yields:
+        The number of the rollout's row, and the segment's text.
+    """
+    segments = table["segments"].combine_chunks()
+    if not len(segments):
+        return
+    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
+    is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
+    if role is not None:
+        is_hit = pc.and_(is_hit, pc.equal(parts.field("role"), role))
+    chosen = pc.fill_null(is_hit, False)
+    for row, found in zip(parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True):
+        yield row, found.as_py()
+
+
+def select(table: pa.Table, **values: Any) -> pa.Table:
+    """Return the rows whose columns have these values."""
+    for name, value in values.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
+
+
+def rounded(values: Sequence[Any] | None) -> list[float | None] | None:
+    """Return numbers with five digits; None in place of numbers that are not finite."""
+    if values is None:
+        return None
+    return [None if v is None or not math.isfinite(v) else float(f"{v:.{DIGITS}g}") for v in values]
+
+
+def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[Any]]:
+    """Return mean and standard error of values for each step.
+
+    The standard error is clustered by group, because the rollouts of a group answer one prompt. It is not finite for a
+    step with one group.
+
+    Args:
+        table: rows.
+        values: one number for each row; null does not count.
+    """
+    known = pc.is_valid(values)
+    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(known)
+    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")]).sort_by("step")
+    rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
+    steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
+    numbers = np.add.reduceat(counts, first)
+    with np.errstate(invalid="ignore"):  # a reward is not finite
+        means = np.add.reduceat(totals, first) / numbers
+        errors = clustered_errors(totals - np.repeat(means, clusters) * counts, first, numbers)
+    found = {"steps": steps, "values": means, "errors": errors, "counts": numbers}
+    return {name: own.tolist() for name, own in found.items()}
+
+
+def train_rewards(table: pa.Table) -> pa.ChunkedArray:
+    """Return the rewards of training; null for rollouts that the end of the run, or the engine, has aborted."""
+    return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
+
+
+def known_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers by which rollouts are evaluated: scores, else rewards; null for a failed episode."""
+    is_evaluated = pc.equal(table["status"], "evaluated")
+    return pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+
+
+def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers that an evaluation averages.
+
+    A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
+    """
+    known = known_scores(table)
+    values = known.to_numpy()
+    _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
+    lowest = np.zeros(len(values))
+    np.fmin.at(lowest, place, values)
+    return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
+
+
+def statuses_by_step(table: pa.Table) -> dict[str, Any]:
+    """Return how often each status occurs in each step."""
+    counts = table.group_by(["step", "status"]).aggregate([([], "count_all")]).to_pylist()
+    steps = sorted({row["step"] for row in counts})
+    place = {step: index for index, step in enumerate(steps)}
+    found: dict[str, list[int]] = {}
+    for row in counts:
+        found.setdefault(str(row["status"]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
+    return {"steps": steps, "counts": found}
+
+
+def lost_rows(table: pa.Table) -> pa.Table:
+    """Return the rows of the ledger, with the kind of each reason: its text before the first colon."""
+    lost = table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+    reasons = pc.fill_null(lost["reason"], "")
+    kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
+    kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
+    return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row with the parts of its reward, and the columns of its data item, by name."""
+    return {**row, PARTS: dict(row.get(PARTS) or ()), "data": dict(row.get("data") or ())}
 
 
 MAX_ITEMS = 500
@@ -140,16 +281,16 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
     known = prompts(run)
     texts = [_shown(known.get(place), hits.get(place), text) for place in _places(kept)]
-    return {"items": {**arrow.columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
+    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
 
 
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     """Return the rows of one prompt, by source."""
     chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
     return [
-        {"source": source, "columns": arrow.columns(table)}
+        {"source": source, "columns": columns(table)}
         for source in chosen
-        if (table := arrow.select(run.record.table(source), item=query.text("item"))).num_rows
+        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
     ]
 
 
@@ -196,7 +337,7 @@ def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str],
             if left <= 0:
                 return found, True
             left -= table.nbytes
-            for row, prompt in arrow.segments_with(text, table, "prompt"):
+            for row, prompt in segments_with(text, table, "prompt"):
                 name = items_of.get((table["step"][row].as_py(), table["group"][row].as_py()))
                 if name is not None and (run.set_of(source), name) not in found:
                     found[run.set_of(source), name] = _around(prompt, text)
@@ -235,7 +376,7 @@ def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
     table = run.record.table(source)
     steps = pc.unique(table["step"]).to_pylist()
     chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
-    items_of = _items_of_groups(arrow.of_steps(table, chosen))
+    items_of = _items_of_groups(of_steps(table, chosen))
     found: dict[str, str] = {}
     for texts in run.record.segments(source, chosen):
         first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
@@ -275,7 +416,7 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
     sources = [f"eval.{name}" for name in (first, second)]
     if len({run.set_of(source) for source in sources}) > 1:
         return []
-    scores = [arrow.known_scores(run.record.table(source)) for source in sources]
+    scores = [known_scores(run.record.table(source)) for source in sources]
     is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
     worst_of = pc.max if is_lowest_best else pc.min
     extremes = [worst_of(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
@@ -293,7 +434,7 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
 def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
     """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.metrics`."""
     table = run.record.table(source)
-    scores = pa.table({"item": table["item"], "score": pc.fill_null(arrow.known_scores(table), wrong)})
+    scores = pa.table({"item": table["item"], "score": pc.fill_null(known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])
     return dict(zip(means["item"].to_pylist(), means["score_mean"].to_pylist(), strict=True))
 
@@ -362,9 +503,7 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
     means = {
-        source: arrow.means_by_step(
-            table, arrow.train_rewards(table) if source == TRAIN else arrow.evaluated_scores(table)
-        )
+        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
@@ -375,7 +514,7 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         "phases": run.metrics.phases(),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
-        "statuses_by_step": arrow.statuses_by_step(table),
+        "statuses_by_step": statuses_by_step(table),
         "advisories": advisories(
             run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
         ),
@@ -390,14 +529,14 @@ def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
     steps = sorted(pc.unique(table["step"]).to_pylist())
     last = run.metrics.last_step
     chosen = [step for step in steps if not last or step <= last][-RECENT:]
-    return arrow.of_steps(table, chosen), len(chosen)
+    return of_steps(table, chosen), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, step = _source(run, query), query.whole("step")
-    rows = arrow.select(run.record.table(source), step=step)
+    rows = select(run.record.table(source), step=step)
     wanted = [name for name in query.texts("columns") if name in rows.column_names]
-    return {"columns": arrow.columns(rows.select(wanted) if wanted else rows)}
+    return {"columns": columns(rows.select(wanted) if wanted else rows)}
 
 
 def _sample(run: ViewedRun, query: Query) -> Any:
@@ -411,7 +550,7 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
     """Return the answer to the question for one rollout, in values that JSON has."""
-    return jsonable({"row": arrow.plain_row(row), "sequences": [_sequence(each) for each in sequences]})
+    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -439,7 +578,7 @@ def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
     """Yield the first hit of each rollout."""
     told: set[int] = set()
-    for row, found in arrow.segments_with(text, table) if text else ():
+    for row, found in segments_with(text, table) if text else ():
         if row not in told:
             told.add(row)
             place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
@@ -467,29 +606,29 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = run.record.table(_source(run, query))
-    lost = arrow.lost_rows(table)
+    lost = lost_rows(table)
     kinds = _amounts(lost, "kind")
     return {
         "rollouts": table.num_rows,
         "lost": lost.num_rows,
         "statuses": dict(_value_counts(table["status"])),
-        "by_step": arrow.statuses_by_step(table),
+        "by_step": statuses_by_step(table),
         "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
         "num_kinds": kinds.num_rows,
     }
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
-    lost = arrow.lost_rows(run.record.table(_source(run, query)))
-    reasons = _amounts(arrow.select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    lost = lost_rows(run.record.table(_source(run, query)))
+    reasons = _amounts(select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
     return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
 
 
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = arrow.lost_rows(run.record.table(_source(run, query)))
-    own = arrow.select(table, status=query.text("status"), reason=query.text("reason"))
+    table = lost_rows(run.record.table(_source(run, query)))
+    own = select(table, status=query.text("status"), reason=query.text("reason"))
     offset = query.whole("offset")
-    return {"columns": arrow.columns(own.slice(offset, PAGE)), "number": own.num_rows}
+    return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
 
 
 def _amounts(lost: pa.Table, key: str) -> pa.Table:
@@ -519,7 +658,7 @@ def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
     made = {name: sequence[name] for name in ("sequence", "ids", "mask", "versions")}
     made["pieces"] = [text[start:end] for start, end in zip(offsets, ends, strict=False)]
     made["before"] = text[: offsets[0]] if offsets else text
-    return made | {name: arrow.rounded(sequence[name]) for name in TOKEN_VALUES}
+    return made | {name: rounded(sequence[name]) for name in TOKEN_VALUES}
 
 
 def _source(run: ViewedRun, query: Query) -> str:

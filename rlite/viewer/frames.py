@@ -12,7 +12,7 @@ import pyarrow as pa
 from rlite.errors import ConfigError
 from rlite.imports import optional
 from rlite.services.record.reader import SEGMENTS
-from rlite.viewer.arrow import PARTS, reward_parts
+from rlite.viewer.answers import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
 
 with optional("DataFrames need", "view"):

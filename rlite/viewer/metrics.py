@@ -140,7 +140,7 @@ RECENT = 10
 MAX_UNIFORM = 0.5
 MAX_TRUNCATED = 0.25
 MAX_DRIFT = 0.1
-"""nats per token; as `rlite.services.console.alarms.DRIFT_LIMIT`"""
+"""nats per token; as `rlite.services.console.observers.DRIFT_LIMIT`"""
 MAX_LOST = 0.05
 STALL = 6.0
 """times its median"""
@@ -181,8 +181,7 @@ def advisories(
         is_uniform_useless: the run learns nothing from a group of equal rewards.
     """
     found = [
-        *(_uniform(metrics) if is_uniform_useless else ()),
-        *_truncated(metrics),
+        *_shares(metrics, is_uniform_useless),
         *_drift(metrics),
         *_stalls(metrics),
         *_lost(statuses, num_steps),
@@ -199,28 +198,19 @@ def do_equal_rewards_teach_nothing(folder: Path) -> bool:
         return False
 
 
-def _uniform(metrics: MetricsLog) -> Iterator[Advice]:
-    values = metrics.recent("uniform_groups", RECENT)
-    if values and (share := fmean(values)) > MAX_UNIFORM:
-        yield Advice(
-            level="warning",
-            title="Most groups teach nothing",
-            reason=f"In {share:.0%} of the groups of the last {len(values)} steps all rewards are equal. "
-            "The prompts may be too easy or too hard, or the reward too coarse.",
-            metric="uniform_groups",
-        )
-
-
-def _truncated(metrics: MetricsLog) -> Iterator[Advice]:
-    values = metrics.recent("truncated", RECENT)
-    if values and (share := fmean(values)) > MAX_TRUNCATED:
-        yield Advice(
-            level="warning",
-            title="Many answers are cut off",
-            reason=f"{share:.0%} of the answers of the last {len(values)} steps reached a limit. "
-            "Raise max_new_tokens, or reward answers that end.",
-            metric="truncated",
-        )
+def _shares(metrics: MetricsLog, is_uniform_useless: bool) -> Iterator[Advice]:
+    """Yield the advisories on shares that are large on average."""
+    uniform = "In {:.0%} of the groups of the last {} steps all rewards are equal. "
+    uniform += "The prompts may be too easy or too hard, or the reward too coarse."
+    cut = (
+        "{:.0%} of the answers of the last {} steps reached a limit. Raise max_new_tokens, or reward answers that end."
+    )
+    rules = [("uniform_groups", MAX_UNIFORM, "Most groups teach nothing", uniform)] if is_uniform_useless else []
+    rules.append(("truncated", MAX_TRUNCATED, "Many answers are cut off", cut))
+    for metric, most, title, reason in rules:
+        values = metrics.recent(metric, RECENT)
+        if values and (share := fmean(values)) > most:
+            yield Advice(level="warning", title=title, reason=reason.format(share, len(values)), metric=metric)
 
 
 def _drift(metrics: MetricsLog) -> Iterator[Advice]:

@@ -11,12 +11,13 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
 from rlite.imports import optional
 from rlite.viewer.answers import OF_TRACE, Query, UnknownPlace, answer
-from rlite.viewer.page import TYPES, assets, served_page
+from rlite.viewer.export import TYPES, assets, served_page
 from rlite.viewer.run import Change, ViewedRun
 
 with optional("the page needs", "view", "; or write it to a file: --export FILE.html"):
@@ -185,11 +186,8 @@ class PageServer:
 
     async def _wait_for_change(self, seen: Mapping[Change, int]) -> None:
         async with self._changed:
-            change = self._changed.wait_for(lambda: self._num_changes != seen)
-            try:
-                await asyncio.wait_for(change, KEEP_ALIVE_S)
-            except TimeoutError:
-                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._num_changes != seen), KEEP_ALIVE_S)
 
     async def _look(self) -> None:
         """Look for changes that other processes have made in the runs' folders."""
@@ -202,18 +200,13 @@ class PageServer:
             told = news if now >= trace_due else news - {"trace"}
             if "trace" in told:
                 trace_due = now + TRACE_EVERY_S
-            await self._tell(told)
+            if told:
+                async with self._changed:
+                    for kind in told:
+                        self._num_changes[kind] += 1
+                    self._changed.notify_all()  # wakes the streams of all pages
             news = news - told
             await asyncio.sleep(LOOK_EVERY_S)
-
-    async def _tell(self, news: set[Change]) -> None:
-        """Wake the streams of all pages if there is news."""
-        if not news:
-            return
-        async with self._changed:
-            for kind in news:
-                self._num_changes[kind] += 1
-            self._changed.notify_all()
 
 
 async def _in(reader: ThreadPoolExecutor, act: Callable[[], T]) -> T:

@@ -28,9 +28,9 @@ HOMES = {
         "rlite/viewer/server.py",
     ),
     "openai": "rlite/services/endpoint/client.py",
-    "wandb": "rlite/services/console/sinks/",
-    "tensorboard": "rlite/services/console/sinks/",
-    "trackio": "rlite/services/console/sinks/",
+    "wandb": "rlite/services/console/sinks.py",
+    "tensorboard": "rlite/services/console/sinks.py",
+    "trackio": "rlite/services/console/sinks.py",
 }
 """places that may import each optional package: everything else must work without it"""
 

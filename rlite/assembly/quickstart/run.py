@@ -33,7 +33,7 @@ from rlite.nn.pretrained import load_tokenizer, quiet_transformers
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.services.console.plots import plot_learning_curve
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module

@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -251,12 +251,9 @@ MEMORY_INTERVAL = 0.02
 """seconds between two looks at the memory of processes that have a limit"""
 
 
-class Failure(NamedTuple):
-    """The end of the current call of a process that exceeds a limit."""
-
-    outcome: str
-    """timeout, memory; empty if the process itself failed, which is lost"""
-    text: str
+Failure = tuple[str, str]
+"""outcome and text of the end of the current call of a process that exceeds a limit: timeout, memory; empty if the
+process itself failed, which is lost"""
 
 
 def deadline(worker: Worker) -> float:
@@ -281,11 +278,11 @@ def time_failure(worker: Worker, now: float) -> Failure | None:
     if deadline(worker) > now:
         return None
     if not worker.is_ready or worker.unsent or not worker.calls:
-        return Failure("", f"was not ready in {LOAD_TIMEOUT:g} s")
+        return "", f"was not ready in {LOAD_TIMEOUT:g} s"
     call = worker.calls[0]
     if worker.is_computing:
-        return Failure("timeout", f"{call.code.what} ran for more than {call.timeout:g} s; its process was killed")
-    return Failure("timeout", f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s")
+        return "timeout", f"{call.code.what} ran for more than {call.timeout:g} s; its process was killed"
+    return "timeout", f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s"
 
 
 def memory_failure(worker: Worker) -> Failure | None:
@@ -304,7 +301,7 @@ def out_of_memory(call: Call, how: str) -> Failure:
         how: the observed use of memory, for the message.
     """
     limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
-    return Failure("memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed")
+    return "memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed"
 
 
 MAX_FAILED_STARTS = 3
@@ -490,12 +487,10 @@ class SandboxPool:
         for worker in [worker for worker in self._workers if time_failure(worker, now)]:
             self._receive(worker)  # the answer may be here
             failure = time_failure(worker, time.monotonic()) if worker in self._workers else None
-            if failure is None:
-                continue
-            if failure.outcome:
+            if failure is not None and failure[0]:
                 self._end(worker, *failure)
-            else:
-                self._lost(worker, failure.text)
+            elif failure is not None:
+                self._lost(worker, failure[1])
 
     def _end_large_ones(self) -> None:
         for worker in list(self._workers):

@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlite.errors import did_you_mean
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.trainer.run import observer
 from rlite.wording import number
 

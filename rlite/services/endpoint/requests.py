@@ -520,10 +520,7 @@ class ChatPrompts:
         """
         text = self._template.render(messages, tools=tools, add_generation_prompt=True)
         _check_text(text, "messages")
-        optional = (
-            *OPTIONAL,
-            "'content'",
-        )  # a client may send any history, and the model reads what the template shows
+        optional = (*OPTIONAL, "'content'")  # a client may send any history; the model reads what the template shows
         self._template.check(messages, text, optional=optional, tools=tools, add_generation_prompt=True)
         for turn in _continued(messages, tools, turns):
             if (rest := text_after(self._template, turn, messages, text)) is None:

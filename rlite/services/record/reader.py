@@ -27,8 +27,17 @@ from rlite.errors import DataError
 from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
-from rlite.services.record.files import FOLDER, Kind, RecordFile, record_files
-from rlite.services.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.services.record.files import (
+    FOLDER,
+    NOT_NULL,
+    ROWS,
+    TOKENS,
+    VERSION,
+    VERSION_KEY,
+    Kind,
+    RecordFile,
+    record_files,
+)
 
 LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""

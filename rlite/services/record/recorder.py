@@ -27,8 +27,7 @@ from rlite.batch import NAMED_REWARD
 from rlite.rollout.collector.ended import Ended, seconds
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
-from rlite.services.record.files import TRAIN, RecordWriter, Tables
-from rlite.services.record.schema import ROWS, TOKENS
+from rlite.services.record.files import ROWS, TOKENS, TRAIN, RecordWriter, Tables
 from rlite.types import Status
 
 WIDEST = 4
@@ -416,20 +415,10 @@ class NoRecorder:
 
     has_removed = False
 
-    def record(self, *of_step: object) -> None:
+    def record(self, *arguments: object) -> None:
         """Do nothing."""
 
-    def record_evaluation(self, *of_set: object) -> None:
-        """Do nothing."""
-
-    def compact(self, before: int) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    record_evaluation = compact = flush = close = record
 
 
 class FileRecorder(RecordWriter):

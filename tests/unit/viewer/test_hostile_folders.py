@@ -17,8 +17,8 @@ import pytest
 from rlite.files import MAX_LINE
 from rlite.runtime.sandbox.calls import Code
 from rlite.services.record import reader
+from rlite.services.record.files import ROWS, TOKENS
 from rlite.services.record.reader import read_file_part, read_part_aside
-from rlite.services.record.schema import ROWS, TOKENS
 from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 from tests.hostile_runs import lead_out, often, texts_often, write_bomb

@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.dataset import dataset
 
-from rlite.services.record.files import write_table
+from rlite.services.record.files import ROWS, TOKENS, VERSION, VERSION_KEY, write_table
 from rlite.services.record.reader import RecordReader, _footer_of, read_file_part
-from rlite.services.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 
 
 def row(step: int, sample: int = 0, **values: Any) -> dict[str, Any]:

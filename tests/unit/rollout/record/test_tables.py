@@ -18,8 +18,8 @@ from rlite.rollout.collector.saved import ended_state, saved_ended
 from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.trajectories import TokenHistory, check_trajectory, of_trajectory
 from rlite.rollout.workflow import RolloutWorkflow
+from rlite.services.record.files import ROWS, TOKENS
 from rlite.services.record.recorder import MAX_EVENTS, NUM_GROUPS, FileRecorder, TokenTexts, make_tables, sampled
-from rlite.services.record.schema import ROWS, TOKENS
 from rlite.types import Status, TokenChunk
 from tests.recorded import recorded
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlite.api import TrainedRun
-from rlite.services.console.report import RunReport
+from rlite.services.console.observers import RunReport
 from rlite.trainer.options import RunOptions, TrainerOptions
 from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.trainer.supervised_options import EpochOptions
