@@ -27,9 +27,8 @@ import yaml
 from rlite.control.health import Judge, NodeAgent
 from rlite.control.spec import HealthOptions, JobPlan
 from rlite.control.workers import TrainerOutcome, TrainerRun
-from rlite.runtime.cluster.guard import Guard, reap
+from rlite.runtime.cluster.guard import Guard, find, reap
 from rlite.runtime.cluster.host import WorkerContext
-from rlite.runtime.cluster.process_tree import find
 from rlite.services.recovery import reporting
 from rlite.services.recovery.failover import WorkloadId
 

@@ -13,7 +13,7 @@ import pytest
 
 from rlite.backends.serving.pump import PumpedWorker
 from rlite.backends.sglang.replica import ServerWorker
-from rlite.backends.vllm.backend import FetchedWorker
+from rlite.backends.vllm.worker import FetchedWorker
 from rlite.engine.registry import register_executor
 from rlite.runtime.cluster.group import WorkerGroup
 from tests.third_party_executor.replica import PushedWorker

@@ -22,8 +22,14 @@ from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.registry import located
-from rlite.runtime.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
-from rlite.runtime.parallel.mesh import TrainMesh
+from rlite.runtime.parallel.fsdp import (
+    TrainMesh,
+    clip_gradients,
+    forget_gradients,
+    local_tensor,
+    resharded,
+    set_gradient_sync,
+)
 
 
 class BatchRunner:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt
 
 from rlite.errors import ConfigError
-from rlite.runtime.replicas.options import PassingOptions, WrappedOptions, annotated_names
+from rlite.runtime.replicas.replica import PassingOptions, WrappedOptions, annotated_names
 
 REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
 OWN = {

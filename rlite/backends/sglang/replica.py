@@ -2,6 +2,8 @@
 
 An event loop in a thread of its own holds a stream for each request, and hands tokens to their requests. While the
 replica is paused, requests wait here, and so do tokens that were on their way: callers see a token boundary.
+
+Registration of the inference executor "sglang", and the checks before it starts.
 """
 
 from __future__ import annotations
@@ -14,16 +16,25 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Protocol
 
-from rlite.backends.serving.requests import objection
+from rlite.backends.serving.sampling import objection
 from rlite.backends.sglang.options import SglangOptions
 from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, scored_prompt, scoring_body
 from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint
+from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import CallTimeout, RliteError, WorkerError
 from rlite.imports import optional
-from rlite.runtime.replicas.replica import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
-from rlite.runtime.replicas.workers import T, WorkerSet
+from rlite.runtime.replicas.replica import (
+    Capabilities,
+    InferenceBackend,
+    InFlightRequest,
+    OnFailure,
+    ServingWorker,
+    WorkerReplica,
+)
+from rlite.runtime.replicas.workers import RankChoice, T, WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
 with optional("executor 'sglang' needs", "sglang"):
@@ -416,3 +427,13 @@ class SglangReplica(WorkerReplica):
         self._watcher.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         await self._client.close()
+
+
+BACKEND = InferenceBackend(
+    options=SglangOptions,
+    worker=SglangWorker,
+    replica=SglangReplica,
+    ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of SGLang's processes
+    num_replicas=attrgetter("num_replicas"),
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
+)

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlite.backends.serving.requests import num_left
+from rlite.backends.serving.sampling import num_left
 from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
 MAX_KEPT = 4000

@@ -18,8 +18,7 @@ import torch
 from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup
 from rlite.runtime.cluster.host import WorkerFactory
-from rlite.runtime.cluster.inprocess import InprocessLauncher
-from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.launcher import GroupRequest, InprocessLauncher, Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
 from rlite.runtime.parallel.processes import keep_for_ever

@@ -16,10 +16,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import AbsentHandle
-from rlite.runtime.cluster.guard import end_at_sigterm
+from rlite.runtime.cluster.guard import TerminationNotice, end_at_sigterm
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import Interface, Method
-from rlite.runtime.cluster.preemption import TerminationNotice
 from rlite.runtime.cluster.ray.connection import ControlService
 
 STOP_TIMEOUT_S = 10.0
