@@ -577,8 +577,7 @@ def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
         ranks = [call.rank for call in stuck if call.group is group]
         names = "; ".join(group.describe(rank) for rank in ranks)
         group.mark_lost(
-            ranks,
-            WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"),
+            ranks, WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}")
         )
 
 

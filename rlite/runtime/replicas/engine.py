@@ -31,15 +31,7 @@ from rlite.runtime.cluster.session import Session, current_session, default_opti
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import set_up_device
 from rlite.runtime.parallel.shared_memory import check_gpu_sharing
-from rlite.runtime.replicas.workers import (
-    Backend,
-    Kind,
-    Part,
-    T,
-    Worker,
-    WorkerSet,
-    on_each_process,
-)
+from rlite.runtime.replicas.workers import Backend, Kind, Part, T, Worker, WorkerSet, on_each_process
 
 
 class Weights(Enum):

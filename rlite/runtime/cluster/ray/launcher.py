@@ -153,10 +153,7 @@ class RayLauncher:
         with self._control.using():
             return [
                 RayHandle(
-                    self._actor(device, grace_s),
-                    worker_name(name, rank, device),
-                    self._control,
-                    has_notice=grace_s > 0,
+                    self._actor(device, grace_s), worker_name(name, rank, device), self._control, has_notice=grace_s > 0
                 )
                 for rank, device in enumerate(devices, first)
             ]
