@@ -4,7 +4,8 @@
 forever. Here the caller waits beside the task, and not for its end. A task that goes on although it was cancelled is
 abandoned.
 
-Futures of threads and loops, and threads for long texts, so that one long message does not freeze the episodes that share an event loop.
+The module also holds the futures that threads hand to loops, and threads for long texts, so that one long message does
+not freeze the episodes that share an event loop.
 """
 
 from __future__ import annotations

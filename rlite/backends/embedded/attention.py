@@ -48,9 +48,8 @@ class AttentionPlan(ABC):
         """
         self.cache.write(layer, self.targets, key, value)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Write keys and values to the cache and compute the attention.
 
         Args:
@@ -65,11 +64,6 @@ class AttentionPlan(ABC):
         Returns:
             The attention output, in the shape of the queries.
         """
-        return self._pass(layer, query, key, value, scale, window)
-
-    @abstractmethod
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Do the work of `attend`."""
 
 
 def slot_attention(
@@ -154,7 +148,7 @@ class PrefillPlan(AttentionPlan):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of the chunks to their slots."""
         self.write(layer, key, value)
         if self._attend_all is not None:
@@ -215,7 +209,7 @@ class ScoringPlan(AttentionPlan):
         """keys and values of the last chunk's prompt"""
         self.tokens, self.positions = rows_of(chunks, device)
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of the chunks, and keep the keys and values of the last prompt."""
         outputs = []
         for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
@@ -243,7 +237,7 @@ class NativeDecodePlan(AttentionPlan):
         """Advance to this step."""
         self._step = step
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of the rows to their slots, by one call."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
@@ -321,7 +315,7 @@ class DecodePlan(AttentionPlan):
                 for start, stop, length in self._groups
             ]
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of the rows to their slots."""
         self.write(layer, key, value)
         if window is not None and window >= self._width:

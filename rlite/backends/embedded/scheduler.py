@@ -33,11 +33,6 @@ MIN_SHARE = 0.25
 """least share of all tokens; tokens that are prefilled behind others need a slower kernel than whole prompts"""
 
 
-def token_key(tokens: Sequence[int]) -> bytes:
-    """Return tokens as bytes. Python hashes bytes once, and a tuple at each look-up."""
-    return np.asarray(tokens, dtype=np.int64).tobytes()
-
-
 @dataclass(eq=False, slots=True)
 class RunningSequence:
     """One request with its tokens so far."""
@@ -67,7 +62,8 @@ class RunningSequence:
     """equal for sequences of equal prompts"""
 
     def __post_init__(self) -> None:
-        self.prompt_key = token_key(self.request.input_ids)
+        # Python hashes bytes once, and a tuple at each look-up
+        self.prompt_key = np.asarray(self.request.input_ids, dtype=np.int64).tobytes()
 
     @property
     def prompt_len(self) -> int:

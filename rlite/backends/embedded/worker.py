@@ -231,7 +231,9 @@ class EmbeddedWorker:
             steps += num
             for number, error in failed.items():
                 self._fail(number, error, is_nonfinite=True)
-        return self._drain()
+        refused, self._failed = self._failed, {}
+        others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in refused]
+        return [*refused.values(), *others]
 
     @torch.inference_mode()
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
@@ -271,11 +273,6 @@ class EmbeddedWorker:
             min_tokens=num_prompt + gconfig.min_new_tokens,
             stop_ids=self._rules.stop_ids(gconfig),
         )
-
-    def _drain(self) -> list[TokenChunk]:
-        failed, self._failed = self._failed, {}
-        others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in failed]
-        return [*failed.values(), *others]
 
     def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
         """Answer a request with the reason why it cannot be served."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from rlite.backends.serving.pump import PumpedReplica, PumpedWorker
+from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess
 from rlite.backends.vllm.release import VllmOptions
@@ -73,7 +73,7 @@ class VllmWorker:
             return
         self._config = load_config(path)
         self._dtype = checkpoint_dtype(path, self._config) if options.dtype is None else options.dtype
-        self._shapes = parameter_shapes(self._config)
+        self._shapes = {name: tuple(each.shape) for name, each in meta_model(self._config).named_parameters()}
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -328,11 +328,6 @@ class VllmWorker:
         return gathered
 
 
-def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by Hugging Face name. Tied parameters appear once."""
-    return {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
-
-
 def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     """Return the name of a checkpoint's dtype.
 
@@ -343,19 +338,6 @@ def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     if name not in DTYPES:
         raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
     return name
-
-
-class FetchedWorker(PumpedWorker, Protocol):
-    """A worker whose engine generates between the calls, too. `advance` waits a moment and returns the tokens."""
-
-    def pause(self) -> list[TokenChunk]:
-        """Rest at a token boundary, and return the tokens before it that no call has returned."""
-
-    def resume(self) -> list[TokenChunk]:
-        """Return the tokens that no call has returned, and continue after `pause`."""
-
-    def shut_down(self) -> None:
-        """End the engine and all its processes."""
 
 
 class FetchingReplica(PumpedReplica):
@@ -369,19 +351,19 @@ class FetchingReplica(PumpedReplica):
         super().pause()
         with self._calling:
             if self.failure is None:
-                self._deliver(lambda: self.workers.ask(FetchedWorker.pause))
+                self._deliver(lambda: self.workers.ask(VllmWorker.pause))
 
     def resume(self) -> None:
         """Let the engine continue, and fetch its tokens."""
         if self.failure is None:
-            self._deliver(lambda: self.workers.ask(FetchedWorker.resume))
+            self._deliver(lambda: self.workers.ask(VllmWorker.resume))
         super().resume()
 
     def close(self) -> None:
         """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
         super().close()
         with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
-            self.workers.call(FetchedWorker.shut_down)
+            self.workers.call(VllmWorker.shut_down)
 
     def _fail(self, error: Exception) -> None:
         """Accept no further requests. If vLLM is gone, its worker serves no calls either."""

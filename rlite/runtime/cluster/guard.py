@@ -182,10 +182,6 @@ def watch(mark: str, driver: int) -> None:
     reap(mark)
 
 
-if __name__ == "__main__":
-    watch(sys.argv[1], int(sys.argv[2]))
-
-
 class TerminationNotice:
     """Waits for SIGTERM in a thread. The process ends when the grace period is over, even if it is busy.
 
@@ -264,3 +260,7 @@ def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> boo
                 return keeper is not None and keeper.cmdline() == command and "multiprocessing" not in "".join(command)
     except psutil.Error:  # it ended just now
         return False
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1], int(sys.argv[2]))

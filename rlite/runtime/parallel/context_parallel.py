@@ -6,9 +6,9 @@ about the same. Keys and values are gathered from all ranks; a query attends ins
     8 chunks on 4 ranks    0 1 2 3 4 5 6 7
                       rank 0 1 2 3 3 2 1 0
 
-Autograd can differentiate the collectives. After a gather, the ranks either compute the same thing, so that each rank's gradient is already complete
-(`grad="slice"`), or each rank uses the tensor for its own part of the work, so that gradients must be added up
-(`grad="sum"`).
+Autograd can differentiate the collectives. After a gather, the ranks either compute the same thing, so that each rank's
+gradient is already complete (`grad="slice"`), or each rank uses the tensor for its own part of the work, so that
+gradients must be added up (`grad="sum"`).
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        named = [part for given in parts for part in ([given] if isinstance(given, str) else _listed(given))]
+        named = [part for given in parts for part in (given if isinstance(given, list | tuple | set) else [given])]
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
             given = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({given}): expected "weights", "kv_cache", both, or nothing')
@@ -421,10 +421,6 @@ def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
     pids = apply_on_processes(calls, os.getpid, others, "look for a process id", group.call_timeout)
     calls = [(group, own, (), (pid,)) for (own, _, _), pid in zip(pairs, pids, strict=True)]
     apply_on_processes(calls, check_gpu_sharing, [group], "look whether memory can be shared", group.call_timeout)
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple | set) else [given]
 
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:

@@ -18,10 +18,9 @@ from typing import Any
 from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.restarts import RestartBudget
 from rlite.runtime.cluster.session import Session
-from rlite.runtime.replicas.replacement import ReplicaSupervisor
 from rlite.runtime.replicas.replica import InFlightRequest, Replica
 from rlite.runtime.replicas.router import Policy, Router, loss_of
-from rlite.runtime.replicas.scaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
+from rlite.runtime.replicas.supervision import Autoscaler, EngineLoad, ReplicaSupervisor, ScalingPolicy, SlowToShrink
 from rlite.runtime.replicas.workers import T, WorkerSet, together
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, We
 from rlite.observability import trace
 from rlite.runtime.event_loop import result_of
 from rlite.runtime.replicas.engine import Engine, Weights
-from rlite.runtime.replicas.replacement import ReplicaReplaced
 from rlite.runtime.replicas.replica import (
     COMMON_OPTIONS,
     Capabilities,
@@ -32,7 +31,7 @@ from rlite.runtime.replicas.replica import (
 )
 from rlite.runtime.replicas.replica_set import ReplicaSet
 from rlite.runtime.replicas.router import Policy, ReplicaLost
-from rlite.runtime.replicas.scaling import ScalingPolicy
+from rlite.runtime.replicas.supervision import ReplicaReplaced, ScalingPolicy
 from rlite.runtime.replicas.weight_moves import copy_weights
 from rlite.runtime.replicas.workers import Kind, Part, T, WorkerSet, together
 from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs

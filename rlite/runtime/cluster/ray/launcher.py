@@ -126,14 +126,13 @@ class RayLauncher:
                 f"no process started for {', '.join(late)} within {timeout:g} s. If its node has died, the cluster "
                 "needs another one with as many free devices"
             )
-        return [self._at(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
-
-    def _at(self, device: Device, node: str) -> Device:
-        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
         with self._moving:
-            return device if node == device.node else self._moved(device, node)
+            return [self._moved(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
 
     def _moved(self, device: Device, node: str) -> Device:
+        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
+        if node == device.node:
+            return device
         bundle = self._bundles[device]
         known = [each for each, its_bundle in self._bundles.items() if each.node == node and its_bundle == bundle]
         if known:  # another owner's worker came first
