@@ -514,7 +514,7 @@ class _Waiter:
                 wait([peer.answer for peer in peers], PEER_GRACE_S)
                 self._raise_deaths(pending)  # if a worker died, its death is the cause of the error
                 _stop_stuck(peers, f"{self._what} raised on {call.name}")
-                call.answer.result().raise_error(call.name)
+                call.answer.result().result(call.name)
 
     def _warn_of_uneven_returns(self, pending: Sequence[PendingCall]) -> None:
         """Warn once about workers that wait in a collective for peers that returned `UNEVEN_S` ago."""

@@ -230,10 +230,12 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        named = [part for given in parts for part in (given if isinstance(given, list | tuple | set) else [given])]
+        named: list[Any] = [
+            part for given in parts for part in (given if isinstance(given, list | tuple | set) else [given])
+        ]
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
-            given = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
-            raise ConfigError(f'cuda({given}): expected "weights", "kv_cache", both, or nothing')
+            told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
+            raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
         if not named or "all" in named:
             self._move_to_device("all")
         else:

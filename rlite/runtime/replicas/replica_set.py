@@ -294,7 +294,7 @@ class ReplicaSet:
     @property
     def _indices(self) -> set[int]:
         """Numbers of the replicas that serve, that are being replaced, or that join at the next weight sync."""
-        return {*self.router.indices, *self.supervisor.under_way, *(index for index, _ in self._late)}
+        return {*(r.workers.index for r in self.all), *self.supervisor.under_way, *(index for index, _ in self._late)}
 
     def _start_all(self, indices: Sequence[int]) -> None:
         """Start replicas in parallel. The devices of those that cannot start are returned.

@@ -27,6 +27,7 @@ from rlite.runtime.cluster.host import WorkerFactory
 from rlite.runtime.cluster.launcher import GroupRequest, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, DeviceKind
 from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
+from rlite.runtime.cluster.ray.fleet import capacities
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle
 from rlite.runtime.parallel.processes import join, keep_for_ever, open_store
 
@@ -266,7 +267,7 @@ def _reserve(options: SessionOptions) -> Any:
         PlacementError: the cluster has too few devices, or other jobs hold them.
     """
     resource = "CPU" if options.device == "cpu" else "GPU"
-    by_node = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    by_node = capacities(options.device)
     present = sum(by_node)
     usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present
     count = usable if options.num_devices is None else options.num_devices
