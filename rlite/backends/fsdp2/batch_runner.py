@@ -87,12 +87,8 @@ class BatchRunner:
         packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
-        before, total, sums, values = (
-            self._weight,
-            self._weight + added,
-            LossSums(),
-            defaultdict[str, list[Tensor]](list),
-        )
+        before, total, sums = self._weight, self._weight + added, LossSums()
+        values: defaultdict[str, list[Tensor]] = defaultdict(list)
         try:
             if before:
                 self._scale_gradients(before / total)

@@ -230,9 +230,9 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        named: list[Any] = [
-            part for given in parts for part in (given if isinstance(given, list | tuple | set) else [given])
-        ]
+        named: list[Any] = []
+        for given in parts:
+            named += given if isinstance(given, list | tuple | set) else [given]
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
             told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
