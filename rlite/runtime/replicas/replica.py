@@ -478,7 +478,7 @@ class InferenceBackend(Backend):
     """An inference executor, as `register_executor("inference", NAME, ...)` takes it.
 
     `options` has at least the fields of `COMMON_OPTIONS`. `worker` makes a process's part from the checkpoint's path.
-    A protocol beside the replica declares the methods that the worker adds to `ServingWorker`.
+    A protocol beside the replica, or the class of the worker, declares the methods that it adds to `ServingWorker`.
     """
 
     replica: Callable[[WorkerSet, Any, OnFailure], Replica]

@@ -29,9 +29,8 @@ from rlite.runtime.replicas.replica import (
     Replica,
     check_lengths,
 )
-from rlite.runtime.replicas.replica_set import ReplicaSet
+from rlite.runtime.replicas.replica_set import ReplicaReplaced, ReplicaSet, ScalingPolicy
 from rlite.runtime.replicas.router import Policy, ReplicaLost
-from rlite.runtime.replicas.supervision import ReplicaReplaced, ScalingPolicy
 from rlite.runtime.replicas.weight_moves import copy_weights
 from rlite.runtime.replicas.workers import Kind, Part, T, WorkerSet, together
 from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs
