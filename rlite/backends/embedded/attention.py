@@ -149,7 +149,19 @@ class PrefillPlan(AttentionPlan):
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the chunks to their slots."""
+        """Compute the attention of the chunks to their slots.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         self.write(layer, key, value)
         if self._attend_all is not None:
             if self._past is not None:
@@ -210,7 +222,19 @@ class ScoringPlan(AttentionPlan):
         self.tokens, self.positions = rows_of(chunks, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the chunks, and keep the keys and values of the last prompt."""
+        """Compute the attention of the chunks, and keep the keys and values of the last prompt.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         outputs = []
         for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
             if index == 0 and self._past:
@@ -238,7 +262,19 @@ class NativeDecodePlan(AttentionPlan):
         self._step = step
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the rows to their slots, by one call."""
+        """Compute the attention of the rows to their slots, by one call.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
 
@@ -316,7 +352,19 @@ class DecodePlan(AttentionPlan):
             ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the rows to their slots."""
+        """Compute the attention of the rows to their slots.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         self.write(layer, key, value)
         if window is not None and window >= self._width:
             window = None
