@@ -16,7 +16,7 @@ from typing import Literal
 import psutil
 
 from rlite.errors import RliteError
-from rlite.runtime.cluster.process_tree import Role, find
+from rlite.runtime.cluster.guard import Role, find
 
 FIRST_DESCRIPTOR, LAST_DESCRIPTOR = 3, 4096
 SignalName = Literal["SIGKILL", "SIGTERM", "SIGSTOP"]

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from rlite.data.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
-    from rlite.engine.registry import register_executor
-    from rlite.engine.start import init, session
+    from rlite.engine.registry import init, register_executor, session
     from rlite.engine.train import RliteTrainEngine
     from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker
@@ -42,8 +41,7 @@ __all__, __getattr__, __dir__ = imports.exports(
         "rlite.api": "evaluate train",
         "rlite.data.dispatch": "NeedParallel gathered",
         "rlite.engine.inference": "RliteInferenceEngine RLiteInferenceEngine=RliteInferenceEngine",
-        "rlite.engine.registry": "register_executor",
-        "rlite.engine.start": "init session",
+        "rlite.engine.registry": "register_executor init session",
         "rlite.engine.train": "RliteTrainEngine RLiteTrainEngine=RliteTrainEngine",
         "rlite.observability": "stats_tracker",
         "rlite.runtime.cluster.session": "current_session shutdown",

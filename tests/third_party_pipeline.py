@@ -24,8 +24,7 @@ from rlite.backends.models.huggingface import exported_class
 from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import lazy_pack, pair_rows
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
-from rlite.engine.registry import register_executor
-from rlite.engine.train_backend import TrainBackend
+from rlite.engine.registry import TrainBackend, register_executor
 from rlite.engine.user_module import take_class
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import real_tensors

@@ -37,7 +37,7 @@ from rlite.errors import (
 )
 from rlite.help import help_topic
 from rlite.imports import check_file
-from rlite.nn.folders import model_folder
+from rlite.nn.options import model_folder
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions

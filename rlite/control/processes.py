@@ -225,7 +225,7 @@ class JobProcesses:
             WorkerDied: the process has ended.
         """
         assert self._trainer is not None
-        return fleet.value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+        return self._trainer.aside(TRAINER_KEY, "outcome", wait_s).result().result(TRAINER)
 
     def interrupt_trainer(self) -> None:
         """Let the trainer's program save and end."""

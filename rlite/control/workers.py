@@ -37,10 +37,9 @@ from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
 from rlite.control.spec import HealthOptions, JobPlan, RLRoleType
 from rlite.errors import RliteError
 from rlite.runtime.cluster.group import WorkerGroup
-from rlite.runtime.cluster.guard import Guard, reap
+from rlite.runtime.cluster.guard import Guard, find, reap
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.placement import Device
-from rlite.runtime.cluster.process_tree import find
 from rlite.services.recovery import record
 from rlite.services.recovery.failover import WorkloadId
 from rlite.services.recovery.record import TrainerReport

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from rlite.data.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.data.packs import sequence_lengths
 from rlite.engine.microbatches import BatchShare, Loss, Weight, join_values, split_batch
-from rlite.engine.registry import find_backend
-from rlite.engine.train_backend import TrainBackend, TrainWorker
+from rlite.engine.registry import TrainBackend, TrainWorker, find_backend
 from rlite.engine.train_state import ResumableEngine
 from rlite.engine.user_module import (
     check_train_module,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlite.data.microbatch_plan import sequence_flops
-from rlite.engine.train_backend import TrainBackend, TrainWorker
+from rlite.engine.registry import TrainBackend, TrainWorker
 from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import local_checkpoint

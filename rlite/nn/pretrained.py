@@ -40,7 +40,7 @@ from transformers.utils import logging
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
-from rlite.nn.folders import model_folder
+from rlite.nn.options import model_folder
 from rlite.runtime.parallel.shards import CheckpointReader
 
 logger = getLogger(__name__)

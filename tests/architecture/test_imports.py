@@ -18,7 +18,7 @@ HOMES = {
     "vllm": "rlite/backends/vllm/",
     "sglang": "rlite/backends/sglang/",
     "peft": "rlite/backends/models/lora.py",
-    "liger_kernel": "rlite/backends/models/liger.py",
+    "liger_kernel": "rlite/backends/models/linear.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": (

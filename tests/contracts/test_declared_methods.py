@@ -14,8 +14,7 @@ import torch
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.engine.registry import find_backend, registered_executors
-from rlite.engine.train_backend import TrainWorker
+from rlite.engine.registry import TrainWorker, find_backend, registered_executors
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.replicas import replica, transport, workers

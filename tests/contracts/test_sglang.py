@@ -24,9 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.sglang.options import SglangOptions, server_arguments
 from rlite.backends.sglang.replica import SglangReplica
-from rlite.backends.sglang.server import CallRefused, ServerProcess
+from rlite.backends.sglang.server import CallRefused, ServerProcess, SglangOptions, server_arguments
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
 from rlite.runtime.cluster.launcher import GroupRequest

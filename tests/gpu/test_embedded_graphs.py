@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir

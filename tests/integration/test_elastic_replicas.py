@@ -16,7 +16,7 @@ import pytest
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import ConfigError, PlacementError
-from rlite.runtime.replicas.scaling import TargetInFlight
+from rlite.runtime.replicas.replica_set import TargetInFlight
 from rlite.types import LLMRequest
 from tests.integration.modules import LlamaPolicy, on_meta
 from tests.integration.test_lost_replicas import answers, requests

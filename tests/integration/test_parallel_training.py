@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
-from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule
+from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions

@@ -25,7 +25,7 @@ from rlite.control import JobHandle, JobResult, command
 from rlite.control.entry import JobEntry, save_entry
 from rlite.control.job import job_of
 from rlite.control.spec import JobSpec
-from rlite.runtime.cluster.process_tree import find
+from rlite.runtime.cluster.guard import find
 from rlite.runtime.cluster.ray.fleet import Fleet
 from rlite.runtime.owner import Owner
 from tests import forked_python

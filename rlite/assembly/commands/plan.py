@@ -22,14 +22,12 @@ from transformers import PreTrainedConfig
 
 from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
-from rlite.backends.embedded.cache import CacheSizes
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import CacheSizes, EmbeddedOptions
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.runtime.parallel.fsdp import local_tensor, shard
-from rlite.runtime.parallel.mesh import make_mesh
-from rlite.runtime.parallel.tensor_plan import check_heads
+from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
+from rlite.runtime.parallel.tensor import check_heads
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions

@@ -48,9 +48,8 @@ class AttentionPlan(ABC):
         """
         self.cache.write(layer, self.targets, key, value)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Write keys and values to the cache and compute the attention.
 
         Args:
@@ -65,11 +64,6 @@ class AttentionPlan(ABC):
         Returns:
             The attention output, in the shape of the queries.
         """
-        return self._pass(layer, query, key, value, scale, window)
-
-    @abstractmethod
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Do the work of `attend`."""
 
 
 def slot_attention(
@@ -154,8 +148,20 @@ class PrefillPlan(AttentionPlan):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the chunks to their slots."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the chunks to their slots.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         self.write(layer, key, value)
         if self._attend_all is not None:
             if self._past is not None:
@@ -215,8 +221,20 @@ class ScoringPlan(AttentionPlan):
         """keys and values of the last chunk's prompt"""
         self.tokens, self.positions = rows_of(chunks, device)
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the chunks, and keep the keys and values of the last prompt."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the chunks, and keep the keys and values of the last prompt.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         outputs = []
         for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
             if index == 0 and self._past:
@@ -243,8 +261,20 @@ class NativeDecodePlan(AttentionPlan):
         """Advance to this step."""
         self._step = step
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the rows to their slots, by one call."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the rows to their slots, by one call.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
 
@@ -321,8 +351,20 @@ class DecodePlan(AttentionPlan):
                 for start, stop, length in self._groups
             ]
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the rows to their slots."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the rows to their slots.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         self.write(layer, key, value)
         if window is not None and window >= self._width:
             window = None

@@ -1,4 +1,7 @@
-"""The slot KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored."""
+"""The slot KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored.
+
+The module also holds the options of the embedded executor.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,32 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Move
 from rlite.backends.models.architecture import rope_limit
 from rlite.backends.models.batch_invariant import BLOCK
+from rlite.config import Count
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
-from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.replica import ExecutorOptions
+
+
+class EmbeddedOptions(ExecutorOptions):
+    """Options of `executor="torch"`. Each of `max_num_seqs` sequences has a slot in the KV cache.
+
+    On a GPU, `gpu_memory_utilization` limits the number of slots.
+    """
+
+    max_prefill_tokens: Count = 4096
+    """tokens of one prefill forward; longer prompts are prefilled in chunks"""
+    cuda_graphs: bool = True
+    """on one GPU, capture decode steps as CUDA graphs and replay them; needs some memory beside weights and KV cache"""
+    deterministic: bool = False
+    """a request with a seed gets bit-identical results, independent of other requests, at a lower speed. For Llama,
+    Qwen2 and Qwen3 in float32 on CPU, log-probabilities also have the bits of a train engine with deterministic=true.
+    Not covered for other models: requests whose cache is recomputed, because weights were written, the engine was
+    offloaded, or a replica was lost"""
+
 
 CONTEXT_LIMIT = 4096
 """upper bound of the default max_model_len, because every slot has room for the longest sequence"""

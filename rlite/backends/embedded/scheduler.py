@@ -24,18 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlite.backends.serving.requests import Sampling
+from rlite.backends.serving.sampling import Sampling
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 MIN_SHARED = 32
 """least number of leading tokens that a kept cache must share"""
 MIN_SHARE = 0.25
 """least share of all tokens; tokens that are prefilled behind others need a slower kernel than whole prompts"""
-
-
-def token_key(tokens: Sequence[int]) -> bytes:
-    """Return tokens as bytes. Python hashes bytes once, and a tuple at each look-up."""
-    return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +62,8 @@ class RunningSequence:
     """equal for sequences of equal prompts"""
 
     def __post_init__(self) -> None:
-        self.prompt_key = token_key(self.request.input_ids)
+        # Python hashes bytes once, and a tuple at each look-up
+        self.prompt_key = np.asarray(self.request.input_ids, dtype=np.int64).tobytes()
 
     @property
     def prompt_len(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,8 +22,14 @@ from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.registry import located
-from rlite.runtime.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
-from rlite.runtime.parallel.mesh import TrainMesh
+from rlite.runtime.parallel.fsdp import (
+    TrainMesh,
+    clip_gradients,
+    forget_gradients,
+    local_tensor,
+    resharded,
+    set_gradient_sync,
+)
 
 
 class BatchRunner:
@@ -81,7 +87,8 @@ class BatchRunner:
         packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
-        before, total, sums, values = self._weight, self._weight + added, LossSums(), TokenValues()
+        before, total, sums = self._weight, self._weight + added, LossSums()
+        values: defaultdict[str, list[Tensor]] = defaultdict(list)
         try:
             if before:
                 self._scale_gradients(before / total)
@@ -97,14 +104,16 @@ class BatchRunner:
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.num_averaged)).backward()
                 sums.add(means, weight)
-                values.add(rows, means)
+                for name, value in means.items():
+                    if isinstance(value, PerToken):  # it stays on its device
+                        values[name].append(own_tokens(rows, value.values))
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             forget_gradients(self.module)
             raise
         self._weight = total
         self._is_finite &= math.isfinite(summed["loss"])
-        return {**summed, "weight": added, **values.joined()}
+        return {**summed, "weight": added, **{name: torch.cat(parts).cpu() for name, parts in values.items()}}
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
@@ -233,28 +242,6 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:
     """Return a context that ignores reports to stats_tracker if a microbatch has only padding rows."""
     return nullcontext() if rows else stats_tracker.apart()
-
-
-class TokenValues:
-    """Values of the tokens of a share, which its loss reports as `PerToken`."""
-
-    def __init__(self) -> None:
-        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
-        """Keep the values of a pack on its device.
-
-        Args:
-            rows: row numbers in the share; an empty microbatch has none.
-            report: what the loss of the pack reports.
-        """
-        for name, value in report.items():
-            if isinstance(value, PerToken):
-                self._parts[name].append(own_tokens(rows, value.values))
-
-    def joined(self) -> dict[str, Tensor]:
-        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
-        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
 
 
 def own_tokens(rows: list[int], values: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Materialization of a user's meta module: shard it, allocate this rank's part, and read its weights.
 
 Export of a sharded module as a Hugging Face checkpoint, with its adapters beside it.
+
+Registration of the train executor "fsdp2", and the checks that run before any process starts.
 """
 
 from __future__ import annotations
@@ -21,19 +23,33 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.backends.models.checkpoint_fit import check_fit
-from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule, exported_class
-from rlite.backends.models.liger import use_liger_kernels
-from rlite.backends.models.linear import speed_up_linear_layers
+from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.huggingface import (
+    HuggingFaceFsdp2ScoreModule,
+    HuggingFaceFsdp2TrainModule,
+    exported_class,
+    pad_apart,
+)
+from rlite.backends.models.linear import check_liger, speed_up_linear_layers, use_liger_kernels
 from rlite.backends.models.lora import LoraTrainModule
-from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.pretrained import add_end_ids, local_checkpoint, real_tensors
 from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.session import current_session, has_gpus
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.runtime.parallel.fsdp import allocate, full_tensor, local_shard, local_tensor, resharded, shard
+from rlite.runtime.parallel.fsdp import (
+    TrainMesh,
+    allocate,
+    full_tensor,
+    local_shard,
+    local_tensor,
+    make_mesh,
+    resharded,
+    shard,
+)
 from rlite.runtime.parallel.host_memory import (
     DeviceUsage,
     HostMemory,
@@ -42,7 +58,6 @@ from rlite.runtime.parallel.host_memory import (
     keep_on_host_between_steps,
     move_state,
 )
-from rlite.runtime.parallel.mesh import TrainMesh, make_mesh
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
@@ -466,3 +481,42 @@ class Fsdp2Worker(BatchRunner):
     def device_usage(self) -> DeviceUsage:
         """Return this rank's device and the peak memory of its process there since the last call."""
         return device_usage(self._device)
+
+
+def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> ParallelDims:
+    """Return the division of the work over the workers.
+
+    Args:
+        num_workers: number of workers in all copies of the model.
+        executor_size: number of workers that hold one copy.
+        options: sizes within a copy.
+
+    Raises:
+        ConfigError: the sizes do not divide; the message shows the equation.
+    """
+    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size)
+
+
+def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
+    """Refuse a module that cannot be computed with these options.
+
+    Raises:
+        ConfigError: the message gives the reason.
+        CheckpointError: the module's source holds tensors that the module would leave out.
+    """
+    module.check_architecture()
+    if has_gpus() and options.compute_dtype != "float32":
+        module.check_gpu_kernels()
+    if type(module).materialization_source is HuggingFaceFsdp2TrainModule.materialization_source:
+        source = str(module.materialization_source())
+        if Path(source).expanduser().is_dir():  # workers download a name of the hub
+            check_module_fits(module, reader_of(source), source)
+    if options.tp_size > 1:
+        module.check_parallel(options.tp_size)
+    if options.deterministic:
+        module.check_deterministic(current_session().device)
+    if options.use_liger_kernel:
+        check_liger(module, current_session().device)
+
+
+BACKEND = TrainBackend(options=Fsdp2Options, worker=Fsdp2Worker, layout=layout, check_module=check_module)

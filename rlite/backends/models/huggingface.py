@@ -1,12 +1,15 @@
 """Hugging Face causal models as train modules.
 
 Dropout is switched off in the layers and in the config, which a forward may read.
+
+A scalar head on any causal model: reward models and critics.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.kept_ids import KeptIds
@@ -28,10 +32,10 @@ from rlite.backends.models.batch_invariant import causal_attention_in_blocks, ma
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
-from rlite.nn.pretrained import load_config, meta_parameters, real_tensors
+from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, meta_parameters, padding_token, real_tensors
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.fsdp import shard_group
-from rlite.runtime.parallel.tensor_training import check_split, parallelize
+from rlite.runtime.parallel.tensor import check_split, parallelize
 
 DropoutRates = Mapping[tuple[str, ...], float]
 """rates that were switched off: where each stands in the config -> what it was"""
@@ -219,7 +223,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         check_split(self, size)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
-        """Split the model by its own plan; see `rlite.runtime.parallel.tensor_training`."""
+        """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
         parallelize(self, mesh)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,3 +320,62 @@ def exported_class(module: nn.Module) -> str:
     """Return the transformers class that a checkpoint of `module` names, not the user's subclass."""
     known = (cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models."))
     return next(known, type(module)).__name__
+
+
+class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
+    """Base of reward models and critics: `class Critic(HuggingFaceFsdp2ScoreModule, Qwen2ForSequenceClassification)`.
+
+    Losses see scores [T], one per token. Weights are those of a causal model with a new head (normal, of deviation 1 /
+    (hidden size + 1), as in Stiennon et al. 2020), or of an earlier such model with its head. A saved checkpoint opens
+    with `AutoModelForSequenceClassification`, whose score is that of the last token.
+    """
+
+    base_model: nn.Module
+    base_model_prefix: str
+    score: nn.Linear
+    row_ends: frozenset[int] = frozenset()
+    """ids of the last tokens of the rows that are learnt; an export pads with another token"""
+    _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
+
+    def forward(self, *args: Any, **inputs: Any) -> TokenClassifierOutput:
+        """Return scores [B, L, 1] as logits; transformers' own forward would keep only the last token's score."""
+        return TokenClassifierOutput(logits=self.score(self.base_model(*args, **inputs).last_hidden_state))
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        """Return scores [T] of a pack."""
+        return super().compute_logits(data)[:, 0]
+
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the head of a model that has none yet, the same on every rank."""
+        if name != "score.weight":
+            return super().missing_parameter(name, shape)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / (shape[1] + 1)
+
+    def leaves_out(self, name: str) -> bool:
+        """Return True for the output embedding of a causal model, in whose place the head is."""
+        return super().leaves_out(name) or not name.startswith(f"{self.base_model_prefix}.")
+
+
+def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
+    """Let the config and the tokenizer of an exported scorer pad with a token with which no row ends.
+
+    Args:
+        folder: the export.
+        ends: ids of tokens with which rows end; the model's end tokens by default.
+    """
+    if not (folder / "tokenizer_config.json").exists():
+        return
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    ends = ends or {*end_ids(folder, config), tokenizer.eos_token_id}
+    pad = padding_token(tokenizer, config.get_text_config().vocab_size, ends)
+    if pad is None or pad == config.pad_token_id == tokenizer.pad_token_id:
+        return
+    token = tokenizer.convert_ids_to_tokens(pad)
+    for name, change in {
+        "config.json": {"pad_token_id": pad},
+        "tokenizer_config.json": {"pad_token": token},
+        "special_tokens_map.json": {"pad_token": token},
+    }.items():
+        if (file := folder / name).exists():
+            file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **change}, indent=2), "utf-8")

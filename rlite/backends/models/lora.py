@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
 from rlite.imports import require

@@ -30,8 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rlite.backends.sglang.options import SglangOptions
-from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess
+from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -66,17 +65,6 @@ class Bucket(NamedTuple):
             name: ParameterShard(self.flat[start:end].view(dtype).view(shape), (0,) * len(shape), tuple(shape))
             for name, dtype, shape, start, end in self.parts
         }
-
-
-def served_parameters(path: str, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of the model's parameters by Hugging Face name. Tied parameters appear once.
-
-    Args:
-        path: folder of the checkpoint.
-        dtype: type of the served weights.
-    """
-    named = meta_model(load_config(path), dtype).named_parameters()
-    return {name: (parameter.dtype, parameter.shape) for name, parameter in named}
 
 
 def make_buckets(
@@ -283,7 +271,8 @@ class SglangWorker:
             return
         config = load_config(path)
         dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
-        self._parameters = served_parameters(path, dtype)
+        named = meta_model(config, dtype).named_parameters()
+        self._parameters = {name: (parameter.dtype, parameter.shape) for name, parameter in named}
         longest = options.max_model_len or config.get_text_config().max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
         self._info = server.call("/server_info")

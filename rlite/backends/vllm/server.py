@@ -25,10 +25,9 @@ from typing import Any
 
 import psutil
 
-from rlite.backends.serving.requests import RequestRules
+from rlite.backends.serving.sampling import RequestRules
 from rlite.backends.vllm import release
-from rlite.backends.vllm.options import is_cpu_build
-from rlite.backends.vllm.step_batching import Table, take_table
+from rlite.backends.vllm.release import Table, is_cpu_build, take_table
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)

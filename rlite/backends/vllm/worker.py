@@ -2,10 +2,13 @@
 
 The other ranks hold the replica's devices and do nothing. Weight sync writes into staging memory of the first rank,
 which vLLM's workers read in place.
+
+`VllmReplica` is its driver's side: a thread fetches tokens from an engine that generates by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from typing import Any
@@ -15,18 +18,20 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from rlite.backends.vllm.options import VllmOptions
+from rlite.backends.serving.pump import PumpedReplica
+from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess
+from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
-from rlite.errors import ConfigError, WeightSyncError, WorkerDied
+from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
-from rlite.runtime.parallel.tensor_plan import attention_shape
-from rlite.runtime.replicas.replica import check_lengths
-from rlite.runtime.replicas.workers import Part
+from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
+from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 START_S = 1800.0
@@ -68,7 +73,7 @@ class VllmWorker:
             return
         self._config = load_config(path)
         self._dtype = checkpoint_dtype(path, self._config) if options.dtype is None else options.dtype
-        self._shapes = parameter_shapes(self._config)
+        self._shapes = {name: tuple(each.shape) for name, each in meta_model(self._config).named_parameters()}
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -323,11 +328,6 @@ class VllmWorker:
         return gathered
 
 
-def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by Hugging Face name. Tied parameters appear once."""
-    return {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
-
-
 def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     """Return the name of a checkpoint's dtype.
 
@@ -338,3 +338,75 @@ def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
     if name not in DTYPES:
         raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
     return name
+
+
+class FetchingReplica(PumpedReplica):
+    """A replica whose thread fetches tokens while there are requests. The engine generates between the calls too.
+
+    To pause, the thread makes no further call, the engine rests, and the tokens before that are delivered.
+    """
+
+    def pause(self) -> None:
+        """Let the engine rest at a token boundary, and deliver every token before it."""
+        super().pause()
+        with self._calling:
+            if self.failure is None:
+                self._deliver(lambda: self.workers.ask(VllmWorker.pause))
+
+    def resume(self) -> None:
+        """Let the engine continue, and fetch its tokens."""
+        if self.failure is None:
+            self._deliver(lambda: self.workers.ask(VllmWorker.resume))
+        super().resume()
+
+    def close(self) -> None:
+        """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
+        super().close()
+        with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
+            self.workers.call(VllmWorker.shut_down)
+
+    def _fail(self, error: Exception) -> None:
+        """Accept no further requests. If vLLM is gone, its worker serves no calls either."""
+        if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
+            group, first = self.workers.group, self.workers.ranks[0]
+            error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
+        if isinstance(error, WorkerError):
+            self.workers.group.mark_lost(self.workers.ranks, error)
+        super()._fail(error)
+
+
+def check_served(path: str, tensor_parallel_size: int) -> None:
+    """Refuse a checkpoint that the installed vLLM cannot serve.
+
+    Args:
+        path: folder of the checkpoint.
+        tensor_parallel_size: number of workers in a replica.
+
+    Raises:
+        ConfigError: vLLM does not know the model, or its CPU backend does not support the size of a head.
+        CheckpointError: the config of the checkpoint is unusable.
+    """
+    version, _ = release.installed()
+    config = load_config(path)
+    classes = config.architectures or []
+    if not release.architectures().intersection(classes):
+        raise ConfigError(
+            f"{path}: its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not "
+            "know. Export the model under the name of its Hugging Face class, or use executor='torch'"
+        )
+    sizes, head_dim = release.CPU_HEAD_SIZES, attention_shape(config)[3]
+    if release.is_cpu_build() and head_dim not in sizes:
+        raise ConfigError(
+            f"{path}: vLLM {version} on CPU does not support attention heads of size {head_dim}; it supports "
+            f"{', '.join(map(str, sizes))}. Use executor='torch'"
+        )
+
+
+BACKEND = InferenceBackend(
+    options=VllmOptions,
+    worker=VllmWorker,
+    replica=FetchingReplica,
+    check=check_served,
+    ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of vLLM's workers
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
+)

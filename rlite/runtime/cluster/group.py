@@ -514,7 +514,7 @@ class _Waiter:
                 wait([peer.answer for peer in peers], PEER_GRACE_S)
                 self._raise_deaths(pending)  # if a worker died, its death is the cause of the error
                 _stop_stuck(peers, f"{self._what} raised on {call.name}")
-                call.answer.result().raise_error(call.name)
+                call.answer.result().result(call.name)
 
     def _warn_of_uneven_returns(self, pending: Sequence[PendingCall]) -> None:
         """Warn once about workers that wait in a collective for peers that returned `UNEVEN_S` ago."""
@@ -577,8 +577,7 @@ def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
         ranks = [call.rank for call in stuck if call.group is group]
         names = "; ".join(group.describe(rank) for rank in ranks)
         group.mark_lost(
-            ranks,
-            WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"),
+            ranks, WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}")
         )
 
 

@@ -4,6 +4,9 @@ A mark, which children inherit, identifies the processes. It stands in the envir
 limit that the kernel no longer enforces. A program that sets its title may overwrite the environment, as Ray's agents
 do. This file runs as a program of its own. It imports nothing but psutil, so that the companion starts quickly and
 stays small.
+
+Other programs use SIGTERM as a notice: a process announces its end and continues for a grace period, in which its work
+can move.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Literal
 
 import psutil
 
@@ -175,6 +180,86 @@ def watch(mark: str, driver: int) -> None:
         while is_driver and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(POLL_S)
     reap(mark)
+
+
+class TerminationNotice:
+    """Waits for SIGTERM in a thread. The process ends when the grace period is over, even if it is busy.
+
+    The signal's number arrives through a pipe that the C handler writes to. It is seen even while the main thread is in
+    native code. Create it in the main thread.
+
+    Args:
+        grace_s: seconds from the signal to the end of the process.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._is_given = threading.Event()
+        self._pipe, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=end_at_sigterm)  # a forked child is not who was meant
+        threading.Thread(target=self._listen, name="rlite-termination", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return after SIGTERM."""
+        self._is_given.wait()
+
+    def _listen(self) -> None:
+        while os.read(self._pipe, 1) != bytes([signal.SIGTERM]):
+            continue
+        self._is_given.set()
+        threading.Event().wait(self._grace_s)
+        end_at_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+Role = Literal["driver", "agent", "rank", "worker", "control", "sandbox"]
+"""driver: the program. agent: torchrun's. rank: a process of torchrun's. worker: a process of Ray's with our workers.
+control: Ray's control service (GCS). sandbox: a process that runs rewards or environments."""
+
+
+def find(role: Role, root: int) -> list[psutil.Process]:
+    """Return the living processes of a role in the process tree of the run, in order of their ids.
+
+    Args:
+        role: the role to look for.
+        root: process id of the run's first process.
+    """
+    try:
+        first = psutil.Process(root)
+        tree = [first, *first.children(recursive=True)]
+    except psutil.Error:
+        return []
+    found = [process for process in tree if _has_role(process, role, first)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        command = process.cmdline()
+        is_launched = "torch.distributed.run" in first.cmdline()
+        is_child = process.ppid() == first.pid
+        match role:
+            case "agent":
+                return is_launched and process == first
+            case "rank":
+                return is_launched and is_child and "RANK" in process.environ()
+            case "driver":
+                return process.environ().get("RANK") == "0" and is_child if is_launched else process == first
+            case "worker":
+                return process.name().startswith("ray::RayHost") or command[:1] == ["ray::RayHost"]
+            case "control":
+                return process.name().startswith("gcs_server")
+            case "sandbox":
+                # forked by its keeper, which has the same command line
+                keeper = process.parent() if command[1:2] == ["-c"] else None
+                return keeper is not None and keeper.cmdline() == command and "multiprocessing" not in "".join(command)
+    except psutil.Error:  # it ended just now
+        return False
 
 
 if __name__ == "__main__":

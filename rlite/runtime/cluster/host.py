@@ -64,13 +64,14 @@ class Outcome:
     seconds: float = 0.0
     """duration of the call"""
 
-    def raise_error(self, worker: str) -> NoReturn:
-        """Raise the remote exception with its own type and the remote traceback as its cause.
+    def result(self, worker: str) -> Any:
+        """Return the value, or raise the remote exception with its own type and the remote traceback as its cause.
 
         Raises:
             error: the remote exception.
         """
-        assert self.error is not None
+        if self.error is None:
+            return self.value
         self.error.__cause__ = RemoteTraceback(f"\n\nraised in worker {worker}:\n{self.trace}")
         raise self.error
 

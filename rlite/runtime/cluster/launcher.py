@@ -1,7 +1,4 @@
-"""The seam to a kind of cluster: a launcher starts worker processes, delivers calls, and detects deaths.
-
-Interface of a worker's class: what its callers need to know, for processes that do not import the class itself.
-"""
+"""The seam to a kind of cluster: a launcher starts worker processes, delivers calls, and detects deaths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A program's one session, with its launcher and its ledger of devices, and its end by `rlite.shutdown()`."""
+"""A program's one session, with its launcher and its ledger of devices, and its end by `rlite.shutdown()`.
+
+The launcher without processes is here, too: workers live in the driver, calls run in the caller's thread, and `pdb`
+works.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import count
 from typing import Any, Literal
@@ -16,15 +21,78 @@ from typing import Any, Literal
 import torch
 
 from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
-from rlite.runtime.cluster.group import WorkerGroup
-from rlite.runtime.cluster.host import WorkerFactory
-from rlite.runtime.cluster.inprocess import InprocessLauncher
+from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
-from rlite.runtime.parallel.processes import keep_for_ever
+from rlite.runtime.parallel.processes import join_alone, keep_for_ever, leave
 
 LauncherName = Literal["inprocess", "torchrun", "ray"]
+
+
+class InprocessHandle(WorkerHandle):
+    """Handle that runs each call at once. A lock keeps calls of different threads (training, generation) apart."""
+
+    process = "driver"
+
+    def __init__(self) -> None:
+        self.death: Future[Any] = Future()
+        self.notice: Future[Any] = Future()
+        self._host = WorkerHost()
+        self._lock = threading.RLock()
+
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Call a method of the host; see `WorkerHandle`.
+
+        Args:
+            method: such as `WorkerHost.call`.
+            *args: its arguments.
+
+        Returns:
+            The outcome.
+        """
+        with self._lock:
+            return _done(method(self._host, *args))
+
+    def look(self) -> Future[CallPosition]:
+        """Return the position of the call under way."""
+        return _done(self._host.look())
+
+    def stop(self, key: WorkerKey) -> None:
+        """Forget the worker."""
+        self.submit(WorkerHost.drop, key)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class InprocessLauncher(Launcher):
+    """Launcher of one device without another process."""
+
+    kind = "inprocess"
+    survives_deaths = False
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", options.device),)
+        self._options = options
+        self._handle = InprocessHandle()
+        join_alone(options.device)
+
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Return the group of a worker, after making it in this process."""
+        (device,) = request.devices
+        timeout = self._options.call_timeout
+        group = WorkerGroup(request.name, request.devices, [self._handle], timeout)
+        group.create(request.factory, [device.torch_name], [self._options.num_threads or 0], [0], timeout)
+        return group
+
+    def shutdown(self) -> None:
+        """Leave torch.distributed."""
+        leave()
 
 
 class Session:

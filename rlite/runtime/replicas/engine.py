@@ -31,15 +31,7 @@ from rlite.runtime.cluster.session import Session, current_session, default_opti
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import set_up_device
 from rlite.runtime.parallel.shared_memory import check_gpu_sharing
-from rlite.runtime.replicas.workers import (
-    Backend,
-    Kind,
-    Part,
-    T,
-    Worker,
-    WorkerSet,
-    on_each_process,
-)
+from rlite.runtime.replicas.workers import Backend, Kind, Part, T, Worker, WorkerSet, on_each_process
 
 
 class Weights(Enum):
@@ -238,10 +230,12 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        named = [part for given in parts for part in ([given] if isinstance(given, str) else _listed(given))]
+        named: list[Any] = []
+        for given in parts:
+            named += given if isinstance(given, list | tuple | set) else [given]
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
-            given = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
-            raise ConfigError(f'cuda({given}): expected "weights", "kv_cache", both, or nothing')
+            told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
+            raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
         if not named or "all" in named:
             self._move_to_device("all")
         else:
@@ -429,10 +423,6 @@ def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
     pids = apply_on_processes(calls, os.getpid, others, "look for a process id", group.call_timeout)
     calls = [(group, own, (), (pid,)) for (own, _, _), pid in zip(pairs, pids, strict=True)]
     apply_on_processes(calls, check_gpu_sharing, [group], "look whether memory can be shared", group.call_timeout)
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple | set) else [given]
 
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:

@@ -131,12 +131,6 @@ class Router:
         with self._lock:
             self._members.clear()
 
-    @property
-    def indices(self) -> list[int]:
-        """The numbers of `replicas`."""
-        with self._lock:
-            return sorted(self._members)
-
     def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
         """Submit requests to the replicas that the policy chooses.
 

@@ -23,7 +23,6 @@ from rlite.runtime.parallel.processes import open_store
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.runtime.replicas.transport import (
     Broadcast,
-    Bucket,
     Layout,
     Meeting,
     Piece,
@@ -246,7 +245,7 @@ def copy_weights(source: WorkerSet, target: WorkerSet) -> int:
             calls: list[Any] = []
             for (giver, taker), (plan, pieces), bucket in zip(pairs, plans, buckets, strict=True):
                 if bucket is not None:
-                    part = _part_of(plan, pieces, bucket)
+                    part = replace(plan, buckets=(bucket,)), [p for p in pieces if p.source_name in bucket.names]
                     calls.append((group, giver, (group.key(giver), None), part))
                     calls.append((group, taker, (None, group.key(taker)), part))
             written += sum(apply_on_processes(calls, hand_over, [group], "copy weights", group.call_timeout))
@@ -271,10 +270,6 @@ def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, piece
     shards = None if giver is None else giver.parameter_shards
     source: Any = shards and SimpleNamespace(parameter_shards=shards, served_shards=shards)  # of its own weights
     return take_part(source, taker, plan, 0 if taker is None else 1, pieces if taker is not None else [])
-
-
-def _part_of(plan: Broadcast, pieces: list[Piece], bucket: Bucket) -> tuple[Broadcast, list[Piece]]:
-    return replace(plan, buckets=(bucket,)), [piece for piece in pieces if piece.source_name in bucket.names]
 
 
 def _pair_plan(group: WorkerGroup, giver: int, taker: int) -> tuple[Broadcast, list[Piece]]:

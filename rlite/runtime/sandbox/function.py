@@ -15,7 +15,7 @@ import cloudpickle
 
 from rlite.errors import ConfigError, DataError
 from rlite.observability import trace
-from rlite.runtime.futures import result_of
+from rlite.runtime.event_loop import result_of
 from rlite.runtime.sandbox.calls import SANDBOX_ERRORS, Call, Code, ErrorKinds
 from rlite.runtime.sandbox.child import MAX_ANSWER, describe, same
 from rlite.runtime.sandbox.pool import SandboxPool, shared_pool

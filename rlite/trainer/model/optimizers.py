@@ -11,7 +11,7 @@ from torch import nn
 
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
-from rlite.runtime.parallel.muon import CombinedOptimizer, ShardedMuon
+from rlite.runtime.parallel.fsdp import CombinedOptimizer, ShardedMuon
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 
 REST = ParameterGroupOptions(pattern="")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError, DivergedError
 from rlite.types import GenerationHyperparameters, SequenceRequest

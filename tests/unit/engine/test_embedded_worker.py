@@ -12,7 +12,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, DivergedError, ResidencyError
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite.backends.embedded.attention import NativeDecodePlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
-from rlite.backends.embedded.lean_decoder import ROWS
-from rlite.backends.embedded.model import ShardedModel
+from rlite.backends.embedded.model import ROWS, ShardedModel
 from rlite.backends.models.linear import MIN_ROWS
 from tests.tiny import build_model_dir
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.injectors import FileSizeFault, HalfOpenFault, NoTarget, SignalFault, hold_half_open, inject
-from rlite.runtime.cluster.process_tree import find
+from rlite.runtime.cluster.guard import find
 
 DRIVER = """
 import sys, time

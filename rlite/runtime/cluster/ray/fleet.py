@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -268,9 +267,7 @@ class Service:
                 raise error if died is None else JobNotFound(f"{error}: {died}") from died
             except GetTimeoutError:
                 break
-            if outcome.error is not None:
-                outcome.raise_error(f"{self._job}/master")
-            return outcome.value
+            return outcome.result(f"{self._job}/master")
         raise CallTimeout(f"the master of job {self._job!r} did not answer {method} within {timeout:g} s")
 
     def tell(self, method: str, *args: Any) -> None:
@@ -358,11 +355,3 @@ def own_node() -> str:
 def cluster_address() -> str:
     """Return the address of the cluster, for programs that join it."""
     return ray.get_runtime_context().gcs_address
-
-
-def value_of(answer: Future[Outcome], worker: str) -> Any:
-    """Return the value of a finished answer, or raise its error."""
-    outcome = answer.result()
-    if outcome.error is not None:
-        outcome.raise_error(worker)
-    return outcome.value

@@ -27,6 +27,7 @@ from rlite.runtime.cluster.host import WorkerFactory
 from rlite.runtime.cluster.launcher import GroupRequest, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, DeviceKind
 from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
+from rlite.runtime.cluster.ray.fleet import capacities
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle
 from rlite.runtime.parallel.processes import join, keep_for_ever, open_store
 
@@ -126,14 +127,13 @@ class RayLauncher:
                 f"no process started for {', '.join(late)} within {timeout:g} s. If its node has died, the cluster "
                 "needs another one with as many free devices"
             )
-        return [self._at(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
-
-    def _at(self, device: Device, node: str) -> Device:
-        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
         with self._moving:
-            return device if node == device.node else self._moved(device, node)
+            return [self._moved(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
 
     def _moved(self, device: Device, node: str) -> Device:
+        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
+        if node == device.node:
+            return device
         bundle = self._bundles[device]
         known = [each for each, its_bundle in self._bundles.items() if each.node == node and its_bundle == bundle]
         if known:  # another owner's worker came first
@@ -153,10 +153,7 @@ class RayLauncher:
         with self._control.using():
             return [
                 RayHandle(
-                    self._actor(device, grace_s),
-                    worker_name(name, rank, device),
-                    self._control,
-                    has_notice=grace_s > 0,
+                    self._actor(device, grace_s), worker_name(name, rank, device), self._control, has_notice=grace_s > 0
                 )
                 for rank, device in enumerate(devices, first)
             ]
@@ -270,7 +267,7 @@ def _reserve(options: SessionOptions) -> Any:
         PlacementError: the cluster has too few devices, or other jobs hold them.
     """
     resource = "CPU" if options.device == "cpu" else "GPU"
-    by_node = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    by_node = capacities(options.device)
     present = sum(by_node)
     usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present
     count = usable if options.num_devices is None else options.num_devices
