@@ -13,8 +13,8 @@ from rlite.services.recovery import reporting
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.rl.options import EqualRewards
 from rlite.trainer.run.folder import LEARNING
-from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.observer import Observer, ReportedMetrics
+from rlite.trainer.run.training_run import TrainingRun
 
 
 class StepReport(Observer):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rlite import config
 from rlite.algorithms import is_selective
-from rlite.algorithms.calls import Configured
+from rlite.algorithms.reduce import Configured
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import LearningFacts, run_observers
 from rlite.assembly.plans import batch_plan
@@ -21,7 +21,7 @@ from rlite.assembly.run_record import Recording, RunRecord
 from rlite.assembly.workflows import Context, check_lengths, held_out_workflows, workflow_maker
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
-from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
+from rlite.data.rows import Rows, mixed_rows, prompt_stream, read_source, streamed_source
 from rlite.errors import SnapshotLost
 from rlite.evaluation.sets import make_sets, reported_metrics
 from rlite.evaluation.training import Evaluations, InvalidEvaluations, make_evaluations
@@ -35,20 +35,20 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES as ACCURACIES
 from rlite.trainer.held_out import held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
-from rlite.trainer.rl.advantages import LogprobPasses, outcome_estimator
 from rlite.trainer.rl.critic import Critic, KlCoefficient
-from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.engines import Engines, LogprobPasses
+from rlite.trainer.rl.objective import PolicyLoss
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.placement import Placement
-from rlite.trainer.rl.policy_loss import PolicyLoss
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
+from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.training_run import TrainingRun
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def make_parts(
     tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
     context = check_lengths(options, [(workflow, train_rows, "train_data"), *tests])
     data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
-    prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, data.mixture)
+    prompts = prompt_stream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, data.mixture)
     loss = make_policy_loss(options)
     run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
     placement = Placement(options, context.length)

@@ -9,12 +9,12 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.data.packs import layout
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.evaluation.record import EvaluationRecord
-from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
-from rlite.rollout.trajectories import layout
 from rlite.services.record.files import drop_later
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
@@ -26,7 +26,7 @@ EQUAL_REWARDS = "all rewards of the group are equal"
 UNLIKE = "its keys or types are unlike those of the batch"
 LEFT_OUT = "the trainer left its group out of the batch"
 Layout = frozenset[tuple[Any, ...]]
-"""layout of a trajectory from `rlite.rollout.trajectories.layout`"""
+"""layout of a trajectory from `rlite.rollout.workflow.layout`"""
 
 
 class RunRecord(EvaluationRecord):

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlite.engine.microbatches import BatchShare, Loss, Weight
+from rlite.algorithms.reduce import Loss, Weight
+from rlite.data.packs import BatchShare
 from rlite.nn.base import BaseTrainModule
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.replicas.workers import Backend, SourceWorker

@@ -22,7 +22,8 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import Sample, summary
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.collector.collector import RolloutCollector, evaluated
+from rlite.rollout.collector.bookkeeping import evaluated
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.options import CollectorOptions
@@ -32,8 +33,8 @@ from rlite.runtime.replicas.engine import Engine
 from rlite.suggestions import UNNAMED, check_name
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import SamplingOptions, ServingOptions, SetSamplingOptions
+from rlite.trainer.run.observer import ReportedMetrics
 from rlite.trainer.run.schedule import interval, sampling_plan
-from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.types import AsyncInference
 from rlite.wording import counted
 

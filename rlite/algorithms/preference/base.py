@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlite.algorithms.calls import Configured, check_result
+from rlite.algorithms.reduce import Configured, check_result
 from rlite.algorithms.shapes import Pairs
 from rlite.errors import ConfigError
 from rlite.registry import Table

@@ -19,8 +19,8 @@ from jinja2 import TemplateError
 
 from rlite.data.chat.forms import Message, forms_of
 from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
-from rlite.data.chat.prompt_tokens import TextTokenizer
 from rlite.data.chat.template_limits import check_constants, limited
+from rlite.data.prompts import TextTokenizer
 from rlite.errors import ConfigError, DataError
 
 _FUNCTION = "strftime_now"

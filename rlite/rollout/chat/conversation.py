@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 from rlite.data.chat.answers import split_at_stop, tokens_after
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
+from rlite.data.prompts import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.errors import ConfigError, RolloutError
 from rlite.rollout.chat.transcript import Transcript, check_turn_discount
 from rlite.rollout.rewards.function import RewardFunction

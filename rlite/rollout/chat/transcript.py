@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from tensordict import TensorDict
 
+from rlite.data.packs import TokenHistory
 from rlite.errors import ConfigError, DataError, EngineAborted, RolloutError
 from rlite.rollout.joined import join_histories
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.rollout.workflow import of_trajectory
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
 

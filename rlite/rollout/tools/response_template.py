@@ -17,8 +17,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 
 from rlite.data.chat.answers import without_end
-from rlite.data.chat.prompt_tokens import raw_tokens
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, has_chat_template
+from rlite.data.prompts import raw_tokens
 from rlite.errors import ConfigError, did_you_mean
 from rlite.rollout.tools.formats import (
     FORMATS,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.data.loader import BatchLoader
-from rlite.data.order import ShuffledOrder
+from rlite.data.prompts import ShuffledOrder
 from rlite.data.tokens import TokenRows, tokenise
 from rlite.errors import CheckpointError
 
