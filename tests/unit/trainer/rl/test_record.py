@@ -16,7 +16,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.assembly.rl import make_rollouts
 from rlite.assembly.run_record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.data.packs import TokenHistory, with_keys
-from rlite.data.prompts import Prompt, PromptStream
+from rlite.data.prompts import Prompt, PromptStream, ShuffledOrder
 from rlite.data.rows import prompt_stream
 from rlite.errors import StreamedDataError
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
@@ -194,7 +194,7 @@ class BadLater(PromptStream):
 
 
 def test_groups_of_a_batch_that_met_bad_data_are_recorded_by_the_run_that_goes_on(made: Any, tmp_path: Path) -> None:
-    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, seed=0))  # equal rewards, which are replaced
+    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, ShuffledOrder(8, seed=0)))  # equal rewards, which are replaced
     with pytest.raises(StreamedDataError):
         train(parts, 1)
     state = parts.rollouts.state_dict()
