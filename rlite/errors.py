@@ -184,6 +184,27 @@ def has_own_frames(error: BaseException) -> bool:
     return not all(frame.filename.startswith(_INSTALLED) for frame in frames)
 
 
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Name the function under way if the block raises an exception in the user's own code.
+
+    Args:
+        what: description of the function.
+
+    Yields:
+        None.
+
+    Raises:
+        OwnCodeError: the block raised an exception. The message holds the user's own frames.
+    """
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(error, RliteError) or not has_own_frames(error):
+            raise
+        raise OwnCodeError(f"{what} raised {type(error).__name__}\n{own_traceback(error)}") from error
+
+
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -18,7 +18,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from rlite.algorithms.shapes import CuSeqlens, Mask, Scalar, Sequences, Tokens
-from rlite.errors import ConfigError, OwnCodeError, RliteError, has_own_frames, own_traceback, shortened
+from rlite.errors import ConfigError, blamed, shortened
 from rlite.registry import Table, located
 from rlite.types import Aggregation
 
@@ -60,29 +60,11 @@ class Configured:
 
     def __call__(self, *given: Any, **reserved: Any) -> Any:
         """Return the result of the function, which is blamed for what it raises."""
-        with blamed(self.what):
+        try:
             return self.function(*given, **reserved, **self.options)
-
-
-@contextmanager
-def blamed(what: str) -> Iterator[None]:
-    """Name the function under way if the block raises an exception in the user's own code.
-
-    Args:
-        what: description of the function.
-
-    Yields:
-        None.
-
-    Raises:
-        OwnCodeError: the block raised an exception. The message holds the user's own frames.
-    """
-    try:
-        yield
-    except Exception as error:  # the user's code may raise anything
-        if isinstance(error, RliteError) or not has_own_frames(error):
-            raise
-        raise OwnCodeError(f"{what} raised {type(error).__name__}\n{own_traceback(error)}") from error
+        except Exception:  # the function may be the user's, and raise anything
+            with blamed(self.what):
+                raise
 
 
 def found(value: Any) -> str:

@@ -222,7 +222,7 @@ class PromptStream:
     ) -> None:
         self._rows, self._batch_size = rows, batch_size
         self.order = order
-        """its `position` counts the rows returned so far, unless they are streamed"""
+        """order of the rows; its `position` counts the rows returned so far, unless they are streamed"""
         self.returned: list[Prompt] = []
         """rows that come before all others: they were returned before, and not used"""
 

@@ -216,6 +216,11 @@ class GroupCollector(Bookkeeping):
 def check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
     """Check that groups can be made of these items.
 
+    Args:
+        items: the items.
+        workflow: runs the episodes.
+        group_size: episodes per item.
+
     Raises:
         ConfigError: The workflow is no RolloutWorkflow, or the group size is less than 1.
         DataError: There are no items, or an item is no mapping.
