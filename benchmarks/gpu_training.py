@@ -37,7 +37,7 @@ from rlite.services.console.observers import usage_metrics
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.objective import OwnLogprobs, PolicyLoss
 from tests.tiny import build_model_dir
 
 SHAPES: dict[str, dict[str, Any]] = {

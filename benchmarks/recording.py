@@ -31,7 +31,7 @@ from benchmarks.grpo import STOP_PROBABILITY, grpo_trainer
 from benchmarks.model import build_model
 from rlite.assembly.observers import RunRecord
 from rlite.assembly.rl import PartsMaker
-from rlite.data.prompts import PromptStream
+from rlite.data.rows import prompt_stream
 from rlite.rollout import RolloutCollector
 from rlite.services.record.files import used_bytes
 from rlite.services.record.recorder import WHOLE_EVERY, Amount
@@ -72,7 +72,7 @@ class Recorded:
             )
         )
         self._run: Any = SimpleNamespace(folder=folder, step=0, console=trainer.run.console)
-        prompts = PromptStream(trainer.data, options.train_data.prompts_per_rollout, seed=0)
+        prompts = prompt_stream(trainer.data, options.train_data.prompts_per_rollout, seed=0)
         self._rollouts = PartsMaker(options).rollouts(engines, trainer.workflow, prompts)
         self.record = RunRecord(options.trainer, self._run, engines.rollout, options.has_dynamic_filtering)
         self.record.begin()

@@ -52,6 +52,10 @@ Status = Literal[
 """
 PreferenceDivergence = Literal["reverse_kl", "forward_kl", "js"]
 """divergences from a reference, see `rlite.algorithms.preference_loss`"""
+BalanceBy = Literal["tokens", "flops"]
+"""quantity of a batch that data-parallel ranks share evenly"""
+PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
+"""ways to fill microbatches, see `rlite.runtime.parallel.microbatch_plan.plan_microbatches`"""
 MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 MAX_TOP_LOGPROBS = 20

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlite.algorithms.logprobs import OnLogprobs
+from rlite.algorithms.reduce import Loss, LossSums, Weight, call_loss
 from rlite.backends.models.huggingface import exported_class
-from rlite.data.microbatch_plan import PackingMethod
-from rlite.data.packs import lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
+from rlite.data.packs import BatchShare, lazy_pack, pair_rows
 from rlite.engine.registry import TrainBackend, register_executor
 from rlite.engine.user_module import take_class
 from rlite.errors import ConfigError
@@ -36,6 +35,7 @@ from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.runtime.storage.atomic import publish, seal
 from rlite.runtime.storage.huggingface import Writer
 from rlite.runtime.storage.sharded import load_values, random_state, set_random_state
+from rlite.types import PackingMethod
 
 CPU = torch.device("cpu")
 

@@ -32,9 +32,16 @@ from rlite.algorithms.advantages.token import (
     optimal_token_advantages,
     reinforce_pp_advantages,
 )
-from rlite.algorithms.log_ratios import importance_weights, kl_penalty
 from rlite.algorithms.logits import entropy, gather_logprobs, gather_logprobs_entropy, sum_pi_squared
-from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs, next_token, on_logprobs, previous_token
+from rlite.algorithms.logprobs import (
+    OnLogprobs,
+    TokenLogprobs,
+    importance_weights,
+    kl_penalty,
+    next_token,
+    on_logprobs,
+    previous_token,
+)
 from rlite.algorithms.off_policy import (
     BehaviourWeights,
     behaviour_weights,

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.log_ratios import MAX_LOG_RATIO, Scope, is_occupied, kl_penalty
+from rlite.algorithms.logprobs import MAX_LOG_RATIO, Scope, is_occupied, kl_penalty
 from rlite.algorithms.reduce import (
     finite_gradient,
     masked_mean,

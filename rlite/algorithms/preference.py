@@ -20,8 +20,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
-from rlite.algorithms.calls import Configured, check_result
-from rlite.algorithms.reduce import sequence_index, sequence_sums
+from rlite.algorithms.reduce import Configured, check_result, sequence_index, sequence_sums
 from rlite.algorithms.shapes import CuSeqlens, Mask, Pairs, Scalar, Sequences, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table

@@ -11,13 +11,13 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite import files
+from rlite.data.packs import layout
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import writing
 from rlite.evaluation.sets import EvaluationRecord
-from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
-from rlite.rollout.trajectories import layout
 from rlite.services.console.observers import RunReport, SinkLog, StepTrace
 from rlite.services.record.files import drop_later
 from rlite.services.recovery import record
@@ -25,8 +25,8 @@ from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.rl.options import EqualRewards
 from rlite.trainer.run.folder import LEARNING
-from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.observer import Observer, ReportedMetrics
+from rlite.trainer.run.training_run import TrainingRun
 from rlite.types import Status
 
 
@@ -85,7 +85,7 @@ EQUAL_REWARDS = "all rewards of the group are equal"
 UNLIKE = "its keys or types are unlike those of the batch"
 LEFT_OUT = "the trainer left its group out of the batch"
 Layout = frozenset[tuple[Any, ...]]
-"""layout of a trajectory from `rlite.rollout.trajectories.layout`"""
+"""layout of a trajectory from `rlite.data.packs.layout`"""
 
 
 class RunRecord(EvaluationRecord):

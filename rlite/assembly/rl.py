@@ -19,7 +19,7 @@ from rlite.assembly.plans import BatchPlan
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
-from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
+from rlite.data.rows import Rows, mixed_rows, prompt_stream, read_source, streamed_source
 from rlite.errors import SnapshotLost
 from rlite.evaluation.sets import make_sets, reported_metrics
 from rlite.evaluation.training import InvalidEvaluations, make_evaluations
@@ -33,15 +33,15 @@ from rlite.trainer.held_out import ACCURACIES as ACCURACIES
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.rl.advantages import LogprobPasses, outcome_estimator
 from rlite.trainer.rl.critic import Critic, KlCoefficient
-from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.engines import Engines, LogprobPasses
+from rlite.trainer.rl.objective import PolicyLoss
 from rlite.trainer.rl.options import PpoConfig, PromptOptions
 from rlite.trainer.rl.placement import Placement
-from rlite.trainer.rl.policy_loss import PolicyLoss
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
+from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
@@ -91,7 +91,9 @@ class Parts:
         tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
         self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
-        self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, self.data.mixture)
+        self.prompts = prompt_stream(
+            train_rows, options.train_data.prompts_per_rollout, trainer.seed, self.data.mixture
+        )
         self.loss = maker.policy_loss()
         self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
         self.placement = Placement(options, self.context.length)

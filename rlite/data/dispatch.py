@@ -21,8 +21,8 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeVar, get_args
 
-from rlite.data.balancing import balanced_partitions
 from rlite.errors import ConfigError, did_you_mean
+from rlite.runtime.parallel.balancing import balanced_partitions
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """the arguments of one rank: (args, kwargs)"""

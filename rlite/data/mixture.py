@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlite.data.order import ShuffledOrder
+from rlite.data.prompts import ShuffledOrder
 from rlite.errors import CheckpointError, ConfigError
 
 

@@ -9,16 +9,18 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import has_chat_template, unread_keys
-from rlite.data.mixture import Mixture
+from rlite.data.mixture import Mixture, shuffled
+from rlite.data.prompts import PromptStream
 from rlite.data.readers.formats import RowKind, normalise
-from rlite.data.readers.streaming import StreamedTable
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.readers.tables import NULL, Row, check_text, is_null, read_rows, type_in_words, without_added_nulls
 from rlite.data.source import Source
-from rlite.errors import DataError
+from rlite.errors import ConfigError, DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
@@ -105,6 +107,32 @@ def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
 def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     """Return the table of which the rows are the first window; None if they are the whole table."""
     return rows.stream if isinstance(rows, Rows) else None
+
+
+def prompt_stream(
+    rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int, mixture: Mixture | None = None
+) -> PromptStream:
+    """Return the batches of a table's rows.
+
+    Args:
+        rows: the table, or the first window of a table that is streamed.
+        batch_size: rows of a batch.
+        seed: seed of the order.
+        mixture: the table's sources; None if there is one.
+
+    Raises:
+        ConfigError: a batch would be larger than the table.
+    """
+    stream = stream_of(rows)
+    if batch_size > len(rows) and (stream is None or stream.is_whole):
+        raise ConfigError(
+            f"train_data.prompts_per_rollout={batch_size}: there are {len(rows)} rows, so one rollout would hold a "
+            "prompt twice; lower it, or give more rows"
+        )
+    if stream is not None:
+        return PromptStream(rows, batch_size, ShuffledStream(stream, seed))
+    order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
+    return PromptStream(rows.rows if isinstance(rows, Rows) else rows, batch_size, order)
 
 
 def described(rows: Rows, tokenizer: Any | None) -> str:

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.prompt_tokens import raw_prompts, raw_tokens
 from rlite.data.mixture import Mixture, shuffled
+from rlite.data.prompts import raw_prompts, raw_tokens
 from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.errors import ConfigError, DataError
 from rlite.wording import counted

@@ -20,8 +20,9 @@ from typing import Any, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from rlite.algorithms.reduce import Loss, Weight
 from rlite.config import Options
-from rlite.engine.microbatches import BatchShare, Loss, Weight
+from rlite.data.packs import BatchShare
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 from rlite.nn.base import BaseTrainModule
 from rlite.runtime.cluster.launcher import SessionOptions

@@ -13,11 +13,11 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from rlite.data.microbatch_plan import sequence_flops
 from rlite.engine.registry import TrainBackend, TrainWorker
 from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import local_checkpoint
+from rlite.runtime.parallel.microbatch_plan import sequence_flops
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.workers import Kind, WorkerSet
 from rlite.runtime.storage.atomic import is_staged, staging, verify

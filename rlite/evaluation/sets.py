@@ -29,7 +29,8 @@ from rlite.errors import ConfigError, DataError, EvaluationInterrupted, writing
 from rlite.evaluation.metrics import Sample, summary
 from rlite.help import UNNAMED, check_name
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.collector.collector import RolloutCollector, evaluated
+from rlite.rollout.collector.bookkeeping import evaluated
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.options import CollectorOptions
@@ -40,8 +41,9 @@ from rlite.services.record.files import ROWS, TOKENS, all_files, write_table
 from rlite.services.record.recorder import NoRecorder, Recorder, TokenTexts, make_recorder, make_tables
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import RecordOptions, SamplingOptions, ServingOptions, SetSamplingOptions
+from rlite.trainer.run.observer import ReportedMetrics
 from rlite.trainer.run.schedule import interval, sampling_plan
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.training_run import TrainingRun
 from rlite.types import AsyncInference
 from rlite.wording import counted
 

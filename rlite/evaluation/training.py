@@ -20,7 +20,7 @@ from rlite.errors import ConfigError
 from rlite.evaluation.metrics import selection_of
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each, serving_engine
 from rlite.help import UNNAMED
-from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.lost_groups import cause_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.runtime.storage.atomic import discard

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from rlite import imports
 
 if TYPE_CHECKING:
+    from rlite.data.packs import check_trajectory
     from rlite.errors import RolloutError
-    from rlite.rollout.collector.collector import RolloutCollector
+    from rlite.rollout.collector.calls import RolloutCollector
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
     from rlite.rollout.conversation import Conversation, MultiTurnWorkflow, Transcript
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
-    from rlite.rollout.trajectories import check_trajectory
     from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
+        "rlite.data.packs": "check_trajectory",
         "rlite.errors": "RolloutError",
         "rlite.rollout.conversation": "Conversation MultiTurnWorkflow Transcript",
-        "rlite.rollout.collector.collector": "RolloutCollector",
+        "rlite.rollout.collector.calls": "RolloutCollector",
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.collector.options": "CollectorOptions",
         "rlite.rollout.environments.workflow": "Environment EnvironmentWorkflow GymEnvironment GymWorkflow",
@@ -58,7 +59,6 @@ __all__, __getattr__, __dir__ = imports.exports(
         "rlite.rollout.scripted": "ScriptedEngine",
         "rlite.rollout.tools.toolbox": "Tool",
         "rlite.rollout.tools.workflow": "ToolUseWorkflow",
-        "rlite.rollout.trajectories": "check_trajectory",
         "rlite.rollout.workflow": "RolloutWorkflow SingleTurnWorkflow trajectory",
         "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
     },

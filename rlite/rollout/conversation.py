@@ -11,17 +11,18 @@ from tensordict import TensorDict
 
 from rlite.data.chat.answers import split_at_stop, tokens_after
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
+from rlite.data.packs import TokenHistory
+from rlite.data.prompts import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.errors import ConfigError, DataError, EngineAborted, RolloutError
 from rlite.rollout.joined import join_histories
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.rollout.workflow import (
     PromptWorkflow,
     context_length,
     end_ids,
+    of_trajectory,
     prompt_ids,
     prompt_text,
     reward_arguments,

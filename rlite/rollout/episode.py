@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from rlite.rollout.attempts import AttemptHistory, Draw, Draws, chunks_of
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
 Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
+Value = TypeVar("Value")
 REFUSAL_DELAY = 1.0
 """seconds until a request of an attempt that is over is refused"""
 
@@ -229,7 +229,7 @@ class SampleInference:
                 answer = copied(draw.answer)
                 for chunk in chunks_of(answer):
                     note(chunk)
-                return replace(answer, metadata=dict(request.metadata))
+                return changed(answer, metadata=dict(request.metadata))
             response = await self._engine.agenerate(self._own(request, draw.seed), note)
             draw.answer = None if response.stop_reason == "abort" else copied(response, tuple)
             return response
@@ -312,8 +312,15 @@ class SampleInference:
         extras = request.extras
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")
-        gconfig = request.gconfig if seed == request.gconfig.seed else replace(request.gconfig, seed=seed)
-        return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
+        gconfig = request.gconfig if seed == request.gconfig.seed else changed(request.gconfig, seed=seed)
+        return changed(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
+
+
+def changed(value: Value, **fields: Any) -> Value:
+    """Return a copy of a frozen dataclass with other fields, which are not validated again."""
+    own = copy.copy(value)
+    vars(own).update(fields)
+    return own
 
 
 def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Answer:
@@ -323,7 +330,5 @@ def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list)
         answer: answer or chunk.
         kind: `tuple` for an answer that is kept, since Python's garbage collector does not look at tuples of numbers.
     """
-    own = copy.copy(answer)
-    columns = {name: kind(values) for name, values in vars(own).items() if isinstance(values, list | tuple)}
-    vars(own).update(columns, extras={name: kind(column) for name, column in answer.extras.items()})
-    return own
+    columns = {name: kind(values) for name, values in vars(answer).items() if isinstance(values, list | tuple)}
+    return changed(answer, **columns, extras={name: kind(column) for name, column in answer.extras.items()})

@@ -7,14 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
+from rlite.batch import NAMED_REWARD
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
+from rlite.data.packs import TokenHistory
+from rlite.data.prompts import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
 from rlite.errors import DataError, EngineAborted
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.score import Reward
 from rlite.rollout.rewards.weighted import WeightedRewards, as_reward_function
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
@@ -69,6 +73,13 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
     history.add(response)
     row = history.row()
     return row if reward is None else row.update(of_trajectory(1, rewards=reward))
+
+
+def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
+    """Return columns [count] for values of a whole trajectory, and for the parts of a reward that has parts."""
+    parts = [value.parts for value in values.values() if isinstance(value, Reward)]
+    named = {f"{NAMED_REWARD}{name}": part for own in parts for name, part in own.items()}
+    return {key: torch.full((count,), value, dtype=torch.float32) for key, value in (values | named).items()}
 
 
 class PromptWorkflow(RolloutWorkflow):

@@ -28,7 +28,7 @@ from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import KtoLoss
 from rlite.trainer.model.modules import Reference
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.trainer.supervised import SupervisedTrainer
 
 DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"

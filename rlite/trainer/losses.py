@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlite import algorithms
 from rlite.algorithms import Mean, PairLoss, TokenLogprobs
-from rlite.algorithms.calls import Configured
-from rlite.trainer.rl.policy_loss import OnCounted, TokenMean, predicts_counted
+from rlite.algorithms.reduce import Configured
+from rlite.trainer.rl.objective import OnCounted, TokenMean, predicts_counted
 from rlite.trainer.supervised_options import PreferenceLossOptions
 
 

@@ -32,7 +32,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, prefixed
-from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.objective import compute_advantages
 from rlite.trainer.rl.rollouts import mean_reward
 from rlite.trainer.rl.statistics import with_selected
 from rlite.trainer.run.observer import Observer

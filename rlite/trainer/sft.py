@@ -30,9 +30,8 @@ from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopp
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.schedule import topic_of
-from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 
 

@@ -25,10 +25,10 @@ from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.schedule import EvaluationSchedule, losses_plan, topic_of
-from rlite.trainer.run.training_run import Judged, ReportedMetrics, TrainerLoop, TrainingRun, loss_stats, step_metrics
+from rlite.trainer.run.training_run import Judged, TrainerLoop, TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 
 C = TypeVar("C", bound=SupervisedConfig)

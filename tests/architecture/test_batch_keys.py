@@ -59,7 +59,7 @@ def keys_in(path: Path) -> Iterator[tuple[str, str]]:
 def modules() -> list[Path]:
     parts = ("rollout/chat", "rollout/collector", "rollout/environments", "rollout/tools", "services/endpoint")
     folders = (*parts, "assembly/evaluate", "evaluation", "trainer", "engine", "backends", "nn", "algorithms")
-    files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
+    files = ["rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
     files += ["services/record/recorder.py", "trainer/run/checkpoints.py"]
     found = [path for folder in folders for path in (ROOT / "rlite" / folder).rglob("*.py")]
     return [*found, *(ROOT / "rlite" / name for name in files)]

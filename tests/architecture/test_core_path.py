@@ -23,7 +23,6 @@ def test_the_page_lists_the_files_that_a_step_enters(path: dict[str, int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason=WIDE)
 def test_the_core_path_has_few_files(path: dict[str, int]) -> None:
     assert len(path) <= MAX_FILES
 

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.calls import Configured, check_result
-from rlite.algorithms.reduce import sequence_index
+from rlite.algorithms.reduce import Configured, check_result, sequence_index
 from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Sequences, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table

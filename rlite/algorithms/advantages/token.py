@@ -17,7 +17,7 @@ from rlite.algorithms.advantages.base import (
     group_indices,
     sum_over_set,
 )
-from rlite.algorithms.log_ratios import kl_penalty
+from rlite.algorithms.logprobs import kl_penalty
 from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_sums, to_tokens
 from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Tokens
 from rlite.types import KLEstimator

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.algorithms.calls import Configured, check_result, found
-from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
+from rlite.algorithms.reduce import Configured, TokenLoss, check_result, found, sequence_log_ratio
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlite.algorithms.log_ratios import Scope
+from rlite.algorithms.logprobs import Scope
 from rlite.algorithms.off_policy import Metric, Over, behaviour_weights
 from rlite.algorithms.policy_losses.base import LossInputs, WeightedTokenLoss, register_policy_loss
 from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate

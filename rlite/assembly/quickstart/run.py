@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import rlite
 from rlite import config
 from rlite.assembly.commands.options import QuickstartConfig, QuickstartRunOptions
-from rlite.data.order import ShuffledOrder
+from rlite.data.prompts import ShuffledOrder
 from rlite.data.reasoning import held_out_split
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine

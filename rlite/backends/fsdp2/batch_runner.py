@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.algorithms.calls import WITHOUT_GRADIENT
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
-from rlite.algorithms.reduce import PerToken
+from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, Weight, call_loss, weigh
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.data.packs import Pack, lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, weigh
+from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker

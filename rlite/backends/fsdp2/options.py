@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rlite.config import Count, Options, Positive
-from rlite.data.microbatch_plan import BalanceBy, PackingMethod
+from rlite.types import BalanceBy, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:

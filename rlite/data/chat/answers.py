@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.forms import WEIGHTS, Message
 from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
-from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, special_ids
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
+from rlite.data.prompts import bounded_tokens, end_of, special_ids
 from rlite.data.readers.tables import check_columns
 from rlite.data.tokens import Tokens, answer_encoder
 from rlite.errors import DataError

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from rlite.data.chat.prompt_tokens import BREAK
+from rlite.data.prompts import BREAK
 from rlite.errors import ConfigError, DataError
 from rlite.wording import counted
 

@@ -29,7 +29,7 @@ from rlite.data.chat.forms import (
     forms_of,
     limited,
 )
-from rlite.data.chat.prompt_tokens import TextTokenizer
+from rlite.data.prompts import TextTokenizer
 from rlite.errors import ConfigError, DataError
 
 _FUNCTION = "strftime_now"

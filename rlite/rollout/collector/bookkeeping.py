@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.rollout.collector.ahead import AheadOfTraining
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
 from rlite.rollout.collector.lost_groups import Selection
 from rlite.rollout.collector.options import CollectorOptions
@@ -182,6 +183,34 @@ class Bookkeeping:
             self._restore_record(state)
         self._runner.admit()
 
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
+        with self._changed:
+            return dict(self._runner.first_losses)
+
+    def take_selection(self) -> Selection:
+        """Return what failures have done to the answers of the batches since the last call."""
+        with self._changed:
+            found, self._selection = self._selection, Selection()
+        return found
+
+    def take_ended(self) -> list[Ended]:
+        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
+        with self._changed:
+            found, self._runner.ended = self._runner.ended, []
+        return found
+
+    def take_all(self, reason: str) -> list[Ended]:
+        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
+
+        Args:
+            reason: why they will not be trained on.
+        """
+        with self._changed:  # once for both: a group that ends in between would be in neither
+            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
+            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
+
     # -- for the record ------------------------------------------------------------------------------------------
 
     def give_up_consumed(self, reason: str) -> None:
@@ -217,3 +246,15 @@ class Bookkeeping:
         self._num_submitted = state.get("num_ids", 0)
         if self.options.keep_ended:
             self._runner.ended = [saved_ended(kept) for kept in state.get("ended", ())]
+
+
+def evaluated(group: Group, number: int, group_size: int) -> Ended:
+    """Return an episode of an evaluation.
+
+    Args:
+        group: holds the episode alone.
+        number: place of the episode among all.
+        group_size: episodes per item.
+    """
+    ended = group.ended("evaluated") if group.loss is None else group.ended(group.loss.status, group.loss.reason)
+    return replace(ended, group=number // group_size)

@@ -20,6 +20,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.data.packs import check_alike, check_trajectory, layout, pad_checked
 from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
 from rlite.observability import trace
 from rlite.rollout.attempts import Draws
@@ -29,7 +30,6 @@ from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.lost_groups import ENGINE_FAILURES, Loss, Losses, StopRule
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import Episode, SampleInference, mix, running
-from rlite.rollout.trajectories import check_alike, check_trajectory, layout, pad_checked
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.event_loop import Abandoned, Overdue, SharedLoop, by_deadline, side_by_side
 from rlite.runtime.sandbox.calls import SandboxError

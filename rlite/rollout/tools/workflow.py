@@ -17,8 +17,8 @@ from transformers.utils.chat_parsing import parse_response
 
 from rlite.data.chat.answers import without_end
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import raw_tokens
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer, has_chat_template
+from rlite.data.prompts import raw_tokens
 from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction

@@ -29,8 +29,8 @@ from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import is_lowest_best
 from rlite.trainer.run.folder import RECORD, TRACE
-from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.observer import Observer, ReportedMetrics
+from rlite.trainer.run.training_run import TrainingRun
 from rlite.wording import number
 
 logger = logging.getLogger(__name__)

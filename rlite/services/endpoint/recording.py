@@ -16,11 +16,12 @@ import torch
 from tensordict import TensorDict
 
 from rlite.data.chat.forms import Message
+from rlite.data.packs import TokenHistory
 from rlite.errors import ConfigError, DataError, RolloutError
 from rlite.rollout.conversation import check_turn_discount
 from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.rewards.score import as_number
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.rollout.workflow import of_trajectory
 from rlite.types import StopReason
 
 Style = Literal["individual", "concat"]

@@ -24,8 +24,8 @@ from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.answers import text_after, tokens_after
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import bounded_tokens, raw_prompts
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
+from rlite.data.prompts import bounded_tokens, raw_prompts
 from rlite.errors import DataError, ParameterError, RliteError, shortened
 from rlite.services.endpoint.recording import Turn
 from rlite.types import GenerationHyperparameters

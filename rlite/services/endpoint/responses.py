@@ -18,8 +18,8 @@ from typing import Any
 
 from rlite.data.chat.answers import split_at_stop
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import end_of
 from rlite.data.chat.template import Tokenizer
+from rlite.data.prompts import end_of
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, numbered, typed
 from rlite.runtime.event_loop import beside_loop
 from rlite.services.endpoint.recording import Turn

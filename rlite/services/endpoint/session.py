@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlite.data.chat.prompt_tokens import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal, Tokenizer
+from rlite.data.prompts import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat

@@ -23,7 +23,7 @@ from rlite.nn import HuggingFaceFsdp2ScoreModule, HuggingFaceFsdp2TrainModule, L
 from rlite.nn.pretrained import causal_lm_class, opening, score_class
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, OptimizerOptions, frozen_build_options
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 
 
 class _Optimized(LoraTrainModule):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tensordict import TensorDict
+
+from rlite.data.packs import with_keys
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.engine.train_state import MemorySnapshot
 from rlite.engine.weights import SyncReport
+from rlite.observability import stats_tracker
 from rlite.runtime.replicas.engine import Engine
+from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.statistics import report_off_policy
 
 
 class Engines:
@@ -57,31 +62,9 @@ class Engines:
         return [self.actor, *self.other_trained.values()]
 
     @property
-    def has_lost_training(self) -> bool:
-        """True if a worker of the actor, the critic or the reference has died."""
-        return any(engine.has_died for engine in self._workers)
-
-    @property
-    def _workers(self) -> list[RliteTrainEngine]:
+    def workers(self) -> list[RliteTrainEngine]:
+        """Trained engines, and the reference if it is a model of its own."""
         return [*self.trained, *([] if self.reference is None else [self.reference])]
-
-    def recover(self, snapshots: Mapping[RliteTrainEngine, MemorySnapshot], version: int) -> None:
-        """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots.
-
-        Args:
-            snapshots: one for each trained engine.
-            version: policy version that the rollout engine goes back to.
-        """
-        if self.resident is self.rollout:
-            self.rollout.meta()
-        self.resident = None
-        for engine in self._workers:
-            if engine in snapshots or engine.has_died:
-                engine.recover(snapshots.get(engine))
-                if self.takes_turns[engine]:
-                    engine.cpu()
-        if self.rollout.get_version() != version:
-            self.rollout.set_version(version)
 
     def begin_turns(self) -> None:
         """Move the engines that take turns to the host; before this call, all of them are on the device."""
@@ -150,3 +133,68 @@ class Engines:
         assert self.evaluation is not None
         self.evaluation.load(model)
         self.evaluation.set_version(version)
+
+
+class LogprobPasses:
+    """The forward passes that compute log-probabilities of rollouts under other policies.
+
+    Args:
+        engines: take turns on the device.
+        temperature: temperature of the log-probabilities that are trained.
+        has_reference: leaving the reference policy costs something.
+        is_base_reference: the reference is the actor without its adapters.
+        has_old: something compares with the policy before the updates of a batch.
+        longest: tokens of one microbatch of the actor and of the reference; None is the engine's default.
+        reports_off_policy: report `off_policy/*`.
+        tis_coef: cap of the importance weights there.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        temperature: float,
+        *,
+        has_reference: bool = False,
+        is_base_reference: bool = False,
+        has_old: bool = False,
+        longest: tuple[int | None, int | None] = (None, None),
+        reports_off_policy: bool = False,
+        tis_coef: float | None = None,
+    ) -> None:
+        self._engines = engines
+        self._full = OwnLogprobs(temperature=temperature, is_full=True)
+        self._both = BothLogprobs(temperature=temperature)
+        self._has_reference, self._is_base, self._has_old = has_reference, is_base_reference, has_old
+        self._longest, self._longest_of_reference = longest
+        self._reports_off_policy, self._tis_coef = reports_off_policy, tis_coef
+
+    def with_reference(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `ref_logprobs` [N, L] in the whole vocabulary, if leaving the reference costs something.
+
+        The reference is a model of its own, or the actor without its adapters.
+        """
+        if not self._has_reference:
+            return batch
+        with stats_tracker.record_timing("reference"):
+            engine = self._engines.reference or self._engines.actor
+            self._engines.move_to_device(engine)
+            logprobs = engine.forward(batch, self._full, self._longest_of_reference, without_adapters=self._is_base)
+        return with_keys(batch, ref_logprobs=logprobs)
+
+    def with_old(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them.
+
+        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
+        """
+        if not self._has_old:
+            return batch
+        with stats_tracker.record_timing("old_logprobs"):
+            self._engines.move_to_device(self._engines.actor)
+            found = self._engines.actor.forward(batch, self._both, self._longest)
+        columns = {"old_logprobs": found[..., 0].contiguous()}
+        if "kept_counts" in batch:
+            columns["full_old_logprobs"] = found[..., 1].contiguous()
+        batch = with_keys(batch, **columns)
+        if self._reports_off_policy:
+            report_off_policy(batch, self._tis_coef)
+        return batch

@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.data.packs import check_one_per_row
+from rlite.data.packs import check_one_per_row, first_rows, layout
 from rlite.observability import stats_tracker
 from rlite.rollout.joined import join_batches
-from rlite.rollout.trajectories import first_rows, layout
 
 
 def replace_uniform_groups(

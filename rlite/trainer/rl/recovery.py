@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from rlite.engine.train import RliteTrainEngine
@@ -52,14 +52,36 @@ class TrainRecovery:
             try:
                 if is_lost:
                     began = time.monotonic()
-                    self._engines.recover(self._snapshots, version)
+                    bring_back(self._engines, self._snapshots, version)
                     logger.warning("training goes on after %.1f s", time.monotonic() - began)
                     restore()
                 return act()
             except WorkerError as error:
                 now = time.monotonic()
-                is_lost = self._engines.has_lost_training and not isinstance(error, SnapshotLost)
+                is_lost = any(engine.has_died for engine in self._engines.workers) and not isinstance(
+                    error, SnapshotLost
+                )
                 if not is_lost or not self._budget.allows(self._began, now):
                     raise
                 self._began.append(now)
                 logger.warning("training goes back to the end of the last step: %s", error)
+
+
+def bring_back(engines: Engines, snapshots: Mapping[RliteTrainEngine, MemorySnapshot], version: int) -> None:
+    """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots.
+
+    Args:
+        engines: all engines of the trainer.
+        snapshots: one for each trained engine.
+        version: policy version that the rollout engine goes back to.
+    """
+    if engines.resident is engines.rollout:
+        engines.rollout.meta()
+    engines.resident = None
+    for engine in engines.workers:
+        if engine in snapshots or engine.has_died:
+            engine.recover(snapshots.get(engine))
+            if engines.takes_turns[engine]:
+                engine.cpu()
+    if engines.rollout.get_version() != version:
+        engines.rollout.set_version(version)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.engine.weights import make_plan
+from rlite.engine.weight_plan import make_plan
 from rlite.errors import WeightSyncError
 from rlite.runtime.replicas.transport import Layout, Place, make_buckets
 

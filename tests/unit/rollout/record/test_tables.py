@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.data.packs import TokenHistory, check_trajectory
 from rlite.rollout.collector.ended import MAX_COLUMNS, MAX_VALUE, Ended
 from rlite.rollout.collector.runner import Group
 from rlite.rollout.collector.saved import ended_state, saved_ended
 from rlite.rollout.joined import join_histories, pad_trajectories
-from rlite.rollout.trajectories import TokenHistory, check_trajectory, of_trajectory
-from rlite.rollout.workflow import RolloutWorkflow
+from rlite.rollout.workflow import RolloutWorkflow, of_trajectory
 from rlite.services.record.files import ROWS, TOKENS
 from rlite.services.record.recorder import MAX_EVENTS, NUM_GROUPS, FileRecorder, TokenTexts, make_tables, sampled
 from rlite.types import Status, TokenChunk

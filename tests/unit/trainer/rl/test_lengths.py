@@ -10,9 +10,8 @@ import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.assembly.workflows import Context, RunWorkflows, check_openings
-from rlite.data.prompts import PromptStream
 from rlite.data.readers.streaming import WINDOW
-from rlite.data.rows import streamed_source
+from rlite.data.rows import prompt_stream, streamed_source
 from rlite.data.source import Source
 from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
@@ -84,7 +83,7 @@ def test_streamed_prompts_are_served_at_any_length_and_checked_as_they_come(mode
     assert RunWorkflows(given).check_lengths([(single(8), rows, "train_data")]) == Context(64, 0)
     assert RunWorkflows(options(model)).check_lengths([(single(8), rows, "train_data")]) == Context(16384, 0)
     RunWorkflows(given).check_lengths([(single(8), rows, "train_data")])
-    stream = PromptStream(rows, 1000, seed=0)
+    stream = prompt_stream(rows, 1000, seed=0)
     assert [len(stream.next()) for _ in range(4)] == [1000] * 4
     with pytest.raises(StreamedDataError, match=rf"x\.jsonl, line {WINDOW + 2}: its prompt has 100 tokens, .* in 64 "):
         stream.next()

@@ -12,7 +12,7 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.assembly.rl import PartsMaker
-from rlite.data.prompts import PromptStream
+from rlite.data.rows import prompt_stream
 from rlite.observability import stats_tracker
 from rlite.rollout import (
     LLMRequest,
@@ -66,7 +66,7 @@ def make() -> Iterator[Callable[..., Any]]:
         collector = RolloutCollector(engine, config.collector_options().model_copy(update=limits))
         collectors.append(collector)
         served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
-        stream = PromptStream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
+        stream = prompt_stream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
         engines: Any = SimpleNamespace(rollout=served)
         rollouts = PartsMaker(config).rollouts(engines, workflow, stream)
         return SimpleNamespace(engine=engine, rollouts=rollouts, collector=collector)

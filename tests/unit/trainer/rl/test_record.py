@@ -15,14 +15,15 @@ from tensordict import TensorDict
 from rlite.assembly.observers import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.assembly.rl import PartsMaker
-from rlite.data.packs import with_keys
-from rlite.data.prompts import Prompt, PromptStream
+from rlite.data.packs import TokenHistory, with_keys
+from rlite.data.prompts import Prompt, PromptStream, ShuffledOrder
+from rlite.data.rows import prompt_stream
 from rlite.errors import StreamedDataError
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.collector.runner import Group
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.rollout.workflow import of_trajectory
 from rlite.services.record.files import drop_later, read_gaps
 from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
 from rlite.trainer.options import TrainerOptions
@@ -63,7 +64,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         said: list[Any] = []
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
         run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
-        prompts = prompts or PromptStream(ROWS, 2, seed=0)
+        prompts = prompts or prompt_stream(ROWS, 2, seed=0)
         record = RunRecord(options.trainer, run, rollout, options.has_dynamic_filtering)  # type: ignore[arg-type]
         record.begin()
         rollouts = PartsMaker(options).rollouts(engines, Ask(), prompts)
@@ -193,7 +194,7 @@ class BadLater(PromptStream):
 
 
 def test_groups_of_a_batch_that_met_bad_data_are_recorded_by_the_run_that_goes_on(made: Any, tmp_path: Path) -> None:
-    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, seed=0))  # equal rewards, which are replaced
+    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, ShuffledOrder(8, seed=0)))  # equal rewards, which are replaced
     with pytest.raises(StreamedDataError):
         train(parts, 1)
     state = parts.rollouts.state_dict()

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Literal
 
 import numpy as np
 
-from rlite.data.balancing import balanced_partitions, karmarkar_karp
 from rlite.errors import DataError
+from rlite.runtime.parallel.balancing import balanced_partitions, karmarkar_karp
+from rlite.types import PackingMethod
 
 Plan = list[list[list[int]]]
 """[rank][microbatch][row indices]"""
-
-BalanceBy = Literal["tokens", "flops"]
-"""quantity that ranks share evenly"""
-PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 
 
 def _check_lengths(lengths: Sequence[int], capacity: int) -> None:

@@ -1,12 +1,22 @@
-"""The check of the ids among which tokens were drawn: only trajectories whose sampling truncates have them."""
+"""The ids among which tokens were drawn: only trajectories whose sampling truncates have them."""
 
 from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from rlite.data.packs import is_ragged_value
 from rlite.errors import DataError
+
+
+def is_ragged_value(counts: Tensor, width: int) -> Tensor:
+    """Return where a ragged key has values, `[n, width]`; the rest is padding.
+
+    Args:
+        counts: number of values of each token, `[n, L]`.
+        width: width of the ragged key.
+    """
+    return torch.arange(width) < counts.sum(-1, keepdim=True)
 
 
 def check_kept_ids(trajectory: TensorDict, what: str) -> None:

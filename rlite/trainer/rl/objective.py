@@ -1,4 +1,4 @@
-"""The policy's loss on packs, and the log-probabilities that it compares.
+"""The objective of a step: the advantages of a batch of rollouts, and the policy's loss on packs.
 
 `data` holds a pack's keys: per-token tensors `[T]`, per-row tensors `[n]`, and `cu_seqlens` `[n + 1]`. A token's value
 stands at the token. A loss reads it with `next_token` at the position that predicts the token.
@@ -11,14 +11,132 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import algorithms
 from rlite.algorithms import LossInputs, Mean, OnLogprobs, PerToken, TokenLogprobs
-from rlite.algorithms.calls import Configured
-from rlite.errors import ConfigError
+from rlite.algorithms.advantages.base import ActionTokens
+from rlite.algorithms.reduce import Configured
+from rlite.data.packs import first_rows, last_rows, trajectory_index, with_keys
+from rlite.errors import ConfigError, DataError
+from rlite.observability import stats_tracker
 from rlite.trainer.model.options import check_kl_loss
+from rlite.trainer.rl.options import AdvantageOptions, KlOptions
+from rlite.trainer.rl.token_advantages import of_named_rewards, outcome_estimator, token_advantages
 from rlite.types import Aggregation, KLEstimator
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+def compute_advantages(
+    batch: TensorDict,
+    adv: AdvantageOptions,
+    kl: KlOptions,
+    is_single: bool,
+    kl_coef: float | None = None,
+    weights: Mapping[str, float] | None = None,
+    estimator: Configured | None = None,
+) -> TensorDict:
+    """Return a batch with `advantages` [N, L], 0 off the model's own tokens, and for gae `returns` [N, L].
+
+    A trajectory of several sequences is one member of its group, and one series of actions for gae.
+
+    Args:
+        batch: has `rewards` or `token_rewards`, `group_ids`, `loss_mask`; `values` for gae; `old_logprobs` and
+            `ref_logprobs` if the KL to the reference is subtracted from rewards or advantages, over the vocabulary:
+            `full_old_logprobs` replaces `old_logprobs` there, if the batch has kept ids.
+        adv: the estimator and its options.
+        kl: what leaving the reference costs.
+        is_single: there is one response to each prompt, so that the whole batch is one group.
+        kl_coef: weight of the KL; default: `kl.coef`.
+        weights: weights of rewards by name for gdpo, which needs `reward/NAME` in the batch; default: 1.
+        estimator: the result of `outcome_estimator(adv)`, which need not be made for every batch.
+    """
+    penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
+    if kl.type == "reward":
+        rewards = rewards - penalty
+    if estimator := estimator or outcome_estimator(adv):
+        columns = _outcomes(batch, rewards, adv.gamma, estimator, is_single, weights or {})
+    else:
+        columns = token_advantages(batch, rewards, adv, _groups(batch, is_single), *_end_to_end(batch))
+    if kl.type == "advantage":
+        columns["advantages"] = columns["advantages"] - penalty
+    return with_keys(batch, **columns)
+
+
+def _penalty(batch: TensorDict, kl: KlOptions, coef: float) -> Tensor:
+    """Return coef x KL of each action token [N, L]."""
+    mask = batch["loss_mask"].bool()
+    if kl.type not in ("reward", "advantage"):
+        return torch.zeros(mask.shape)
+    old = batch["full_old_logprobs" if "full_old_logprobs" in batch else "old_logprobs"]
+    divergence = algorithms.kl_penalty(old, batch["ref_logprobs"], kl.reward_estimator)
+    stats_tracker.scalar(kl=algorithms.masked_mean(divergence, mask))
+    return torch.where(mask, coef * divergence, 0.0)
+
+
+def _groups(batch: TensorDict, is_single: bool) -> Tensor:
+    """Return the group of each trajectory [M]; with one response to each prompt the whole batch is one group."""
+    groups = batch["group_ids"][first_rows(batch)]
+    return torch.zeros_like(groups) if is_single else groups
+
+
+def _outcomes(
+    batch: TensorDict,
+    rewards: Tensor,
+    gamma: float,
+    estimator: Configured,
+    is_single: bool,
+    weights: Mapping[str, float],
+) -> dict[str, Tensor]:
+    """Return the same advantage for all action tokens of a trajectory."""
+    real, cu_seqlens = _end_to_end(batch)
+    index = trajectory_index(batch)
+    actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
+    table = actions.table(rewards[real])
+    discounted = (table * gamma ** torch.arange(table.shape[1])).sum(1)
+    lengths = torch.bincount(actions.rows, minlength=len(discounted))
+    # a trajectory without an action learns nothing, but its reward is one of its group
+    totals = torch.zeros_like(discounted).index_add(0, index, rewards.double().sum(1))
+    scores = torch.where(lengths > 0, discounted, totals)
+    if estimator.name == "gdpo":
+        scores, estimator = of_named_rewards(batch, estimator, weights)
+    advantages = algorithms.outcome_advantages(estimator, scores, _groups(batch, is_single), lengths=lengths)
+    return {"advantages": advantages.float()[index][:, None] * batch["loss_mask"]}
+
+
+def token_rewards(batch: TensorDict) -> Tensor:
+    """Return the reward [N, L] of each token.
+
+    The reward of a whole trajectory goes to its last action, or to its last token if it has no action.
+
+    Raises:
+        DataError: `rewards` is not [N], and there are no `token_rewards`.
+    """
+    if "token_rewards" in batch:
+        return batch["token_rewards"].float()
+    if batch["rewards"].dim() != 1:
+        shape = list(batch["rewards"].shape)
+        raise DataError(f"rewards has shape {shape}; expected [{len(batch)}], one for each row, or token_rewards")
+    last = last_rows(batch)
+    outcomes = torch.zeros(len(batch)).scatter(0, last, batch["rewards"].float()[last])
+    has_action = batch["loss_mask"].any(1, keepdim=True)
+    return algorithms.last_action_rewards(
+        outcomes, torch.where(has_action, batch["loss_mask"], batch["attention_mask"])
+    )
+
+
+def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:
+    """Return which positions [N, L] hold tokens, and where each trajectory begins among those, `cu_seqlens` [M + 1]."""
+    real = batch["attention_mask"].bool()
+    index = trajectory_index(batch)
+    lengths = torch.zeros(int(index[-1]) + 1, dtype=torch.int64).index_add(0, index, real.sum(1))
+    return real, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+# -- the loss of a pack ------------------------------------------------------------------------------------------------
+
 
 OWN_METRICS = {
     *("loss", "entropy", "kl", "logprob_drift", "rejected", "off_policy_dropped", "trained_logprobs", "entropies"),
