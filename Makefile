@@ -5,6 +5,8 @@ VLLM_VENV ?= .venv-vllm
 # Where torch comes from. Empty: the CPU build, from the index that pip is configured with if that has it, else from
 # PyTorch's own. For a GPU, say, RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130
 RLITE_TORCH_INDEX ?=
+# Hundreds of tests start processes: one that may not keep bytecode compiles torch and transformers at each start.
+unexport PYTHONDONTWRITEBYTECODE
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
