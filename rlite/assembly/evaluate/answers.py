@@ -94,7 +94,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What a command asks of its models."""
+    """Request of a command to its models."""
 
     options: EvalConfig
     given: ProgramObjects
