@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
+from rlite.errors import FORKED, ConfigError, RliteError, WorkerError, refuse
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
@@ -276,31 +276,29 @@ def open_session(
     if _session is not None:
         raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     device, num_devices = options.device, options.num_devices
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices}: expected at least 1")
     kind = launcher or _default_launcher(device, num_devices)
-    if kind == "inprocess":
-        if num_devices not in (None, 1):
-            raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
-        started: Launcher = InprocessLauncher(options)
-    elif kind == "torchrun":
-        if "RANK" not in os.environ:
-            raise ConfigError("launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`")
-        started = TorchrunLauncher(options)
-    elif kind == "ray":
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError(
-                "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; "
-                "for one device call rlite.init(num_devices=1)"
-            )
-        started = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
+    has_ray = importlib.util.find_spec("ray") is not None
+    refuse(
+        {
+            f"device={device!r}: expected 'cpu' or 'cuda'": device not in ("cpu", "cuda"),
+            f"num_devices={num_devices}: expected at least 1": num_devices is not None and num_devices < 1,
+            f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'": kind not in get_args(LauncherName),
+            f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": (
+                kind == "inprocess" and num_devices not in (None, 1)
+            ),
+            "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": (
+                kind == "torchrun" and "RANK" not in os.environ
+            ),
+            "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; for one device call "
+            "rlite.init(num_devices=1)": kind == "ray" and not has_ray,
+        }
+    )
+    if kind == "ray":
+        started: Launcher = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
     else:
-        raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
+        started = InprocessLauncher(options) if kind == "inprocess" else TorchrunLauncher(options)
     _session = Session(started, device, engine_options)
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
+    _shut_down_at_exit()
     return _session
 
 
@@ -343,8 +341,12 @@ def default_options(executor: str) -> Mapping[str, Any]:
 def at_shutdown(act: Callable[[], None]) -> None:
     """Call `act` once in `rlite.shutdown()`, after the end of the session. The latest registered act runs first."""
     _at_shutdown.callback(act)
+    _shut_down_at_exit()
+
+
+def _shut_down_at_exit() -> None:
     atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before Ray's own end
+    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
 
 
 def shutdown() -> None:

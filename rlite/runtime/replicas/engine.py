@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -164,12 +165,11 @@ class Engine:
 
     def _parse_options(self, given: dict[str, Any]) -> Any:
         known = set(inspect.signature(self._backend.options).parameters)
-        for key in given:
-            if key not in known:
-                everything = known | set(inspect.signature(self.build).parameters) - {"executor_options"}
-                raise UnknownOptionError(
-                    f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
-                )
+        for key in given.keys() - known:
+            everything = known | set(inspect.signature(self.build).parameters) - {"executor_options"}
+            raise UnknownOptionError(
+                f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
+            )
         defaults = {key: value for key, value in default_options(self.executor_name).items() if key in known}
         return self._backend.options(**defaults | given)
 
@@ -230,17 +230,13 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        named: list[Any] = []
-        for given in parts:
-            named += given if isinstance(given, list | tuple | set) else [given]
+        groups: list[Any] = [given if isinstance(given, list | tuple | set) else [given] for given in parts]
+        named = set(chain(*groups))
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
             told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
-        if not named or "all" in named:
-            self._move_to_device("all")
-        else:
-            for part in sorted(set(named), reverse=True):  # weights first
-                self._move_to_device(part)
+        for part in ["all"] if not named or "all" in named else sorted(named, reverse=True):  # weights first
+            self._move_to_device(part)
 
     def _move_to_device(self, what: Part) -> None:
         self.group.check()
@@ -253,9 +249,8 @@ class Engine:
             make_room(self._session, self.name)
             self._each(lambda resident: resident.to_device(what))
             if what != "kv_cache":
-                self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
-                    self.weights, self.weights
-                )
+                moved = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}
+                self.weights = moved.get(self.weights, self.weights)
             self._moved(what, resident=True)
 
     def cpu(self) -> None:

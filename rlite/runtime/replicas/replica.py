@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, Protocol
 
@@ -490,6 +490,18 @@ class InferenceBackend(Backend):
     """num_replicas(options): number of replicas that the options fix, such as one for each running server; None leaves
     it to `build`"""
     capabilities: Capabilities = Capabilities()
+
+    def check_options(self, executor: str) -> None:
+        """Check that the options have the fields that the options of every executor have.
+
+        Args:
+            executor: name of the executor.
+
+        Raises:
+            ConfigError: a field is missing.
+        """
+        if missing := COMMON_OPTIONS.difference(signature(self.options).parameters):
+            raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
 
     def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:
         """Check that the executor can serve a checkpoint.

@@ -6,7 +6,6 @@ An engine sends requests to its replicas, waits for their ends, and cancels requ
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +20,7 @@ from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, We
 from rlite.observability import trace
 from rlite.runtime.event_loop import result_of
 from rlite.runtime.replicas.engine import Engine, Weights
-from rlite.runtime.replicas.replica import (
-    COMMON_OPTIONS,
-    Capabilities,
-    InferenceBackend,
-    InFlightRequest,
-    Replica,
-    check_lengths,
-)
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, Replica, check_lengths
 from rlite.runtime.replicas.replica_set import ReplicaReplaced, ReplicaSet, ScalingPolicy
 from rlite.runtime.replicas.router import Policy, ReplicaLost
 from rlite.runtime.replicas.weight_moves import copy_weights
@@ -160,8 +152,7 @@ class ServingEngine(Engine):
         routing: Policy,
     ) -> None:
         super().__init__(backend, executor)
-        if missing := COMMON_OPTIONS.difference(inspect.signature(backend.options).parameters):
-            raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
+        backend.check_options(executor)
         if max_replacements < 0:
             raise ConfigError(f"max_replacements={max_replacements}: expected 0 or more")
         self.path, self._config = path, config
@@ -370,7 +361,7 @@ class ServingEngine(Engine):
         self.left_replicas = self._replicas.left
         self._session.before_release(self.name, self._stop_serving)
         for copy in self.copies:
-            self._replicas.admit(copy.index, self._replica(copy))
+            self._replicas.admit(self._replica(copy))
 
     def _replica(self, copy: WorkerSet) -> Replica:
         return self._backend.replica(copy, self.options, self._replicas.router.replica_failed)
