@@ -133,10 +133,8 @@ class WorkerGroup:
         call_timeout: float,
         order: threading.RLock | None = None,
     ):
-        self.name = name
-        self.devices = tuple(devices)
-        self.handles = tuple(handles)
-        self.call_timeout = call_timeout
+        self.name, self.call_timeout = name, call_timeout
+        self.devices, self.handles = tuple(devices), tuple(handles)
         self.order = order or threading.RLock()
         """held while one call is submitted to several workers, so that all see calls in the same order"""
         self.failure: RliteError | None = None
@@ -221,31 +219,14 @@ class WorkerGroup:
         """Return the worker's name for messages."""
         return worker_name(self.name, rank, self.devices[rank])
 
-    def create(
-        self,
-        factory: WorkerFactory,
-        torch_devices: Sequence[str],
-        num_threads: Sequence[int],
-        world_ranks: Sequence[int],
-        timeout: float,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """Make every worker, or none.
+    def create(self, factory: WorkerFactory, contexts: Sequence[WorkerContext], timeout: float) -> None:
+        """Make workers, all or none.
 
         Args:
             factory: called with the worker's context in its process; pickled by value if necessary.
-            torch_devices: each worker's device as its process sees it.
-            num_threads: each worker's threads of torch; 0 keeps torch's default.
-            world_ranks: each process's rank in its default torch.distributed group.
+            contexts: places of the workers to make. Others may serve already.
             timeout: seconds for all workers.
-            ranks: the workers to make, beside others that serve already; default: all.
         """
-        places = zip(range(len(self)), self.devices, torch_devices, num_threads, strict=True)
-        contexts = [
-            WorkerContext(rank, len(self), device, torch_device, threads, tuple(world_ranks))
-            for rank, device, torch_device, threads in places
-            if ranks is None or rank in ranks
-        ]
         blob = cloudpickle.dumps(factory)
         try:
             with self.order:
@@ -255,10 +236,7 @@ class WorkerGroup:
                 ]
             collect(calls, "start", timeout, self.reporters)
         except BaseException:
-            if ranks is None:
-                self.stop()
-            else:
-                self._stop(ranks)
+            self._stop([context.rank for context in contexts])
             raise
 
     def submit(self, rank: int, what: str, method: Callable[..., Outcome], *args: Any) -> PendingCall:
@@ -436,8 +414,7 @@ class _Waiter:
     """
 
     def __init__(self, calls: Sequence[PendingCall], what: str) -> None:
-        self._calls = calls
-        self._what = what
+        self._calls, self._what = calls, what
         self._has_one_team = len({call.group for call in calls}) > 1
         called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
         self._deaths = {(group, rank): group.handles[rank].death for group, rank in called}
@@ -480,9 +457,8 @@ class _Waiter:
             error: WorkerDied with the names of all dead workers.
         """
         dead = [worker for worker, death in self._deaths.items() if death.done()]
-        for call in self._calls:
-            if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
-                dead.append((call.group, call.rank))
+        answered = [call for call in self._calls if call.answer.done()]
+        dead += [(call.group, call.rank) for call in answered if isinstance(call.answer.exception(), WorkerDied)]
         if not dead:
             return
         by_group: dict[WorkerGroup, list[int]] = {}
@@ -540,10 +516,7 @@ class _Waiter:
             "%s: returned on %s; for %g s and more waits in a collective: %s. Each rank has to reach the same "
             "collectives, equally often and in the same order: look for an early return, or a branch on the rank or on "
             "data that differs between ranks.",
-            self._what,
-            "; ".join(call.name for call in peers),
-            UNEVEN_S,
-            "; ".join(stuck),
+            *(self._what, "; ".join(call.name for call in peers), UNEVEN_S, "; ".join(stuck)),
         )
 
 
@@ -576,9 +549,8 @@ def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
     for group in dict.fromkeys(call.group for call in stuck):
         ranks = [call.rank for call in stuck if call.group is group]
         names = "; ".join(group.describe(rank) for rank in ranks)
-        group.mark_lost(
-            ranks, WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}")
-        )
+        why = f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"
+        group.mark_lost(ranks, WorkerError(why))
 
 
 ProcessCall = tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]

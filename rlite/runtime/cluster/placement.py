@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from rlite.errors import PlacementError, did_you_mean, refuse
+from rlite.errors import PlacementError, did_you_mean
 from rlite.wording import counted
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -81,7 +81,8 @@ class PlacementRequest:
                 self.acceptable_node_ips == ()
             ),
         }
-        refuse({f"{self}: {problem}": applies for problem, applies in problems.items()}, PlacementError)
+        for problem in (problem for problem, applies in problems.items() if applies):
+            raise PlacementError(f"{self}: {problem}")
 
     def __str__(self) -> str:
         executors = "at least 1 executor" if self.num_executors is None else counted(self.num_executors, "executor")

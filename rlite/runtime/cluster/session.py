@@ -22,7 +22,7 @@ import torch
 
 from rlite.errors import FORKED, ConfigError, RliteError, WorkerError, refuse
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
@@ -85,9 +85,9 @@ class InprocessLauncher(Launcher):
     def start(self, request: GroupRequest) -> WorkerGroup:
         """Return the group of a worker, after making it in this process."""
         (device,) = request.devices
-        timeout = self._options.call_timeout
+        timeout, num_threads = self._options.call_timeout, self._options.num_threads or 0
         group = WorkerGroup(request.name, request.devices, [self._handle], timeout)
-        group.create(request.factory, [device.torch_name], [self._options.num_threads or 0], [0], timeout)
+        group.create(request.factory, [WorkerContext(0, 1, device, device.torch_name, num_threads, (0,))], timeout)
         return group
 
     def shutdown(self) -> None:

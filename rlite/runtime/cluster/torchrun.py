@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.guard import end_with_parent
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
@@ -242,8 +242,11 @@ class TorchrunLauncher(Launcher):
         self._check_free(name, ranks)
         group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)
         self._groups.append(group)
-        torch_devices = [device.torch_name for device in devices]
-        group.create(request.factory, torch_devices, [self._num_threads] * len(devices), ranks, self._call_timeout)
+        contexts = [
+            WorkerContext(rank, len(devices), device, device.torch_name, self._num_threads, tuple(ranks))
+            for rank, device in enumerate(devices)
+        ]
+        group.create(request.factory, contexts, self._call_timeout)
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:

@@ -57,9 +57,7 @@ class Engine:
     """no collective joins two replicas, so a replica survives the death of another"""
 
     def __init__(self, backend: Backend, executor: str) -> None:
-        self._backend = backend
-        self.executor_name = executor
-        self.name = ""
+        self._backend, self.executor_name, self.name = backend, executor, ""
         self.copies: list[WorkerSet] = []
         self._group: WorkerGroup | None = None
         self._session: Session | None = None
@@ -107,10 +105,9 @@ class Engine:
             PlacementError: the devices are not available. No process was started.
             Exception: a worker's constructor raised it.
         """
-        if self._group is not None and self._group.failure is not None:
-            self.release()  # its workers are gone; building again is the remedy that the failure names
-        if self._group is not None:
+        if self._group is not None and self._group.failure is None:
             raise ConfigError(f"{self.name} is built already; call release() first")
+        self.release()  # its workers are gone; building again is the remedy that the failure names
         self.options = self._parse_options(executor_options)
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None and (not isinstance(size, int) or size < 1):
@@ -131,14 +128,13 @@ class Engine:
                 exclusive=exclusive,
             )
         )
-        self._copy_size = tensor_parallel_size
-        self.name, self._session = owner, session
+        self._copy_size, self.name, self._session = tensor_parallel_size, owner, session
         self._set_factory(self._source())
         try:
             make_room(session, owner)
             replica_size = tensor_parallel_size if self.has_independent_replicas else None
-            devices = [device for devices in placed for device in devices]
-            self._group = group = session.start(GroupRequest(owner, devices, self._factory, replica_size))
+            request = GroupRequest(owner, list(chain(*placed)), self._factory, replica_size)
+            self._group = group = session.start(request)
             check_neighbours(session, owner, group)
             self.copies = [self._copy(index) for index in range(len(placed))]
             self._choose_reporters()
@@ -345,10 +341,8 @@ class Engine:
 
     def _need_memory(self) -> None:
         if not self.is_built or self.weights not in (Weights.DEVICE, Weights.EMPTY):
-            raise ResidencyError(
-                f"the target {self.name or self.kind} has no memory for weights: "
-                'call build(), or cuda("weights"), first'
-            )
+            target = f"the target {self.name or self.kind}"
+            raise ResidencyError(f'{target} has no memory for weights: call build(), or cuda("weights"), first')
 
     def has_lost_some_of(self, members: Sequence[WorkerSet]) -> bool:
         """Return whether some of these copies are no longer members, so that a call on the others may succeed."""

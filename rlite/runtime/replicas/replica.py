@@ -336,9 +336,8 @@ class InFlightTable:
             The other requests, which have not ended.
         """
         requests = self.clear(error)
-        for request in requests:
-            if request.is_cancelled:
-                request.abort()
+        for request in (request for request in requests if request.is_cancelled):
+            request.abort()
         return [request for request in requests if not request.done.done()]
 
 
@@ -541,8 +540,7 @@ def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
     Raises:
         DataError: a prompt is too long.
     """
-    for index, ids in enumerate(prompts):
-        if len(ids) > max_tokens:
-            raise DataError(
-                f"prompt {index} has {len(ids)} tokens, max_model_len={max_tokens + 1} leaves room for {max_tokens}"
-            )
+    for index, num in enumerate(map(len, prompts)):
+        if num > max_tokens:
+            room = f"max_model_len={max_tokens + 1} leaves room for {max_tokens}"
+            raise DataError(f"prompt {index} has {num} tokens, {room}")

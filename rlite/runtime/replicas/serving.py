@@ -161,9 +161,7 @@ class ServingEngine(Engine):
         self.left_replicas = self._replicas.left
         """replicas that have left since the engine was built"""
         self._ids = itertools.count()
-        self._is_paused = False
-        self._is_receiving = False
-        self._has_cache = False
+        self._is_paused = self._is_receiving = self._has_cache = False
         self._is_as_loaded = True
         """the weights are those of the engine's own checkpoint"""
 
@@ -352,8 +350,7 @@ class ServingEngine(Engine):
 
     def _built(self) -> None:
         assert self._session is not None
-        self._has_cache, self._version = True, 0
-        self._is_paused, self._is_as_loaded = False, True
+        self._has_cache, self._version, self._is_paused, self._is_as_loaded = True, 0, False, True
         is_fixed = self._backend.num_copies(None, self.options) is not None
         fixed_by = f"the options of the executor {self.executor_name!r}" if is_fixed else ""
         has_default_length = vars(self.options).get("max_model_len") is None

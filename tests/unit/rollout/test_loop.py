@@ -46,7 +46,7 @@ def test_a_workflow_that_swallows_its_cancellation_is_pointed_at(caplog: pytest.
     assert is_running.wait(timeout=100)
     with caplog.at_level(logging.WARNING):
         loop.stop()
-        loop.join()
+        loop._thread.join(timeout=100)  # `join` gives up after twice the limit
     is_over = True
     assert "1 task did not end in 0.1 s" in caplog.text
     assert "in sleep_on" in caplog.text

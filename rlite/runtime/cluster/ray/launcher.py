@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.errors import CallTimeout, ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes, worker_name
-from rlite.runtime.cluster.host import WorkerFactory
+from rlite.runtime.cluster.host import WorkerContext, WorkerFactory
 from rlite.runtime.cluster.launcher import GroupRequest, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, DeviceKind
 from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
@@ -102,15 +102,14 @@ class RayLauncher:
             factory: makes a worker from its context, in its process.
         """
         handles = self._actors(group.name, first, devices, self._grace_s[group.name])
-        candidate = group.with_replica(first, devices, handles)
         ranks = range(first, first + len(devices))
         try:
             devices = self._located(devices, handles)
-            candidate = group.with_replica(first, devices, handles)
-            self._make_workers(candidate, ranks, factory)
+            self._make_workers(group.with_replica(first, devices, handles), ranks, factory)
             group.take_replica(first, devices, handles)
         except BaseException:
-            candidate.mark_lost(ranks, WorkerError(f"{group.name}: this replica could not be started"))
+            why = WorkerError(f"{group.name}: this replica could not be started")
+            group.with_replica(first, devices, handles).mark_lost(ranks, why)
             raise
 
     def _located(self, devices: Sequence[Device], handles: Sequence[RayHandle]) -> list[Device]:
@@ -168,11 +167,15 @@ class RayLauncher:
         return HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
 
     def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: WorkerFactory) -> None:
-        torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in group.devices]
-        num_threads = [self._num_threads[device.node] for device in group.devices]
-        world_ranks = [rank % group.replica_size for rank in range(len(group))]
+        torch_device = "cpu" if self._options.device == "cpu" else "cuda:0"
+        world_ranks = tuple(rank % group.replica_size for rank in range(len(group)))
+        contexts = [
+            WorkerContext(rank, len(group), device, torch_device, self._num_threads[device.node], world_ranks)
+            for rank, device in enumerate(group.devices)
+            if rank in ranks
+        ]
         self._meet(group, ranks)
-        group.create(factory, torch_devices, num_threads, world_ranks, self._options.start_timeout, ranks)
+        group.create(factory, contexts, self._options.start_timeout)
 
     def _meet(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Join each replica among these ranks in a world of its own."""
