@@ -101,8 +101,7 @@ class Session:
     def __init__(
         self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        self.launcher = launcher
-        self.device = device
+        self.launcher, self.device = launcher, device
         self.engine_options = engine_options or {}
         """defaults of the executors' options, by the name of the executor"""
         self._ledger = Ledger(launcher.devices)
@@ -161,14 +160,10 @@ class Session:
         self.launcher.start_replica(group, ranks[0], before, factory)
         after = [group.devices[rank] for rank in ranks]
         if moved := {old: new for old, new in zip(before, after, strict=True) if old != new}:
-            self._move(moved)
-
-    def _move(self, places: Mapping[Device, Device]) -> None:
-        """Record for all owners that devices have moved. Their workers on the old devices have died with the node."""
-        with self._lock:
-            self._ledger = self._ledger.moved(places)
-            for group in self._groups.values():
-                group.devices = tuple(places.get(device, device) for device in group.devices)
+            with self._lock:  # other owners' workers on the old devices have died with the node, too
+                self._ledger = self._ledger.moved(moved)
+                for each in self._groups.values():
+                    each.devices = tuple(moved.get(device, device) for device in each.devices)
 
     def grow(self, owner: str, replicas: Sequence[int]) -> None:
         """Take devices for further replicas of an owner. `restart` starts their workers.

@@ -122,13 +122,11 @@ class RankProcess(WorkerHandle):
     """One rank as the driver sees it: a queue of calls that one thread performs in order."""
 
     def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:
-        self.process = rank
+        self.process, self._name, self._host = rank, name, host
         self.death: Future[Any] = Future()
         self.notice: Future[Any] = Future()
         self.dropping: Future[Outcome] | None = None
         """the last worker to be forgotten; not done as long as the process is busy with a call from before"""
-        self._name = name
-        self._host = host
         self._calls: queue.SimpleQueue[tuple[Call, Future[Outcome]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"rlite-rank-{rank}", daemon=True)
         self._thread.start()
@@ -274,9 +272,7 @@ class TorchrunLauncher(Launcher):
             process.end()
         has_failed = any(group.failure is not None for group in self._groups)
         deadline = time.monotonic() + (FAILED_SHUTDOWN_S if has_failed else SHUTDOWN_S)
-        finished = [process.has_ended(deadline) for process in self._processes]
-        if not all(finished):
-            stuck = [process.process for process, done in zip(self._processes, finished, strict=True) if not done]
+        if stuck := [process.process for process in self._processes if not process.has_ended(deadline)]:
             print(f"rlite: rank {stuck} did not finish its last call; the run is ended", file=sys.stderr, flush=True)
             os._exit(1)
         leave()

@@ -111,9 +111,8 @@ def shard(
 
 def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that gather parameters together, and so run every forward pass together; None for one rank."""
-    for group in _parameter_groups(module):
-        return group.mesh_info.shard_process_group
-    return None
+    group = next(_parameter_groups(module), None)
+    return None if group is None else group.mesh_info.shard_process_group
 
 
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:

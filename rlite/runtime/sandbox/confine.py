@@ -380,7 +380,10 @@ def keep(driver: int, descriptor: int) -> None:
         os.setpgid(0, 0)  # signals to its own group do not reach the keeper
         return
     os.close(descriptor)
-    _wait_for_end(child)
+    # until the child has ended, which is not reaped yet, or until this process shall end it
+    while signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
     _end_as(_end_all(child, is_scoped))
 
 
@@ -391,13 +394,6 @@ def _is_refused(pid: int) -> bool:
     except PermissionError:
         return True
     return False
-
-
-def _wait_for_end(child: int) -> None:
-    """Return when the child has ended, without reaping it, or when this process shall end it."""
-    while signal.sigwait(_AWAITED) == signal.SIGCHLD:
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return
 
 
 def _end_all(child: int, is_scoped: bool) -> int:

@@ -248,10 +248,7 @@ class RayHandle:
         return answer
 
 
-AnyHandle = RayHandle | AbsentHandle
-
-
-def handle_of(actor: Any | None, name: str) -> AnyHandle:
+def handle_of(actor: Any | None, name: str) -> RayHandle | AbsentHandle:
     """Return the handle of an actor that may be gone.
 
     Args:
