@@ -187,7 +187,7 @@ class LoopThread:
 
     def __init__(self, name: str, block_limit: float | None = None) -> None:
         self.look_interval = LOOK_INTERVAL if block_limit is None else min(LOOK_INTERVAL, max(block_limit, 1.0))
-        """seconds after which `wait` checks whether the loop still responds"""
+        """seconds after which a thread that waits looks whether the loop still responds"""
         self.close_timeout = CLOSE_TIMEOUT
         """seconds in which cancelled tasks must end"""
         self._block_limit = block_limit
@@ -225,20 +225,6 @@ class LoopThread:
     def join(self) -> None:
         """Wait for the end of the thread."""
         self._thread.join(timeout=2 * self.close_timeout)
-
-    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
-        """Wait on a condition, but no longer than the look interval.
-
-        Args:
-            changed: the condition, held by the caller.
-            seconds: maximum time to wait; None for no maximum of the caller.
-
-        Raises:
-            CallTimeout: see `look`.
-        """
-        self.look()
-        if not changed.wait(self.look_interval if seconds is None else min(seconds, self.look_interval)):
-            self.look()
 
     def result(self, future: Future[Any]) -> Any:
         """Return the result of a future of `submit`, and look after the loop meanwhile.
@@ -364,7 +350,9 @@ class SharedLoop(LoopThread):
                     patience = self._patience
                     if deadline is not None and (patience := min(patience, deadline - time.monotonic())) <= 0:
                         return False
-                    self.wait(self.changed, patience)
+                    self.look()
+                    if not self.changed.wait(min(patience, self.look_interval)):
+                        self.look()
             finally:
                 self._wake_conditions.remove(is_over)
         self.raise_if_stopped()

@@ -119,8 +119,6 @@ class Ledger:
     """by owner, in the order of placement"""
 
     def __post_init__(self) -> None:
-        if len(set(self.devices)) != len(self.devices):
-            raise PlacementError("a ledger holds every device once; found one twice")
         first_seen = {node: position for position, node in enumerate(dict.fromkeys(d.node for d in self.devices))}
         in_order = tuple(sorted(self.devices, key=lambda device: (first_seen[device.node], device.index)))
         object.__setattr__(self, "devices", in_order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -74,14 +74,10 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: Par
     groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
     ranks = table if dims.copies > 1 else table[0]
     whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    data = whole["replicate", "shard"] if dims.copies > 1 else whole["shard"]
     first = shard - shard % dims.seq
-    return TrainMesh(
-        dims=dims,
-        rank=rank,
-        data=whole["replicate", "shard"] if dims.copies > 1 else whole["shard"],
-        tensor=whole["tensor"],
-        seq=subgroup(table[copy, first : first + dims.seq, tensor].tolist()),
-    )
+    seq = subgroup(table[copy, first : first + dims.seq, tensor].tolist())
+    return TrainMesh(dims=dims, rank=rank, data=data, tensor=whole["tensor"], seq=seq)
 
 
 def shard(
@@ -280,12 +276,11 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
     Raises:
         ConfigError: a buffer is on meta, so its values are unknown.
     """
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ConfigError(
-                f"buffer {name!r} is on meta, so its values are lost: build the module inside "
-                "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
-            )
+    if lost := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise ConfigError(
+            f"buffer {lost[0]!r} is on meta, so its values are lost: build the module inside "
+            "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
+        )
     shapes = [tuple(local_tensor(parameter).shape) for parameter in module.parameters()]
     arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes)) if device.type == "cpu" else None
 
@@ -306,13 +301,11 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by what `make` returns for it; shared parameters stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = cache(make)
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = make(parameter)
-                submodule._parameters[name] = made[parameter]
+                submodule._parameters[name] = made(parameter)
 
 
 def dtensor_like(tensor: Tensor, local: Tensor) -> Tensor:

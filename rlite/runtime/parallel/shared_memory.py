@@ -54,9 +54,7 @@ class Arena:
     """
 
     def __init__(self, base: Tensor) -> None:
-        self.nbytes = base.numel()
-        self._base = base
-        self._used = 0
+        self._base, self.nbytes, self._used = base, base.numel(), 0
         self._memory: tuple[Callable[..., Tensor], tuple] | None = None
         """value that opens the arena in another process, if that is possible"""
 

@@ -215,8 +215,7 @@ class TensorParallelPlan:
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:
-        self.model = model
-        self.group = group
+        self.model, self.group = model, group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self._embedding = model.get_input_embeddings()
@@ -245,12 +244,10 @@ class TensorParallelPlan:
         """Replace the forwards of modules that need other ranks. Nothing changes for a single rank."""
         if self.group is None or self.world_size == 1:
             return
-        vocab_size = self._embedding.num_embeddings
-        start, _ = span(vocab_size, self.rank, self.world_size)
-        self._embedding.forward = partial(_embedding_inference, self._embedding, start, self.group)
-        self._head.forward = partial(
-            _head_inference, self._head, self._head.forward, self._head.out_features, self.group
-        )
+        embedding, head = self._embedding, self._head
+        start, _ = span(embedding.num_embeddings, self.rank, self.world_size)
+        embedding.forward = partial(_embedding_inference, embedding, start, self.group)
+        head.forward = partial(_head_inference, head.forward, head.out_features, self.group)
         for module in self._rows:
             module.forward = partial(_row_inference, module, module.forward, self.group)  # type: ignore[method-assign]
 
@@ -268,11 +265,8 @@ def _row_inference(module: nn.Linear, forward: Any, group: dist.ProcessGroup, x:
     return out if bias is None else out + bias
 
 
-def _head_inference(
-    module: nn.Linear, forward: Any, vocab_size: int, group: dist.ProcessGroup, x: torch.Tensor
-) -> torch.Tensor:
-    local = forward(x)
-    world_size = group.size()
+def _head_inference(forward: Any, vocab_size: int, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    local, world_size = forward(x), group.size()
     sizes = [stop - start for start, stop in (span(vocab_size, r, world_size) for r in range(world_size))]
     local = F.pad(local, (0, max(sizes) - local.shape[-1])).contiguous()
     parts = [torch.empty_like(local) for _ in sizes]
@@ -404,8 +398,7 @@ def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *arg
     for name, parameter in held.items():
         if isinstance(parameter, DTensor):
             is_whole = parameter.placements[-1].is_replicate()
-            local = parameter.to_local(grad_placements=[whole] if is_whole else None)
-            module._parameters[name] = local
+            module._parameters[name] = parameter.to_local(grad_placements=[whole] if is_whole else None)
     try:
         return forward(*args, **kwargs)
     finally:

@@ -182,7 +182,6 @@ class Engine:
 
     def _source(self) -> Any:
         """Return the model as the worker's constructor takes it. It is sent to every worker."""
-        raise NotImplementedError
 
     def _num_peers(self) -> int:
         """Return the number of neighbouring workers that do the same work on the same data."""
@@ -231,7 +230,8 @@ class Engine:
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
             told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
-        for part in ["all"] if not named or "all" in named else sorted(named, reverse=True):  # weights first
+        wanted: list[Any] = ["all"] if not named or "all" in named else sorted(named, reverse=True)  # weights first
+        for part in wanted:
             self._move_to_device(part)
 
     def _move_to_device(self, what: Part) -> None:

@@ -263,8 +263,7 @@ class ReplicaSet:
         fixed_by: str = "",
         has_default_length: bool = False,
     ) -> None:
-        self.name = name
-        self._session = session
+        self.name, self._session = name, session
         self._start_workers, self._adopt, self._fixed_by = start, adopt, fixed_by
         self._has_to_note_truncation = has_default_length
         self._are_replaced = max_replacements > 0

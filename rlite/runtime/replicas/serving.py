@@ -511,13 +511,10 @@ def match_memory(replica: Replica, weights: Weights, has_cache: bool) -> None:
         weights: location of the engine's weights.
         has_cache: whether the engine has its KV cache on the device.
     """
-    if weights is Weights.HOST or (weights is Weights.DEVICE and not has_cache):
-        replica.to_cpu()
-        if weights is Weights.DEVICE:
-            replica.to_device("weights")
-    elif weights is not Weights.DEVICE:
-        replica.to_meta()
-        if weights is Weights.EMPTY:
-            replica.to_device("weights")
-        if has_cache:
-            replica.to_device("kv_cache")
+    if weights is Weights.DEVICE and has_cache:
+        return
+    (replica.to_cpu if weights in (Weights.DEVICE, Weights.HOST) else replica.to_meta)()
+    if weights in (Weights.DEVICE, Weights.EMPTY):
+        replica.to_device("weights")
+    if has_cache:
+        replica.to_device("kv_cache")

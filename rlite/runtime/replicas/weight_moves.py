@@ -170,11 +170,9 @@ released, or until other processes take part"""
 
 def _meet(source: WorkerGroup, target: WorkerGroup, copy: WorkerSet, processes: tuple[Any, ...]) -> Meeting:
     key = (source, target, copy.index)
-    if key in _meetings and _meetings[key][0] != processes:
+    if key not in _meetings or _meetings[key][0] != processes:
         _part(*key)
-    if key not in _meetings:
-        meeting = _open_meeting(source, copy.ranks[0], len(processes), source.call_timeout)
-        _meetings[key] = processes, meeting
+        _meetings[key] = processes, _open_meeting(source, copy.ranks[0], len(processes), source.call_timeout)
         for group in (source, target):
             current_session().before_release(group.name, partial(_part, *key))
     return _meetings[key][1]

@@ -120,7 +120,6 @@ class Resident(Protocol):
         Returns:
             The workers' results, in rank order.
         """
-        raise NotImplementedError
 
     def to_device(self, what: Part) -> None:
         """Move a part to the device on all workers; see `Worker.to_device`."""
@@ -177,7 +176,7 @@ class WorkerSet(Resident):
             The result of rank `choice.returns`.
         """
         assert not kwargs, "a rank that receives nothing gets None for each positional argument"
-        calls = [(each, {}) for each in self.choice.deal(args, self.size)]
+        calls: list[Any] = [(each, {}) for each in self.choice.deal(args, self.size)]
         return self.group.call(method.__name__, calls, self.ranks, self.timeout)[self.choice.returns]
 
     def ask_each(

@@ -112,7 +112,7 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         boot = json.dumps([os.getpid(), theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
-        try:
+        with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, boot],
                 env=passed_environment(os.environ, env_vars),
@@ -120,8 +120,6 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        finally:
-            theirs.close()
         exit_fd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
         return cls(process, ours, exit_fd, time.monotonic())
 
@@ -130,8 +128,7 @@ class Worker:
         for number, call in enumerate(calls, 1 + secrets.randbits(62)):
             call.number, call.failure = number, None
         blobs = {call.code.key: call.code.blob for call in calls if call.code.key not in self.keys}
-        messages = [call.message() for call in calls]
-        chunk: child.Chunk = (blobs, calls[0].memory_limit, messages)
+        chunk: child.Chunk = (blobs, calls[0].memory_limit, [call.message() for call in calls])
         payload = pickle.dumps(chunk)
         self.keys |= blobs.keys()
         self.calls.extend(calls)
@@ -332,8 +329,7 @@ class SandboxPool:
         self._num_failed_starts = 0
         self._num_oom_kills = _count_oom_kills()
         self._failure: BaseException | None = None
-        self._is_closing = False
-        self._is_woken = False
+        self._is_closing = self._is_woken = False
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)

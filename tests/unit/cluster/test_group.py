@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,6 +58,11 @@ class ThreadHandle:
                 answer.set_result(outcome)
 
 
+def contexts_of(group: WorkerGroup, ranks: Sequence[int]) -> list[WorkerContext]:
+    everyone = tuple(range(len(group)))
+    return [WorkerContext(rank, len(group), group.devices[rank], "cpu", 1, everyone) for rank in ranks]
+
+
 class Stubborn(Exception):
     """Does not survive pickling."""
 
@@ -99,7 +104,7 @@ class Counter:
 def make_group(name: str = "train-0", size: int = 3) -> WorkerGroup:
     devices = [Device("node", i, "10.0.0.1") for i in range(size)]
     group = WorkerGroup(name, devices, [ThreadHandle(i) for i in range(size)], call_timeout=20.0)
-    group.create(Counter, ["cpu"] * size, [1] * size, range(size), timeout=20.0)
+    group.create(Counter, contexts_of(group, range(size)), timeout=20.0)
     return group
 
 
@@ -256,8 +261,7 @@ def started_again(group: WorkerGroup, first: int, size: int) -> None:
     devices = [Device("node", rank, "10.0.0.1") for rank in range(first, first + size)]
     handles = [ThreadHandle(100 + rank) for rank in range(first, first + size)]
     candidate = group.with_replica(first, devices, handles)
-    num = len(candidate)
-    candidate.create(Counter, ["cpu"] * num, [1] * num, range(num), 20.0, ranks=range(first, first + size))
+    candidate.create(Counter, contexts_of(candidate, range(first, first + size)), timeout=20.0)
     group.take_replica(first, devices, handles)
 
 

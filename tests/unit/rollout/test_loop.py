@@ -19,7 +19,9 @@ def test_a_workflow_that_blocks_the_loop_is_pointed_at(caplog: pytest.LogCapture
     changed = threading.Condition()
     loop.call(compute_instead_of_await)
     with caplog.at_level(logging.WARNING), changed:
-        loop.wait(changed, None)
+        loop.look()
+        changed.wait(loop.look_interval)
+        loop.look()
     loop.stop()
     loop.join()
     assert "blocked the rollouts' event loop" in caplog.text
