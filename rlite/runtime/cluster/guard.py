@@ -102,16 +102,12 @@ def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended just now, or belongs to another user
-            is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and (
-                _started_with(process, variable, mark) or (variable == MARK and _is_limited(process, mark))
-            ):
+            is_marked = _started_with(process, variable, mark) or (
+                variable == MARK and sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
+            )
+            if is_marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
-
-
-def _is_limited(process: psutil.Process, mark: str) -> bool:
-    return sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
 
 
 def _started_with(process: psutil.Process, variable: str, value: str) -> bool:

@@ -272,20 +272,18 @@ def open_session(
         raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     device, num_devices = options.device, options.num_devices
     kind = launcher or _default_launcher(device, num_devices)
-    has_ray = importlib.util.find_spec("ray") is not None
+    has_several = kind == "inprocess" and num_devices not in (None, 1)
+    has_no_rank = kind == "torchrun" and "RANK" not in os.environ
+    has_no_ray = kind == "ray" and importlib.util.find_spec("ray") is None
     refuse(
         {
             f"device={device!r}: expected 'cpu' or 'cuda'": device not in ("cpu", "cuda"),
             f"num_devices={num_devices}: expected at least 1": num_devices is not None and num_devices < 1,
             f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'": kind not in get_args(LauncherName),
-            f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": (
-                kind == "inprocess" and num_devices not in (None, 1)
-            ),
-            "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": (
-                kind == "torchrun" and "RANK" not in os.environ
-            ),
+            f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": has_several,
+            "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": has_no_rank,
             "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; for one device call "
-            "rlite.init(num_devices=1)": kind == "ray" and not has_ray,
+            "rlite.init(num_devices=1)": has_no_ray,
         }
     )
     if kind == "ray":

@@ -48,11 +48,6 @@ class TrainMesh:
         """Rank in the tensor-parallel group."""
         return self.rank % self.dims.tensor
 
-    @property
-    def is_plain(self) -> bool:
-        """True for a single rank without any parallelism."""
-        return self.num_averaged * self.dims.tensor == 1
-
 
 def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: ParallelDims) -> TrainMesh:
     """Build the mesh and its process groups. Every rank of the engine calls it.
@@ -94,7 +89,7 @@ def shard(
         compute_dtype: dtype of parameters in forward and backward passes.
         param_dtype: dtype in which parameters are stored.
     """
-    if mesh.is_plain and compute_dtype == param_dtype:
+    if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
     outer = inner = MixedPrecisionPolicy()
     if compute_dtype != param_dtype:
@@ -281,11 +276,11 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
             f"buffer {lost[0]!r} is on meta, so its values are lost: build the module inside "
             "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
         )
-    shapes = [tuple(local_tensor(parameter).shape) for parameter in module.parameters()]
-    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes)) if device.type == "cpu" else None
+    needed = sum(aligned_bytes(local_tensor(parameter).shape, dtype) for parameter in module.parameters())
+    arena = SharedArena(needed) if device.type == "cpu" else None
 
     def make(parameter: nn.Parameter) -> nn.Parameter:
-        shape = tuple(local_tensor(parameter).shape)
+        shape = local_tensor(parameter).shape
         local = arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
         return nn.Parameter(dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
 

@@ -39,14 +39,12 @@ class HostMemory:
         Returns:
             The copies, in the order of `tensors`.
         """
-        needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors)
         if self._arena is None or self._arena.nbytes < needed:
             self._arena = None  # before its successor is allocated
             self._arena = Arena(_host_bytes(needed, is_pinned=any(tensor.is_cuda for tensor in tensors)))
         self._arena.reset()
-        return [
-            self._arena.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors
-        ]
+        return [self._arena.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors]
 
 
 def _host_bytes(num: int, is_pinned: bool) -> Tensor:

@@ -334,8 +334,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             module.forward = partial(_on_local_parameters, module, module.forward, whole)
     for name, row in rows.items():
         row.forward = partial(_row_forward, getattr(row, "base_layer", row), row.forward, group)
-        parent = model.get_submodule(name.rpartition(".")[0])
-        parent.register_forward_pre_hook(tokens.gather, with_kwargs=True)
+        model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(tokens.gather, with_kwargs=True)
     layers[0].register_forward_pre_hook(tokens.split, with_kwargs=True)
     layers[-1].register_forward_hook(tokens.join, with_kwargs=True)
     model.base_model.register_forward_hook(tokens.join_recorded)

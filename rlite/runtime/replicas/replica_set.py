@@ -335,7 +335,6 @@ class ReplicaSet:
         if not self._are_replaced:
             for replica in self.all:
                 replica.check()
-            return together(self.all, act)
 
         def attempt(replica: Replica) -> T | WorkerError:
             try:

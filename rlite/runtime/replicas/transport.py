@@ -159,16 +159,14 @@ def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
     if outside:  # on a GPU, padded by FSDP, changed by the user's hook, or gathered: others can read a copy
         staging = _staging(worker, outside)
         for name, tensor in outside.items():
-            staged = staging.empty(tuple(tensor.shape), tensor.dtype)
-            staged.copy_(tensor)
-            handles[name] = staging.handle_of(staged)
+            handles[name] = staging.handle_of(staging.empty(tensor.shape, tensor.dtype).copy_(tensor))
         if isinstance(staging, DeviceArena):
             torch.cuda.synchronize()
     return handles
 
 
 def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena | DeviceArena:
-    needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors.values())
+    needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values())
     device = next(iter(tensors.values())).device
     if not isinstance(worker.staged, SharedArena | DeviceArena) or worker.staged.nbytes < needed:
         worker.staged = None  # before its successor is allocated
