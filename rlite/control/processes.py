@@ -294,9 +294,7 @@ class JobProcesses:
 
     def _group(self, role: RLRoleType, handles: Sequence[Any]) -> WorkerGroup:
         devices = [self._device(role, rank) for rank in range(len(handles))]
-        group = WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout)
-        group.divide(1)
-        return group
+        return WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout, replica_size=1)
 
     def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Make the workloads in started processes."""

@@ -372,9 +372,8 @@ class TrainerProcess(TrainerRun):
     def _group(self, role: RoleActors) -> WorkerGroup:
         names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
         handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
-        group = WorkerGroup(role.name, role.devices, handles, self._factory.plan.spec.call_timeout)
-        group.divide(1)
-        return group
+        timeout = self._factory.plan.spec.call_timeout
+        return WorkerGroup(role.name, role.devices, handles, timeout, replica_size=1)
 
 
 SUBMISSION = "RLITE_SUBMISSION"

@@ -165,7 +165,7 @@ def trainer(example: ModuleType) -> Iterator[Any]:
     for role, cls in classes.items():
         devices, processes = [Device("local", rank) for rank in range(2)], [ThreadHandle(), ThreadHandle()]
         group = WorkerGroup(str(role), devices, processes, 10.0)
-        group.divide(1)
+        group.replica_size = 1
         factory = WorkloadFactory(
             cloudpickle.dumps(cls), role, {}, "master", ((0, 2), (1, 2)), ("127.0.0.1", 1234), None
         )

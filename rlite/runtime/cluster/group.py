@@ -7,7 +7,7 @@ submit ──> waiting ──> all answered ────────────
               ├── a worker died ──────────────────────────────────> WorkerDied; its replica is stopped
               └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
 
-The workers of a replica live and die together. A group is one replica unless its owner calls `divide`.
+The workers of a replica live and die together. A group is one replica unless its owner sets `replica_size`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -122,31 +122,32 @@ class AbsentHandle:
         """Do nothing."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerGroup:
     """Workers 0..n-1 of one owner, each on its device. A launcher's `start` creates it."""
 
-    def __init__(
-        self,
-        name: str,
-        devices: Sequence[Device],
-        handles: Sequence[WorkerHandle],
-        call_timeout: float,
-        order: threading.RLock | None = None,
-    ):
-        self.name, self.call_timeout = name, call_timeout
-        self.devices, self.handles = tuple(devices), tuple(handles)
-        self.order = order or threading.RLock()
-        """held while one call is submitted to several workers, so that all see calls in the same order"""
-        self.failure: RliteError | None = None
-        """reason why no worker serves"""
-        self.losses: dict[int, RliteError] = {}
-        """reason why a replica no longer serves, by its number"""
-        self.replica_size = len(self.handles)
-        self.reporters: Collection[int] = range(len(self.handles))
-        """the ranks whose statistics count; the others compute the same as one of them"""
-        self._losing = threading.Lock()
-        self._stopped = False
-        self._pid = os.getpid()
+    name: str
+    devices: Sequence[Device]
+    handles: Sequence[WorkerHandle]
+    call_timeout: float
+    order: threading.RLock = field(default_factory=threading.RLock)
+    """held while one call is submitted to several workers, so that all see calls in the same order"""
+    replica_size: int = 0
+    """number of neighbouring ranks that make a replica; 0: all. No collective joins two replicas, so each survives the
+    others"""
+    reporters: Collection[int] = ()
+    """the ranks whose statistics count; the others compute the same as one of them. Default: all"""
+    failure: RliteError | None = None
+    """reason why no worker serves"""
+    losses: dict[int, RliteError] = field(default_factory=dict)
+    """reason why a replica no longer serves, by its number"""
+    _losing: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: bool = False
+    _pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.replica_size = self.replica_size or len(self.handles)
+        self.reporters = self.reporters or range(len(self.handles))
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -154,13 +155,6 @@ class WorkerGroup:
     def key(self, rank: int) -> WorkerKey:
         """Return the key of a rank's worker."""
         return (self.name, rank)
-
-    def divide(self, replica_size: int) -> None:
-        """Make every `replica_size` neighbouring ranks a replica.
-
-        No collective joins two replicas, so each survives the others.
-        """
-        self.replica_size = replica_size
 
     def with_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> WorkerGroup:
         """Return a copy of the group with other processes in one replica's ranks, or with one replica more.
@@ -173,9 +167,7 @@ class WorkerGroup:
         ranks = slice(first, first + len(handles))
         all_devices, all_handles = list(self.devices), list(self.handles)
         all_devices[ranks], all_handles[ranks] = devices, handles
-        group = WorkerGroup(self.name, all_devices, all_handles, self.call_timeout)
-        group.divide(self.replica_size)
-        return group
+        return WorkerGroup(self.name, all_devices, all_handles, self.call_timeout, replica_size=self.replica_size)
 
     def take_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> None:
         """Serve a replica whose workers are ready, in the place of a lost replica or beside the others.

@@ -237,48 +237,41 @@ class ReplicaLeft:
     reason: str
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaSet:
-    """The replicas of one engine, from its build to its release.
+    """The replicas of one engine, from its build to its release."""
 
-    Args:
-        policy: chooses the replica of a request.
-        max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
-        start: start(index) starts the workers of a replica whose devices are reserved, and returns their handle.
-        adopt: adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves;
-            returns the version of its weights, or None if it has to wait for a weight sync.
-        name: name of the engine.
-        session: places the replicas; None for an engine that is not built.
-        fixed_by: what fixes the number of replicas, in words; "" if nothing does.
-        has_default_length: nobody has chosen the longest sequence, so the first truncation is worth a warning.
-    """
+    policy: Policy
+    """chooses the replica of a request"""
+    max_replacements: int
+    """most replacements of lost replicas in an hour; 0: lost replicas stay lost"""
+    start: Callable[[int], Replica]
+    """start(index) starts the workers of a replica whose devices are reserved, and returns their handle"""
+    adopt: Callable[[Replica, Replica], int | None]
+    """adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves; returns the
+    version of its weights, or None if it has to wait for a weight sync"""
+    name: str
+    """name of the engine"""
+    session: Session | None
+    """places the replicas; None for an engine that is not built"""
+    fixed_by: str = ""
+    """what fixes the number of replicas, in words; "" if nothing does"""
+    has_to_note_truncation: bool = False
+    """nobody has chosen the longest sequence, so the first truncation is worth a warning"""
+    membership: threading.RLock = field(default_factory=threading.RLock)
+    """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
+    left: list[ReplicaLeft] = field(default_factory=list)
+    """replicas that have left"""
+    _late: list[Replica] = field(default_factory=list)
+    """replicas that join at the next weight sync"""
+    _scaling: threading.Lock = field(default_factory=threading.Lock)
+    _autoscaler: Autoscaler | None = None
 
-    def __init__(
-        self,
-        policy: Policy,
-        max_replacements: int,
-        start: Callable[[int], Replica],
-        adopt: Callable[[Replica, Replica], int | None],
-        name: str,
-        session: Session | None,
-        fixed_by: str = "",
-        has_default_length: bool = False,
-    ) -> None:
-        self.name, self._session = name, session
-        self._start_workers, self._adopt, self._fixed_by = start, adopt, fixed_by
-        self._has_to_note_truncation = has_default_length
-        self._are_replaced = max_replacements > 0
-        is_elastic = session is not None and session.launcher.survives_deaths
-        budget = RestartBudget(max_replacements if is_elastic else 0)
-        self.supervisor = ReplicaSupervisor(name, budget, self._replace, lambda lost: self.router.add(lost))
-        self.router = Router(name, policy, on_loss=self.supervisor.take_over)
-        self.membership = threading.RLock()
-        """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
-        self.left: list[ReplicaLeft] = []
-        """replicas that have left"""
-        self._late: list[Replica] = []
-        """replicas that join at the next weight sync"""
-        self._scaling = threading.Lock()
-        self._autoscaler: Autoscaler | None = None
+    def __post_init__(self) -> None:
+        is_elastic = self.session is not None and self.session.launcher.survives_deaths
+        budget = RestartBudget(self.max_replacements if is_elastic else 0)
+        self.supervisor = ReplicaSupervisor(self.name, budget, self._replace, lambda lost: self.router.add(lost))
+        self.router = Router(self.name, self.policy, on_loss=self.supervisor.take_over)
 
     @property
     def all(self) -> Sequence[Replica]:
@@ -332,7 +325,7 @@ class ReplicaSet:
         Raises:
             WorkerError: a replica is lost and stays lost.
         """
-        if not self._are_replaced:
+        if not self.max_replacements:
             for replica in self.all:
                 replica.check()
 
@@ -359,8 +352,8 @@ class ReplicaSet:
     def note_truncation(self, ended: InFlightRequest) -> None:
         """Warn once if a completion ended at the default context length."""
         asked, made = ended.request.gconfig.max_new_tokens, len(ended.token_ids)
-        if self._has_to_note_truncation and ended.finish_reason == "length" and made < asked:
-            self._has_to_note_truncation = False
+        if self.has_to_note_truncation and ended.finish_reason == "length" and made < asked:
+            self.has_to_note_truncation = False
             logger.warning(
                 "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
                 "build(max_model_len=...) sets another one, up to the model's own limit",
@@ -375,7 +368,7 @@ class ReplicaSet:
         workers, name = replica.workers, self.name
 
         def ended(rank: int, _: Any) -> None:
-            if self._are_replaced and replica in self.all and self.supervisor.has_budget:
+            if self.max_replacements and replica in self.all and self.supervisor.has_budget:
                 worker = workers.group.describe(rank)
                 died = WorkerDied(f"worker process ended: {worker}", (worker,))
                 _in_thread(f"loss of {name} {workers.index}", self._hand_over, replica, died)
@@ -425,12 +418,12 @@ class ReplicaSet:
         return self._start(index)
 
     def _start(self, index: int) -> int | None:
-        replica = self._start_workers(index)
+        replica = self.start(index)
         try:
             with self.membership:
                 if not self.serving:
                     raise WorkerError(f"{self.name}: no other replica is left; release() and build() the engine")
-                version = self._adopt(replica, self.serving[0])
+                version = self.adopt(replica, self.serving[0])
                 if version is None:
                     self._late.append(replica)
                 else:
@@ -480,11 +473,11 @@ class ReplicaSet:
     def _check_scalable(self, num_replicas: int) -> Session:
         if num_replicas < 1:
             raise ConfigError(f"scale({num_replicas}): expected at least 1 replica")
-        if self._session is None or not self._session.launcher.survives_deaths:
+        if self.session is None or not self.session.launcher.survives_deaths:
             raise ConfigError("the number of replicas is fixed with this launcher; use launcher='ray'")
-        if self._fixed_by:
-            raise ConfigError(f"{self._fixed_by} fix the number of replicas")
-        return self._session
+        if self.fixed_by:
+            raise ConfigError(f"{self.fixed_by} fix the number of replicas")
+        return self.session
 
     @property
     def _indices(self) -> set[int]:
@@ -497,12 +490,12 @@ class ReplicaSet:
         Raises:
             Exception: the error of the first replica that could not start.
         """
-        assert self._session is not None
+        assert self.session is not None
         try:
             together(indices, self._start)
         except BaseException as error:
             for index in set(indices) - self._indices:
-                self._session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
+                self.session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
             raise
 
     def _leave_if_possible(self, replica: Replica) -> None:
@@ -518,14 +511,14 @@ class ReplicaSet:
             ConfigError: the replica is the only one.
         """
         with self.membership:
-            if replica not in self.all or self._session is None:
+            if replica not in self.all or self.session is None:
                 return
             if not self._has_others(replica):
                 raise ConfigError(f"{self.name}: the only replica that serves cannot leave")
             index, num_moved = replica.workers.index, replica.num_in_flight
             self.router.remove(replica)
             replica.close()  # its thread moves its requests
-            self._session.shrink(self.name, index, WorkerError(f"replica {index} of {self.name} has left: {why}"))
+            self.session.shrink(self.name, index, WorkerError(f"replica {index} of {self.name} has left: {why}"))
             self.left.append(ReplicaLeft(replica=index, num_moved=num_moved, reason=why))
         logger.warning("%s: replica %d has left (%s); %d requests in flight moved", self.name, index, why, num_moved)
 

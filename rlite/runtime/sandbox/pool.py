@@ -129,12 +129,11 @@ class Worker:
             call.number, call.failure = number, None
         blobs = {call.code.key: call.code.blob for call in calls if call.code.key not in self.keys}
         chunk: child.Chunk = (blobs, calls[0].memory_limit, [call.message() for call in calls])
-        payload = pickle.dumps(chunk)
         self.keys |= blobs.keys()
         self.calls.extend(calls)
         self.reader.limit = max(call.code.max_answer for call in calls)
         self.is_computing, self.since = False, time.monotonic()
-        self.unsent = memoryview(child.LENGTH.pack(len(payload)) + payload)
+        self.unsent = memoryview(pickle.dumps(chunk))
 
     def send(self) -> None:
         """Send as many bytes as the process accepts without blocking.

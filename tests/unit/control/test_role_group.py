@@ -27,7 +27,7 @@ CONFIG = {"lr": 0.5}
 def group() -> Iterator[WorkerGroup]:
     devices = [Device("local", index) for index in range(3)]
     group = WorkerGroup("ACTOR", devices, [ThreadHandle() for _ in devices], 10.0)
-    group.divide(1)
+    group.replica_size = 1
     ranks = tuple((rank, 3) for rank in range(3))
     factory = WorkloadFactory(
         cloudpickle.dumps(Actor), RLRoleType.ACTOR, CONFIG, "master", ranks, ("127.0.0.1", 1234), "ACTOR,ROLLOUT"

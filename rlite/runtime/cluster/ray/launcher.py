@@ -82,8 +82,8 @@ class RayLauncher:
         """Return a group of one actor per device, after joining each replica in a torch.distributed world."""
         name, devices = request.name, request.devices
         grace_s = self._grace_s[name] = GRACE_S if request.replica_size else 0.0
-        group = WorkerGroup(name, devices, self._actors(name, 0, devices, grace_s), self._options.call_timeout)
-        group.divide(request.replica_size or len(devices))
+        handles, size = self._actors(name, 0, devices, grace_s), request.replica_size or 0
+        group = WorkerGroup(name, devices, handles, self._options.call_timeout, replica_size=size)
         self._groups.append(group)
         try:
             self._make_workers(group, range(len(group)), request.factory)
