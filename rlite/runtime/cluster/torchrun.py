@@ -210,8 +210,7 @@ class TorchrunLauncher(Launcher):
             torch.cuda.set_device(local_rank)
         with unnumbered() if world_size == 1 else nullcontext():
             dist.init_process_group(backend_for(options.device), timeout=COLLECTIVE_TIMEOUT)
-        control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        looks = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        control, looks = (dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) for _ in range(2))
         here = Device(socket.gethostname(), local_rank, _node_ip(), options.device)
         gathered: list[Any] = [None] * world_size
         dist.all_gather_object(gathered, (here, int(os.environ.get("GROUP_RANK", "0"))), group=control)
@@ -224,10 +223,9 @@ class TorchrunLauncher(Launcher):
         self._call_timeout = options.call_timeout
         self._rank_of = {place: r for r, place in enumerate(places)}
         self.devices = tuple(sorted(self._rank_of))
-        hosts: list[LocalHost | RemoteHost] = [host, *(RemoteHost(r, control, looks) for r in range(1, world_size))]
         self._processes = [
-            RankProcess(r, f"rank {r} on {place}", host)
-            for r, (place, host) in enumerate(zip(places, hosts, strict=True))
+            RankProcess(r, f"rank {r} on {place}", RemoteHost(r, control, looks) if r else host)
+            for r, place in enumerate(places)
         ]
         self._order = threading.RLock()
         self._groups: list[WorkerGroup] = []

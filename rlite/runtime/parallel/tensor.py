@@ -75,6 +75,10 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
             )
 
 
+def _refusal(model: PreTrainedModel, problem: str) -> str:
+    return f"{model.config.model_type!r} {problem}; use one device for each copy"
+
+
 def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """Find the linear layers that the model's own plan splits.
 
@@ -89,7 +93,7 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
     prefix = model.base_model_prefix + "."
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
-        raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use one device for each copy")
+        raise ConfigError(_refusal(model, "has no tensor parallel plan"))
     columns: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     for name, module in (*model.named_modules(), *model.named_parameters()):
@@ -97,10 +101,7 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
         if style is None or style.startswith("replicated"):
             continue
         if style not in (COLUMN, ROW) or not isinstance(getattr(module, "base_layer", module), nn.Linear):
-            raise ConfigError(
-                f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
-                "use one device for each copy"
-            )
+            raise ConfigError(_refusal(model, f"asks for {style!r} at {name!r}, which is not supported"))
         (columns if style == COLUMN else rows)[name] = module
     _check_blocks(model, columns, rows)
     return columns, rows
@@ -293,10 +294,7 @@ def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict
     check_heads(model.config, size)
     inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
     if others := [name for name in inputs if name not in LAYER_INPUTS and not name.startswith("position_embeddings")]:
-        raise ConfigError(
-            f"{model.config.model_type!r} gives its layers {', '.join(others)}, which is not split over tokens; "
-            "use one device for each copy"
-        )
+        raise ConfigError(_refusal(model, f"gives its layers {', '.join(others)}, which is not split over tokens"))
     columns, rows = split_linears(model)
     for axis, linears in ((0, columns), (1, rows)):
         for name, linear in linears.items():
@@ -361,7 +359,7 @@ def _of_inputs(layer: Any) -> list[nn.Parameter]:
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ConfigError(f"{model.config.model_type!r} has no list of layers to split; use one device for each copy")
+        raise ConfigError(_refusal(model, "has no list of layers to split"))
     return layers
 
 

@@ -149,22 +149,14 @@ class RayLauncher:
 
     def _actors(self, name: str, first: int, devices: Sequence[Device], grace_s: float) -> list[RayHandle]:
         assert self._control is not None  # since the constructor
+        handles = []
         with self._control.using():
-            return [
-                RayHandle(
-                    self._actor(device, grace_s), worker_name(name, rank, device), self._control, has_notice=grace_s > 0
-                )
-                for rank, device in enumerate(devices, first)
-            ]
-
-    def _actor(self, device: Device, grace_s: float) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._placement,
-            placement_group_bundle_index=self._bundles[device],
-            placement_group_capture_child_tasks=False,
-        )
-        num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
-        return HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
+            for rank, device in enumerate(devices, first):
+                num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
+                strategy = PlacementGroupSchedulingStrategy(self._placement, self._bundles[device], False)
+                actor = HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
+                handles.append(RayHandle(actor, worker_name(name, rank, device), self._control, grace_s > 0))
+        return handles
 
     def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: WorkerFactory) -> None:
         torch_device = "cpu" if self._options.device == "cpu" else "cuda:0"
