@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rlite.errors import FORKED, ConfigError, RliteError, WorkerError, refuse
+from rlite.errors import FORKED, RliteError, WorkerError, refuse
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
@@ -268,8 +268,6 @@ def open_session(
     global _session
     if _is_forked:
         raise RliteError(f"rlite.init() {FORKED}")
-    if _session is not None:
-        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     device, num_devices = options.device, options.num_devices
     kind = launcher or _default_launcher(device, num_devices)
     has_several = kind == "inprocess" and num_devices not in (None, 1)
@@ -277,6 +275,7 @@ def open_session(
     has_no_ray = kind == "ray" and importlib.util.find_spec("ray") is None
     refuse(
         {
+            "rlite.init() was called before in this process; call rlite.shutdown() first": _session,
             f"device={device!r}: expected 'cpu' or 'cuda'": device not in ("cpu", "cuda"),
             f"num_devices={num_devices}: expected at least 1": num_devices is not None and num_devices < 1,
             f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'": kind not in get_args(LauncherName),

@@ -226,11 +226,11 @@ class Engine:
             ResidencyError: there is nothing to move.
         """
         groups: list[Any] = [given if isinstance(given, list | tuple | set) else [given] for given in parts]
-        named = set(chain(*groups))
+        named = list(chain(*groups))
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
             told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
-        wanted: list[Any] = ["all"] if not named or "all" in named else sorted(named, reverse=True)  # weights first
+        wanted: list[Any] = ["all"] if not named or "all" in named else sorted({*named}, reverse=True)  # weights first
         for part in wanted:
             self._move_to_device(part)
 
@@ -241,29 +241,27 @@ class Engine:
                 f"{self.name} was released by meta(): its weights are gone. Call load() to read them again, or "
                 'cuda("weights") and p2p_weight_sync into it, then cuda("kv_cache").'
             )
-        with self._moving():
+        with self._moving(what, resident=True):
             make_room(self._session, self.name)
             self._each(lambda resident: resident.to_device(what))
             if what != "kv_cache":
                 moved = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}
                 self.weights = moved.get(self.weights, self.weights)
-            self._moved(what, resident=True)
 
     def cpu(self) -> None:
         """Offload everything to host memory, including optimizer state. A KV cache is dropped."""
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             return self.meta()  # there is nothing to keep
-        with self._moving():
-            self._each(lambda resident: resident.to_cpu())
-            self.weights = Weights.HOST
-            self._moved("all", resident=False)
+        self._leave_device(lambda resident: resident.to_cpu(), Weights.HOST)
 
     def meta(self) -> None:
         """Free all memory, on the device and on the host. The weights are gone."""
-        with self._moving():
-            self._each(lambda resident: resident.to_meta())
-            self.weights = Weights.RELEASED
-            self._moved("all", resident=False)
+        self._leave_device(lambda resident: resident.to_meta(), Weights.RELEASED)
+
+    def _leave_device(self, leave: Callable[[Any], None], weights: Weights) -> None:
+        with self._moving("all", resident=False):
+            self._each(leave)
+            self.weights = weights
 
     def to(self, device: str | torch.device) -> None:
         """Move everything, as in PyTorch: `to("cuda")`, `to("cpu")`, `to("meta")`.
@@ -277,12 +275,9 @@ class Engine:
         moves[str(device)]()
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """Wrap every move of a part, whether it succeeds or not."""
+    def _moving(self, what: Part, resident: bool) -> Iterator[None]:
+        """Wrap every move of a part to the device or away from it, whether it succeeds or not."""
         yield
-
-    def _moved(self, what: Part, resident: bool) -> None:
-        """Record that a part has moved to the device or away from it."""
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part: weights, kv_cache, optimizer."""

@@ -105,24 +105,6 @@ def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_
     return [results[index % num][index // num] for index in range(len(prompts))]
 
 
-def checked_tokens(ids: Sequence[int], where: str, vocab_size: int) -> list[int]:
-    """Return the tokens of a prompt if it has some, all of the model's vocabulary.
-
-    Args:
-        ids: token ids.
-        where: name of the prompt for messages.
-        vocab_size: size of the vocabulary.
-
-    Raises:
-        DataError: it has not.
-    """
-    if not ids:
-        raise DataError(f"{where} is empty: expected at least one token")
-    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-        raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {vocab_size} tokens")
-    return list(ids)
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -330,8 +312,18 @@ class ServingEngine(Engine):
         return score(self._replicas, prompts, num_top, self.context_length - 1)
 
     def _checked(self, ids: Sequence[int], where: str) -> list[int]:
+        """Return the tokens of a prompt if it has some, all of the model's vocabulary.
+
+        Raises:
+            DataError: it has not.
+        """
         self.group.check()
-        return checked_tokens(ids, where, self._config.vocab_size)
+        size = self._config.vocab_size
+        if not ids:
+            raise DataError(f"{where} is empty: expected at least one token")
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {size} tokens")
+        return list(ids)
 
     def _need_prompt_logprobs(self, are_wanted: bool = True) -> None:
         can = self.capabilities.has_prompt_logprobs or not are_wanted
@@ -382,7 +374,7 @@ class ServingEngine(Engine):
         return self._replicas.each(act)
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
+    def _moving(self, what: Part, resident: bool) -> Iterator[None]:
         self._need(self.capabilities.has_residency, "cuda(), cpu() and meta()", "release() and build() it instead")
         self.wait_for_replacements()  # a process that starts would take memory that is about to be used otherwise
         with self._replicas.membership:
@@ -392,12 +384,9 @@ class ServingEngine(Engine):
                     why = f"{self.name} has {num} requests in flight; wait for them or call abort_all() first"
                     raise ResidencyError(why)
                 yield
+                self._has_cache = self._has_cache if what == "weights" else resident
             finally:
                 self._let_run()
-
-    def _moved(self, what: Part, resident: bool) -> None:
-        if what in ("all", "kv_cache"):
-            self._has_cache = resident
 
     # -- for engines that inherit --------------------------------------------------------------------------------
 
