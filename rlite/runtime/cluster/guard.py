@@ -122,20 +122,18 @@ def _number_of(mark: str) -> int:
     return int.from_bytes(hashlib.blake2b(mark.encode(), digest_size=7).digest())
 
 
-@contextmanager
-def _max_locks(limit: int) -> Iterator[None]:
-    """Set the limit inside the block. Children inherit it. Other systems than Linux have no such limit."""
-    if sys.platform != "linux":
-        yield
-        return
-    before = resource.getrlimit(_MAX_LOCKS)
-    with suppress(ValueError, OSError):  # a lower hard limit, or a sandbox that refuses: the environment alone marks
-        resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
-    try:
-        yield
-    finally:
-        with suppress(ValueError, OSError):  # refused before, too
-            resource.setrlimit(_MAX_LOCKS, before)
+def _max_locks(limit: int) -> ExitStack:
+    """Return the context in which the limit is set, which children inherit.
+
+    Only Linux has it. A lower hard limit or a sandbox may refuse it: then the environment alone marks.
+    """
+    stack = ExitStack()
+    if sys.platform == "linux":
+        with suppress(ValueError, OSError):
+            before = resource.getrlimit(_MAX_LOCKS)
+            resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
+            stack.callback(resource.setrlimit, _MAX_LOCKS, before)
+    return stack
 
 
 def reap(mark: str, variable: str = MARK) -> None:
