@@ -321,7 +321,7 @@ class JobProcesses:
     def _actors(self, role: RLRoleType) -> RoleActors:
         group = self._groups[role]
         handles: Sequence[Any] = group.handles
-        return RoleActors(group.name, tuple(handle.actor for handle in handles), group.devices)
+        return RoleActors(group.name, tuple(handle.actor for handle in handles), tuple(group.devices))
 
     def _end(self, is_chosen: Callable[[str], bool], groups: Sequence[WorkerGroup]) -> None:
         """End actors by name, and wait until the processes of these groups are gone."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -295,7 +296,8 @@ class LoopThread:
             )
         if tasks := asyncio.all_tasks(self._loop):
             ABANDONED.difference_update(tasks)
-            threading.Thread(target=_hold, args=(tasks,), name="abandoned tasks", daemon=True).start()
+            # never destroyed: Python would close their coroutines, which a bare `except:` never lets end
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tasks))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -400,11 +402,6 @@ class SharedLoop(LoopThread):
 def deadline_after(seconds: float | None) -> float | None:
     """Return the time by `time.monotonic()` after so many seconds from now; None for no limit."""
     return None if seconds is None else time.monotonic() + seconds
-
-
-def _hold(tasks: set[asyncio.Task[Any]]) -> None:
-    """Keep tasks until the program ends: Python would close their coroutines, which a bare `except:` never lets end."""
-    threading.Event().wait()
 
 
 SHORT_TEXT = 16_384

@@ -146,6 +146,7 @@ class WorkerGroup:
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
+        self.devices, self.handles = tuple(self.devices), tuple(self.handles)
         self.replica_size = self.replica_size or len(self.handles)
         self.reporters = self.reporters or range(len(self.handles))
 
