@@ -63,11 +63,9 @@ _JSON = TypeAdapter(Owner)
 
 def read_owner(file: Path) -> Owner | None:
     """Return the owner that a file names, or None. The file may come from anyone."""
-    try:
-        with files.reading(file, file.parent) as stream:
-            return _JSON.validate_json(stream.read(MAX_BYTES))
-    except (OSError, ValidationError):
-        return None
+    with suppress(OSError, ValidationError), files.reading(file, file.parent) as stream:
+        return _JSON.validate_json(stream.read(MAX_BYTES))
+    return None
 
 
 def _here() -> str:

@@ -71,15 +71,12 @@ class PlacementRequest:
     def __post_init__(self) -> None:
         smallest = self.executor_size if self.num_executors is None else min(self.executor_size, self.num_executors)
         both = [name for name in self.colocate_with if name in self.not_colocate_with]
+        is_shared, has_no_node = self.exclusive and self.colocate_with, self.acceptable_node_ips == ()
         problems = {
             "expected at least one executor of at least one device": smallest < 1,
             f"{_quoted(both[:1])} is in colocate_with and in not_colocate_with; remove it from one": both,
-            "an exclusive owner shares no device; remove exclusive or colocate_with": (
-                self.exclusive and self.colocate_with
-            ),
-            "acceptable_node_ips is empty, so no node is allowed; leave it out to allow all nodes": (
-                self.acceptable_node_ips == ()
-            ),
+            "an exclusive owner shares no device; remove exclusive or colocate_with": is_shared,
+            "acceptable_node_ips is empty, so no node is allowed; leave it out to allow all nodes": has_no_node,
         }
         for problem in (problem for problem, applies in problems.items() if applies):
             raise PlacementError(f"{self}: {problem}")

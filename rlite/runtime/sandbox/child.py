@@ -241,12 +241,9 @@ def _is_known(code: Any, caller: FrameType) -> bool:
 
 
 def _is_old(path: str) -> bool:
-    if path.startswith("<frozen"):
-        return True
-    try:
-        return os.stat(path).st_ctime < _BEGAN
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        return path.startswith("<frozen") or os.stat(path).st_ctime < _BEGAN
+    return False
 
 
 def _is_plain(code: CodeType) -> bool:

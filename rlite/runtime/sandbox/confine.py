@@ -167,11 +167,10 @@ def writable_paths() -> list[str]:
     """
     with contextlib.suppress(OSError):  # some sandboxes have no such file
         os.open(_OWN_FILE, os.O_PATH | os.O_CLOEXEC)
-    try:
+    with contextlib.suppress(OSError):
         entries = [entry for entry in os.scandir("/") if entry.name not in _KERNEL_FOLDERS and not entry.is_symlink()]
-    except OSError:
-        return []
-    return [*(entry.path for entry in entries), _OWN_FILE]
+        return [*(entry.path for entry in entries), _OWN_FILE]
+    return []
 
 
 def restrict(writable: Sequence[str] = ()) -> bool:

@@ -132,11 +132,10 @@ def verify(path: Path) -> dict[str, Any]:
 
 def is_sound(path: Path) -> bool:
     """Return True if `verify` finds no damage."""
-    try:
+    with suppress(CheckpointError):
         verify(path)
-    except CheckpointError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _read_manifest(path: Path) -> dict[str, Record]:
@@ -152,12 +151,10 @@ def _is_manifest(table: Any) -> bool:
 
 
 def _read(file: Path, is_right: Callable[[Any], bool]) -> dict[str, Any]:
-    try:
+    with suppress(ValueError, LookupError, AttributeError, TypeError, RecursionError):
         table = json.loads(file.read_bytes())
         if is_right(table):
             return table
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        pass
     raise DamagedCheckpointError(f"{file.parent}: the file {file.name} is damaged (it cannot be read)")
 
 

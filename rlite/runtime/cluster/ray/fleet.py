@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,10 +197,9 @@ class Fleet:
 
     def find(self, name: str) -> Any | None:
         """Return the actor of a name, or None."""
-        try:
+        with suppress(ValueError):
             return ray.get_actor(f"{self._job}/{name}", NAMESPACE)
-        except ValueError:
-            return None
+        return None
 
     def kill(self, is_chosen: Callable[[str], bool]) -> None:
         """End actors, by name."""
