@@ -94,17 +94,16 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
         raise ConfigError(_refusal(model, "has no tensor parallel plan"))
-    columns: dict[str, Any] = {}
-    rows: dict[str, Any] = {}
+    split: dict[str, dict[str, Any]] = {COLUMN: {}, ROW: {}}
     for name, module in (*model.named_modules(), *model.named_parameters()):
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style is None or style.startswith("replicated"):
             continue
-        if style not in (COLUMN, ROW) or not isinstance(getattr(module, "base_layer", module), nn.Linear):
+        if style not in split or not isinstance(getattr(module, "base_layer", module), nn.Linear):
             raise ConfigError(_refusal(model, f"asks for {style!r} at {name!r}, which is not supported"))
-        (columns if style == COLUMN else rows)[name] = module
-    _check_blocks(model, columns, rows)
-    return columns, rows
+        split[style][name] = module
+    _check_blocks(model, split[COLUMN], split[ROW])
+    return split[COLUMN], split[ROW]
 
 
 def _check_blocks(model: PreTrainedModel, columns: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
