@@ -255,7 +255,7 @@ class ReplicaSet:
     session: Session | None
     """places the replicas; None for an engine that is not built"""
     fixed_by: str = ""
-    """what fixes the number of replicas, in words; "" if nothing does"""
+    """name of the options that fix the number of replicas; "" if none do"""
     has_to_note_truncation: bool = False
     """nobody has chosen the longest sequence, so the first truncation is worth a warning"""
     membership: threading.RLock = field(default_factory=threading.RLock)
