@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,6 +157,21 @@ class JobNotFound(RliteError):
 
 class RemoteTraceback(RliteError):
     """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
+
+
+def refuse(problems: Mapping[str, object], error: Callable[[str], Exception] = ConfigError) -> None:
+    """Check a list of conditions, in order.
+
+    Args:
+        problems: whether each message applies.
+        error: class of the exception.
+
+    Raises:
+        Exception: of the given class, with the first message that applies.
+    """
+    for message, applies in problems.items():
+        if applies:
+            raise error(message)
 
 
 MAX_SHOWN = 400

@@ -16,7 +16,7 @@ from rlite.control.role_group import Rendezvous
 from rlite.control.spec import TRAINER, JobPlan, RLRoleType, actor_name, trainer_life
 from rlite.control.workers import Program, RoleActors, TrainerFactory, TrainerOutcome, WorkloadFactory
 from rlite.runtime.cluster.group import WorkerGroup, worker_name
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.cluster.ray import fleet
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
@@ -193,11 +193,13 @@ class JobProcesses:
         num_gpus = float(plan.spec.device_per_node) if place and plan.spec.device_type == "GPU" else 0.0
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
-        group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
+        device = Device("", 0)
+        group = WorkerGroup(TRAINER, [device], [self._trainer], plan.spec.start_timeout)
         factory: Any = (
             Program(plan, fleet.cluster_address(), has_begun) if plan.spec.is_program else self._trainer_factory()
         )
-        group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
+        context = WorkerContext(0, 1, device, "cpu", 0, (0,))
+        group.create(self._in_job(TRAINER, factory), [context], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
 
@@ -292,9 +294,7 @@ class JobProcesses:
 
     def _group(self, role: RLRoleType, handles: Sequence[Any]) -> WorkerGroup:
         devices = [self._device(role, rank) for rank in range(len(handles))]
-        group = WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout)
-        group.divide(1)
-        return group
+        return WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout, replica_size=1)
 
     def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Make the workloads in started processes."""
@@ -309,10 +309,11 @@ class JobProcesses:
             collocation=plan.spec.collocation_of(role),
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
-        count = len(group)
-        group.create(
-            self._in_job(role, factory), [torch_device] * count, [0] * count, range(count), timeout, list(ranks)
-        )
+        everyone = tuple(range(len(group)))
+        contexts = [
+            WorkerContext(rank, len(group), group.devices[rank], torch_device, 0, everyone) for rank in sorted(ranks)
+        ]
+        group.create(self._in_job(role, factory), contexts, timeout)
 
     def _in_job(self, role: str, factory: WorkerFactory) -> JobProcess:
         return JobProcess(self._plan.name, self._plan.submission, role, factory)
@@ -320,7 +321,7 @@ class JobProcesses:
     def _actors(self, role: RLRoleType) -> RoleActors:
         group = self._groups[role]
         handles: Sequence[Any] = group.handles
-        return RoleActors(group.name, tuple(handle.actor for handle in handles), group.devices)
+        return RoleActors(group.name, tuple(handle.actor for handle in handles), tuple(group.devices))
 
     def _end(self, is_chosen: Callable[[str], bool], groups: Sequence[WorkerGroup]) -> None:
         """End actors by name, and wait until the processes of these groups are gone."""

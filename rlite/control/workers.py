@@ -37,7 +37,7 @@ from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
 from rlite.control.spec import HealthOptions, JobPlan, RLRoleType
 from rlite.errors import RliteError
 from rlite.runtime.cluster.group import WorkerGroup
-from rlite.runtime.cluster.guard import Guard, find, reap
+from rlite.runtime.cluster.guard import Guard, ranks_of, reap
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.placement import Device
 from rlite.services.recovery import record
@@ -372,9 +372,8 @@ class TrainerProcess(TrainerRun):
     def _group(self, role: RoleActors) -> WorkerGroup:
         names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
         handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
-        group = WorkerGroup(role.name, role.devices, handles, self._factory.plan.spec.call_timeout)
-        group.divide(1)
-        return group
+        timeout = self._factory.plan.spec.call_timeout
+        return WorkerGroup(role.name, role.devices, handles, timeout, replica_size=1)
 
 
 SUBMISSION = "RLITE_SUBMISSION"
@@ -539,8 +538,7 @@ class ProgramWatch:
         return "; ".join(f"{finding.condition}: {finding.detail}" for finding in findings)
 
     def _watch_new(self) -> None:
-        ranks = [process.pid for process in find("rank", self._pid)]
-        for pid in {self._pid, *ranks} - set(self._judge.pids().get(NODE, ())):
+        for pid in {self._pid, *ranks_of(self._pid)} - set(self._judge.pids().get(NODE, ())):
             life = self._first if pid == self._pid else WorkloadId("rank", pid)
             self._judge.watch(life, NODE, pid)
 

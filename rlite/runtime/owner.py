@@ -61,18 +61,11 @@ class Owner:
 _JSON = TypeAdapter(Owner)
 
 
-def to_json(owner: Owner) -> str:
-    """Return the content of a file that names its owner."""
-    return _JSON.dump_json(owner).decode()
-
-
 def read_owner(file: Path) -> Owner | None:
     """Return the owner that a file names, or None. The file may come from anyone."""
-    try:
-        with files.reading(file, file.parent) as stream:
-            return _JSON.validate_json(stream.read(MAX_BYTES))
-    except (OSError, ValidationError):
-        return None
+    with suppress(OSError, ValidationError), files.reading(file, file.parent) as stream:
+        return _JSON.validate_json(stream.read(MAX_BYTES))
+    return None
 
 
 def _here() -> str:
@@ -99,7 +92,7 @@ class FolderLock:
 
     def close(self) -> None:
         """Let other processes use the folder, and remove folders that were made for nothing else. Safe to repeat."""
-        if not self.is_open or os.getpid() != self._pid:  # a forked child holds no lock
+        if self._file.closed or os.getpid() != self._pid:  # a forked child holds no lock
             return
         self._name(Owner())
         with suppress(OSError):  # somebody else has removed the file, or has put another one into a folder
@@ -111,13 +104,8 @@ class FolderLock:
 
     def _name(self, owner: Owner) -> None:
         self._file.truncate(0)
-        self._file.write(to_json(owner))
+        self._file.write(_JSON.dump_json(owner).decode())
         self._file.flush()
-
-    @property
-    def is_open(self) -> bool:
-        """True until `close`."""
-        return not self._file.closed
 
 
 _held: WeakValueDictionary[tuple[int, int], FolderLock] = WeakValueDictionary()
@@ -157,7 +145,7 @@ def _lock(path: Path, in_use: str) -> TextIO | None:
     """
     path.touch()
     held = _held.get(_identity(path.stat()))
-    if held is not None and held.is_open:  # before the file is opened: its close ends all locks of the process
+    if held is not None and not held._file.closed:  # before the file is opened: its close ends all locks of the process
         raise FolderInUse(in_use)
     file = path.open("a")
     try:

@@ -388,11 +388,7 @@ class Fsdp2Worker(BatchRunner):
 
     def load_state(self, path: str) -> None:
         """Resume from the state that `save_state` wrote; see `TrainWorker.load_state`."""
-        module = self.module
-        accumulated = sharded.load(
-            Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
-        )
-        self._resume(accumulated)
+        self._resume(sharded.load(Path(path), self._trained, self._context.rank, self._everyone))
 
     def pack_state(self) -> bytes:
         """Return this rank's state to resume from; see `TrainWorker.pack_state`."""
@@ -400,15 +396,15 @@ class Fsdp2Worker(BatchRunner):
 
     def unpack_state(self, packed: bytes) -> None:
         """Resume from the state that `pack_state` returned; see `TrainWorker.unpack_state`."""
-        module = self.module
-        accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
-        self._resume(accumulated)
+        self._resume(sharded.unpack(packed, self._trained))
 
     def _snapshot(self, is_copied: bool, memory: HostMemory | None = None) -> sharded.Snapshot:
-        module, accumulated = self.module, {"weight": self._weight, "is_finite": self._is_finite}
-        return sharded.snapshot(
-            module, module.optimizer, module.lr_scheduler, is_copied, memory, accumulated=accumulated
-        )
+        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
+        return sharded.snapshot(self._trained, is_copied, memory, accumulated)
+
+    @property
+    def _trained(self) -> sharded.Trained:
+        return sharded.Trained(self.module, self.module.optimizer, self.module.lr_scheduler)
 
     def _resume(self, accumulated: dict[str, Any]) -> None:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)

@@ -23,7 +23,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Literal
 
 import psutil
 
@@ -103,16 +102,12 @@ def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended just now, or belongs to another user
-            is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and (
-                _started_with(process, variable, mark) or (variable == MARK and _is_limited(process, mark))
-            ):
+            is_marked = _started_with(process, variable, mark) or (
+                variable == MARK and sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
+            )
+            if is_marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
-
-
-def _is_limited(process: psutil.Process, mark: str) -> bool:
-    return sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
 
 
 def _started_with(process: psutil.Process, variable: str, value: str) -> bool:
@@ -127,20 +122,18 @@ def _number_of(mark: str) -> int:
     return int.from_bytes(hashlib.blake2b(mark.encode(), digest_size=7).digest())
 
 
-@contextmanager
-def _max_locks(limit: int) -> Iterator[None]:
-    """Set the limit inside the block. Children inherit it. Other systems than Linux have no such limit."""
-    if sys.platform != "linux":
-        yield
-        return
-    before = resource.getrlimit(_MAX_LOCKS)
-    with suppress(ValueError, OSError):  # a lower hard limit, or a sandbox that refuses: the environment alone marks
-        resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
-    try:
-        yield
-    finally:
-        with suppress(ValueError, OSError):  # refused before, too
-            resource.setrlimit(_MAX_LOCKS, before)
+def _max_locks(limit: int) -> ExitStack:
+    """Return the context in which the limit is set, which children inherit.
+
+    Only Linux has it. A lower hard limit or a sandbox may refuse it: then the environment alone marks.
+    """
+    stack = ExitStack()
+    if sys.platform == "linux":
+        with suppress(ValueError, OSError):
+            before = resource.getrlimit(_MAX_LOCKS)
+            resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
+            stack.callback(resource.setrlimit, _MAX_LOCKS, before)
+    return stack
 
 
 def reap(mark: str, variable: str = MARK) -> None:
@@ -215,51 +208,14 @@ class TerminationNotice:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-Role = Literal["driver", "agent", "rank", "worker", "control", "sandbox"]
-"""driver: the program. agent: torchrun's. rank: a process of torchrun's. worker: a process of Ray's with our workers.
-control: Ray's control service (GCS). sandbox: a process that runs rewards or environments."""
-
-
-def find(role: Role, root: int) -> list[psutil.Process]:
-    """Return the living processes of a role in the process tree of the run, in order of their ids.
-
-    Args:
-        role: the role to look for.
-        root: process id of the run's first process.
-    """
-    try:
-        first = psutil.Process(root)
-        tree = [first, *first.children(recursive=True)]
-    except psutil.Error:
-        return []
-    found = [process for process in tree if _has_role(process, role, first)]
-    return sorted(found, key=lambda process: process.pid)
-
-
-def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> bool:
-    try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        command = process.cmdline()
-        is_launched = "torch.distributed.run" in first.cmdline()
-        is_child = process.ppid() == first.pid
-        match role:
-            case "agent":
-                return is_launched and process == first
-            case "rank":
-                return is_launched and is_child and "RANK" in process.environ()
-            case "driver":
-                return process.environ().get("RANK") == "0" and is_child if is_launched else process == first
-            case "worker":
-                return process.name().startswith("ray::RayHost") or command[:1] == ["ray::RayHost"]
-            case "control":
-                return process.name().startswith("gcs_server")
-            case "sandbox":
-                # forked by its keeper, which has the same command line
-                keeper = process.parent() if command[1:2] == ["-c"] else None
-                return keeper is not None and keeper.cmdline() == command and "multiprocessing" not in "".join(command)
-    except psutil.Error:  # it ended just now
-        return False
+def ranks_of(agent: int) -> list[int]:
+    """Return the process ids of the ranks that torchrun has started; none if the process is not torchrun's agent."""
+    with suppress(psutil.Error):  # one has ended just now
+        process = psutil.Process(agent)
+        if "torch.distributed.run" in process.cmdline():
+            alive = [each for each in process.children() if each.status() != psutil.STATUS_ZOMBIE]
+            return [each.pid for each in alive if "RANK" in each.environ()]
+    return []
 
 
 if __name__ == "__main__":

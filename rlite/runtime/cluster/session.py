@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
+from rlite.errors import FORKED, RliteError, WorkerError, refuse
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost, WorkerKey
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
@@ -85,9 +85,9 @@ class InprocessLauncher(Launcher):
     def start(self, request: GroupRequest) -> WorkerGroup:
         """Return the group of a worker, after making it in this process."""
         (device,) = request.devices
-        timeout = self._options.call_timeout
+        timeout, num_threads = self._options.call_timeout, self._options.num_threads or 0
         group = WorkerGroup(request.name, request.devices, [self._handle], timeout)
-        group.create(request.factory, [device.torch_name], [self._options.num_threads or 0], [0], timeout)
+        group.create(request.factory, [WorkerContext(0, 1, device, device.torch_name, num_threads, (0,))], timeout)
         return group
 
     def shutdown(self) -> None:
@@ -101,8 +101,7 @@ class Session:
     def __init__(
         self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        self.launcher = launcher
-        self.device = device
+        self.launcher, self.device = launcher, device
         self.engine_options = engine_options or {}
         """defaults of the executors' options, by the name of the executor"""
         self._ledger = Ledger(launcher.devices)
@@ -161,14 +160,10 @@ class Session:
         self.launcher.start_replica(group, ranks[0], before, factory)
         after = [group.devices[rank] for rank in ranks]
         if moved := {old: new for old, new in zip(before, after, strict=True) if old != new}:
-            self._move(moved)
-
-    def _move(self, places: Mapping[Device, Device]) -> None:
-        """Record for all owners that devices have moved. Their workers on the old devices have died with the node."""
-        with self._lock:
-            self._ledger = self._ledger.moved(places)
-            for group in self._groups.values():
-                group.devices = tuple(places.get(device, device) for device in group.devices)
+            with self._lock:  # other owners' workers on the old devices have died with the node, too
+                self._ledger = self._ledger.moved(moved)
+                for each in self._groups.values():
+                    each.devices = tuple(moved.get(device, device) for device in each.devices)
 
     def grow(self, owner: str, replicas: Sequence[int]) -> None:
         """Take devices for further replicas of an owner. `restart` starts their workers.
@@ -273,34 +268,29 @@ def open_session(
     global _session
     if _is_forked:
         raise RliteError(f"rlite.init() {FORKED}")
-    if _session is not None:
-        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     device, num_devices = options.device, options.num_devices
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices}: expected at least 1")
     kind = launcher or _default_launcher(device, num_devices)
-    if kind == "inprocess":
-        if num_devices not in (None, 1):
-            raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
-        started: Launcher = InprocessLauncher(options)
-    elif kind == "torchrun":
-        if "RANK" not in os.environ:
-            raise ConfigError("launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`")
-        started = TorchrunLauncher(options)
-    elif kind == "ray":
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError(
-                "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; "
-                "for one device call rlite.init(num_devices=1)"
-            )
-        started = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
+    has_several = kind == "inprocess" and num_devices not in (None, 1)
+    has_no_rank = kind == "torchrun" and "RANK" not in os.environ
+    has_no_ray = kind == "ray" and importlib.util.find_spec("ray") is None
+    refuse(
+        {
+            "rlite.init() was called before in this process; call rlite.shutdown() first": _session,
+            f"device={device!r}: expected 'cpu' or 'cuda'": device not in ("cpu", "cuda"),
+            f"num_devices={num_devices}: expected at least 1": num_devices is not None and num_devices < 1,
+            f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'": kind not in get_args(LauncherName),
+            f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": has_several,
+            "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": has_no_rank,
+            "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; for one device call "
+            "rlite.init(num_devices=1)": has_no_ray,
+        }
+    )
+    if kind == "ray":
+        started: Launcher = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
     else:
-        raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
+        started = InprocessLauncher(options) if kind == "inprocess" else TorchrunLauncher(options)
     _session = Session(started, device, engine_options)
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
+    _shut_down_at_exit()
     return _session
 
 
@@ -343,8 +333,12 @@ def default_options(executor: str) -> Mapping[str, Any]:
 def at_shutdown(act: Callable[[], None]) -> None:
     """Call `act` once in `rlite.shutdown()`, after the end of the session. The latest registered act runs first."""
     _at_shutdown.callback(act)
+    _shut_down_at_exit()
+
+
+def _shut_down_at_exit() -> None:
     atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before Ray's own end
+    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
 
 
 def shutdown() -> None:

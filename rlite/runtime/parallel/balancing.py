@@ -31,11 +31,6 @@ def _heaviest_first(part: _Part) -> float:
     return -part.weight
 
 
-def _spread(state: list[_Part], num_parts: int) -> float:
-    lightest = state[-1].weight if len(state) == num_parts else 0
-    return state[0].weight - lightest
-
-
 def _merge(a: list[_Part], b: list[_Part], num_parts: int) -> list[_Part]:
     """Return two joined partial solutions: the heaviest part of one with the lightest of the other.
 
@@ -88,7 +83,8 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, equal_size: bool = 
 
     def entry(state: list[_Part], order: int) -> tuple[float, float, int, list[_Part]]:
         # Ties go to the heavier, then to the older state, so that the outcome depends on nothing but the input.
-        return -_spread(state, num_parts), -state[0].weight, order, state
+        spread = state[0].weight - (state[-1].weight if len(state) == num_parts else 0)
+        return -spread, -state[0].weight, order, state
 
     heap = [entry(state, order) for order, state in enumerate(states)]
     heapq.heapify(heap)

@@ -215,9 +215,7 @@ class ContextShare:
 
     def gather_keys(self, x: Tensor) -> Tensor:
         """Return all tokens in the order of the pack, from this rank's [t, ...]. The ranks' gradients are added up."""
-        if self.group is None:
-            return x
-        return gather(x, self.group, dim=0, grad="sum")[self._position]
+        return x if self.group is None else gather(x, self.group, dim=0, grad="sum")[self._position]
 
     def gather_results(self, x: Tensor) -> Tensor:
         """Return all tokens [T, ...] in the order of the pack, for computations that every rank repeats."""

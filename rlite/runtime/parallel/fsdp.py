@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -48,11 +48,6 @@ class TrainMesh:
         """Rank in the tensor-parallel group."""
         return self.rank % self.dims.tensor
 
-    @property
-    def is_plain(self) -> bool:
-        """True for a single rank without any parallelism."""
-        return self.num_averaged * self.dims.tensor == 1
-
 
 def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: ParallelDims) -> TrainMesh:
     """Build the mesh and its process groups. Every rank of the engine calls it.
@@ -74,14 +69,10 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: Par
     groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
     ranks = table if dims.copies > 1 else table[0]
     whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    data = whole["replicate", "shard"] if dims.copies > 1 else whole["shard"]
     first = shard - shard % dims.seq
-    return TrainMesh(
-        dims=dims,
-        rank=rank,
-        data=whole["replicate", "shard"] if dims.copies > 1 else whole["shard"],
-        tensor=whole["tensor"],
-        seq=subgroup(table[copy, first : first + dims.seq, tensor].tolist()),
-    )
+    seq = subgroup(table[copy, first : first + dims.seq, tensor].tolist())
+    return TrainMesh(dims=dims, rank=rank, data=data, tensor=whole["tensor"], seq=seq)
 
 
 def shard(
@@ -98,7 +89,7 @@ def shard(
         compute_dtype: dtype of parameters in forward and backward passes.
         param_dtype: dtype in which parameters are stored.
     """
-    if mesh.is_plain and compute_dtype == param_dtype:
+    if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
     outer = inner = MixedPrecisionPolicy()
     if compute_dtype != param_dtype:
@@ -111,9 +102,8 @@ def shard(
 
 def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that gather parameters together, and so run every forward pass together; None for one rank."""
-    for group in _parameter_groups(module):
-        return group.mesh_info.shard_process_group
-    return None
+    group = next(_parameter_groups(module), None)
+    return None if group is None else group.mesh_info.shard_process_group
 
 
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
@@ -281,17 +271,16 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
     Raises:
         ConfigError: a buffer is on meta, so its values are unknown.
     """
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ConfigError(
-                f"buffer {name!r} is on meta, so its values are lost: build the module inside "
-                "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
-            )
-    shapes = [tuple(local_tensor(parameter).shape) for parameter in module.parameters()]
-    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes)) if device.type == "cpu" else None
+    if lost := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise ConfigError(
+            f"buffer {lost[0]!r} is on meta, so its values are lost: build the module inside "
+            "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
+        )
+    needed = sum(aligned_bytes(local_tensor(parameter).shape, dtype) for parameter in module.parameters())
+    arena = SharedArena(needed) if device.type == "cpu" else None
 
     def make(parameter: nn.Parameter) -> nn.Parameter:
-        shape = tuple(local_tensor(parameter).shape)
+        shape = local_tensor(parameter).shape
         local = arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
         return nn.Parameter(dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
 
@@ -307,13 +296,11 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by what `make` returns for it; shared parameters stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = cache(make)
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = make(parameter)
-                submodule._parameters[name] = made[parameter]
+                submodule._parameters[name] = made(parameter)
 
 
 def dtensor_like(tensor: Tensor, local: Tensor) -> Tensor:

@@ -75,6 +75,10 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
             )
 
 
+def _refusal(model: PreTrainedModel, problem: str) -> str:
+    return f"{model.config.model_type!r} {problem}; use one device for each copy"
+
+
 def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """Find the linear layers that the model's own plan splits.
 
@@ -89,21 +93,17 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
     prefix = model.base_model_prefix + "."
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
-        raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use one device for each copy")
-    columns: dict[str, Any] = {}
-    rows: dict[str, Any] = {}
+        raise ConfigError(_refusal(model, "has no tensor parallel plan"))
+    split: dict[str, dict[str, Any]] = {COLUMN: {}, ROW: {}}
     for name, module in (*model.named_modules(), *model.named_parameters()):
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style is None or style.startswith("replicated"):
             continue
-        if style not in (COLUMN, ROW) or not isinstance(getattr(module, "base_layer", module), nn.Linear):
-            raise ConfigError(
-                f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
-                "use one device for each copy"
-            )
-        (columns if style == COLUMN else rows)[name] = module
-    _check_blocks(model, columns, rows)
-    return columns, rows
+        if style not in split or not isinstance(getattr(module, "base_layer", module), nn.Linear):
+            raise ConfigError(_refusal(model, f"asks for {style!r} at {name!r}, which is not supported"))
+        split[style][name] = module
+    _check_blocks(model, split[COLUMN], split[ROW])
+    return split[COLUMN], split[ROW]
 
 
 def _check_blocks(model: PreTrainedModel, columns: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
@@ -215,8 +215,7 @@ class TensorParallelPlan:
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:
-        self.model = model
-        self.group = group
+        self.model, self.group = model, group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self._embedding = model.get_input_embeddings()
@@ -245,12 +244,10 @@ class TensorParallelPlan:
         """Replace the forwards of modules that need other ranks. Nothing changes for a single rank."""
         if self.group is None or self.world_size == 1:
             return
-        vocab_size = self._embedding.num_embeddings
-        start, _ = span(vocab_size, self.rank, self.world_size)
-        self._embedding.forward = partial(_embedding_inference, self._embedding, start, self.group)
-        self._head.forward = partial(
-            _head_inference, self._head, self._head.forward, self._head.out_features, self.group
-        )
+        embedding, head = self._embedding, self._head
+        start, _ = span(embedding.num_embeddings, self.rank, self.world_size)
+        embedding.forward = partial(_embedding_inference, embedding, start, self.group)
+        head.forward = partial(_head_inference, head.forward, head.out_features, self.group)
         for module in self._rows:
             module.forward = partial(_row_inference, module, module.forward, self.group)  # type: ignore[method-assign]
 
@@ -268,11 +265,8 @@ def _row_inference(module: nn.Linear, forward: Any, group: dist.ProcessGroup, x:
     return out if bias is None else out + bias
 
 
-def _head_inference(
-    module: nn.Linear, forward: Any, vocab_size: int, group: dist.ProcessGroup, x: torch.Tensor
-) -> torch.Tensor:
-    local = forward(x)
-    world_size = group.size()
+def _head_inference(forward: Any, vocab_size: int, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    local, world_size = forward(x), group.size()
     sizes = [stop - start for start, stop in (span(vocab_size, r, world_size) for r in range(world_size))]
     local = F.pad(local, (0, max(sizes) - local.shape[-1])).contiguous()
     parts = [torch.empty_like(local) for _ in sizes]
@@ -299,10 +293,7 @@ def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict
     check_heads(model.config, size)
     inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
     if others := [name for name in inputs if name not in LAYER_INPUTS and not name.startswith("position_embeddings")]:
-        raise ConfigError(
-            f"{model.config.model_type!r} gives its layers {', '.join(others)}, which is not split over tokens; "
-            "use one device for each copy"
-        )
+        raise ConfigError(_refusal(model, f"gives its layers {', '.join(others)}, which is not split over tokens"))
     columns, rows = split_linears(model)
     for axis, linears in ((0, columns), (1, rows)):
         for name, linear in linears.items():
@@ -340,8 +331,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             module.forward = partial(_on_local_parameters, module, module.forward, whole)
     for name, row in rows.items():
         row.forward = partial(_row_forward, getattr(row, "base_layer", row), row.forward, group)
-        parent = model.get_submodule(name.rpartition(".")[0])
-        parent.register_forward_pre_hook(tokens.gather, with_kwargs=True)
+        model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(tokens.gather, with_kwargs=True)
     layers[0].register_forward_pre_hook(tokens.split, with_kwargs=True)
     layers[-1].register_forward_hook(tokens.join, with_kwargs=True)
     model.base_model.register_forward_hook(tokens.join_recorded)
@@ -368,7 +358,7 @@ def _of_inputs(layer: Any) -> list[nn.Parameter]:
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ConfigError(f"{model.config.model_type!r} has no list of layers to split; use one device for each copy")
+        raise ConfigError(_refusal(model, "has no list of layers to split"))
     return layers
 
 
@@ -404,8 +394,7 @@ def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *arg
     for name, parameter in held.items():
         if isinstance(parameter, DTensor):
             is_whole = parameter.placements[-1].is_replicate()
-            local = parameter.to_local(grad_placements=[whole] if is_whole else None)
-            module._parameters[name] = local
+            module._parameters[name] = parameter.to_local(grad_placements=[whole] if is_whole else None)
     try:
         return forward(*args, **kwargs)
     finally:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, Protocol
 
@@ -336,9 +336,8 @@ class InFlightTable:
             The other requests, which have not ended.
         """
         requests = self.clear(error)
-        for request in requests:
-            if request.is_cancelled:
-                request.abort()
+        for request in (request for request in requests if request.is_cancelled):
+            request.abort()
         return [request for request in requests if not request.done.done()]
 
 
@@ -491,6 +490,18 @@ class InferenceBackend(Backend):
     it to `build`"""
     capabilities: Capabilities = Capabilities()
 
+    def check_options(self, executor: str) -> None:
+        """Check that the options have the fields that the options of every executor have.
+
+        Args:
+            executor: name of the executor.
+
+        Raises:
+            ConfigError: a field is missing.
+        """
+        if missing := COMMON_OPTIONS.difference(signature(self.options).parameters):
+            raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
+
     def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:
         """Check that the executor can serve a checkpoint.
 
@@ -529,8 +540,7 @@ def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
     Raises:
         DataError: a prompt is too long.
     """
-    for index, ids in enumerate(prompts):
-        if len(ids) > max_tokens:
-            raise DataError(
-                f"prompt {index} has {len(ids)} tokens, max_model_len={max_tokens + 1} leaves room for {max_tokens}"
-            )
+    for index, num in enumerate(map(len, prompts)):
+        if num > max_tokens:
+            room = f"max_model_len={max_tokens + 1} leaves room for {max_tokens}"
+            raise DataError(f"prompt {index} has {num} tokens, {room}")

@@ -23,8 +23,9 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,31 +34,17 @@ import torch.distributed.checkpoint as dcp
 import torch.futures
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as contents
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import set_element
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
 from rlite.runtime.parallel.fsdp import local_tensor
-from rlite.runtime.parallel.host_memory import HostMemory
+from rlite.runtime.parallel.host_memory import HostMemory, with_block
 from rlite.runtime.storage.atomic import hash_files, publish, seal
 
 METADATA = "metadata.json"
@@ -129,24 +116,14 @@ class JsonWriter(FileSystemWriter):
         except RuntimeError as error:
             raise OSError(why_not_written(error)) from None
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: contents.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the table of contents."""
-        entries: dict[str, Any] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
-                dtype = str(entry.properties.dtype).removeprefix("torch.")
-                entries[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
-            else:
-                entries[name] = None
-        places = [
-            [
-                *(written.index.fqn, written.index.offset and list(written.index.offset), written.index.index),
-                *(written.storage_data.relative_path, written.storage_data.offset, written.storage_data.length),
-            ]
-            for result in results
-            for written in result
-        ]
+        entries = {name: _described(entry) for name, entry in metadata.state_dict_metadata.items()}
+        places = []
+        for written in chain(*results):
+            index, place = written.index, written.storage_data
+            where = (index.fqn, index.offset and list(index.offset), index.index)
+            places.append((*where, place.relative_path, place.offset, place.length))
         table = {"format": FORMAT, "entries": entries, "places": places}
         (Path(self.path) / METADATA).write_text(json.dumps(table))
 
@@ -154,7 +131,7 @@ class JsonWriter(FileSystemWriter):
 class JsonReader(FileSystemReader):
     """Reader of checkpoints that `JsonWriter` wrote."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> contents.Metadata:
         """Read the table of contents.
 
         Returns:
@@ -173,10 +150,10 @@ class JsonReader(FileSystemReader):
         with naming(file):
             table = json.loads(file.read_text())
             _expect(table["format"] == FORMAT, f"format {table['format']}, expected {FORMAT}")
-            return Metadata(
+            return contents.Metadata(
                 state_dict_metadata={str(name): _entry(entry) for name, entry in table["entries"].items()},
                 storage_data=dict(_placed(*place) for place in table["places"]),
-                storage_meta=StorageMeta(load_id=self.load_id),
+                storage_meta=contents.StorageMeta(load_id=self.load_id),
             )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -210,20 +187,28 @@ def _expect(holds: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _described(entry: Any) -> dict[str, Any] | None:
+    if not isinstance(entry, contents.TensorStorageMetadata):
+        return None
+    chunks = [(list(chunk.offsets), list(chunk.sizes)) for chunk in entry.chunks]
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+
+
+def _entry(entry: Any) -> contents.TensorStorageMetadata | contents.BytesStorageMetadata:
     if entry is None:
-        return BytesStorageMetadata()
+        return contents.BytesStorageMetadata()
     dtype = getattr(torch, entry["dtype"])
     _expect(isinstance(dtype, torch.dtype), f"{entry['dtype']} is not a dtype")
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in entry["chunks"]]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
+    chunks = [contents.ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in entry["chunks"]]
+    return contents.TensorStorageMetadata(contents.TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
 
 
 def _placed(
     name: str, offsets: list[int] | None, index: int | None, file: str, offset: int, length: int
-) -> tuple[MetadataIndex, _Place]:
+) -> tuple[contents.MetadataIndex, _Place]:
     _expect(Path(file).name == file, f"{file!r} is not a file of the checkpoint")
-    return MetadataIndex(name, offsets, index), _Place(file, int(offset), int(length))
+    return contents.MetadataIndex(name, offsets, index), _Place(file, int(offset), int(length))
 
 
 def random_state() -> dict[str, Any]:
@@ -256,6 +241,14 @@ _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 cannot wait for each other."""
 
 
+class Trained(NamedTuple):
+    """A sharded module, with its optimizer and its learning-rate scheduler if it has them."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Scheduler | None = None
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """State of one rank at a step boundary."""
@@ -266,19 +259,12 @@ class Snapshot:
 
 
 def snapshot(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    is_copied: bool,
-    memory: HostMemory | None = None,
-    accumulated: Mapping[str, Any] | None = None,
+    trained: Trained, is_copied: bool, memory: HostMemory | None = None, accumulated: Mapping[str, Any] | None = None
 ) -> Snapshot:
     """Collect the state of one rank.
 
     Args:
-        module: the sharded module.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module and its optimizer.
         is_copied: copy the state to host memory, so that training may go on while it is written.
         memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
         accumulated: plain values that belong to the gradients; `load` returns them.
@@ -286,6 +272,7 @@ def snapshot(
     Returns:
         The state; without a copy it refers to the live tensors.
     """
+    module, optimizer, scheduler = trained
     stepped = _with_state(module, optimizer)
     gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     own: dict[str, Any] = {
@@ -363,21 +350,12 @@ def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] |
         return why_not_written(error)
 
 
-def load(
-    folder: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    rank: int,
-    group: dist.ProcessGroup,
-) -> dict[str, Any]:
+def load(folder: Path, trained: Trained, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Read a checkpoint into this layout. Extra ranks keep their own random state.
 
     Args:
         folder: the checkpoint.
-        module: the sharded module that takes the weights.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module that takes the weights, and its optimizer.
         rank: this rank in `group`.
         group: the process group of all ranks that read.
 
@@ -389,6 +367,7 @@ def load(
     """
     file = folder / f"rank-{rank}.pt"
     own = load_values(file if file.exists() else folder / "rank-0.pt")
+    module, optimizer, _ = trained
     _check_model(folder, module)
     if own["stepped"] and optimizer is None:
         raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
@@ -404,7 +383,7 @@ def load(
         except CheckpointException as error:  # a BaseException, which would end the worker
             raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
 
-    _take(own, read, module, optimizer, scheduler)
+    _take(own, read, trained)
     if file.exists():
         set_random_state(own["random"])
     return own.get("accumulated", {})
@@ -418,23 +397,19 @@ def pack(state: Snapshot) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(
-    packed: bytes, module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Scheduler | None
-) -> dict[str, Any]:
+def unpack(packed: bytes, trained: Trained) -> dict[str, Any]:
     """Continue from a snapshot of the same rank of the same layout.
 
     Args:
         packed: result of `pack`.
-        module: the sharded module that takes the weights.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module that takes the weights, and its optimizer.
 
     Returns:
         `accumulated` of the snapshot.
     """
     saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)  # executes nothing
     own = saved["own"]
-    _take(own, lambda state: _fill(state, saved["shared"]), module, optimizer, scheduler)
+    _take(own, lambda state: _fill(state, saved["shared"]), trained)
     set_random_state(own["random"])
     return own["accumulated"]
 
@@ -450,22 +425,15 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             state[key] = saved[key]
 
 
-def _take(
-    own: Mapping[str, Any],
-    read: Callable[[dict[str, Any]], None],
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-) -> None:
+def _take(own: Mapping[str, Any], read: Callable[[dict[str, Any]], None], trained: Trained) -> None:
     """Restore a module and its optimizer from a state.
 
     Args:
         own: the rank's own part of it.
         read: fills the tensors that all ranks share.
-        module: the sharded module that takes the weights.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module that takes the weights, and its optimizer.
     """
+    module, optimizer, scheduler = trained
     module.zero_grad(set_to_none=True)
     for name in own["gradients"]:
         parameter = module.get_parameter(name)
@@ -477,11 +445,11 @@ def _take(
     if own["stepped"]:
         state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
     read(state)
-    set_model_state_dict(module, state["model"])
+    states.set_model_state_dict(module, state["model"])
     if optimizer is not None:
         if own["stepped"]:
             state["optimizer"]["state"] = {**filled, **state["optimizer"]["state"]}  # torch wants all
-            set_optimizer_state_dict(module, optimizer, state["optimizer"])
+            states.set_optimizer_state_dict(module, optimizer, state["optimizer"])
         stepped = {id(module.get_parameter(name)) for name in own["stepped"]}
         for forgotten in [parameter for parameter in optimizer.state if id(parameter) not in stepped]:
             del optimizer.state[forgotten]
@@ -504,12 +472,12 @@ def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradient
     If an optimizer has made no step, torch fills its state by a step of zero, which counts as a step. Saving must not
     trigger that, so callers pass such an optimizer only for loading.
     """
-    state: dict[str, Any] = {"model": get_model_state_dict(module)}
+    state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
     if optimizer is not None:
         had = {name: parameter.grad for name, parameter in module.named_parameters()}
         for parameter in module.parameters():
             parameter.grad = None  # torch refuses to fill an optimizer whose parameters have gradients
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+        state["optimizer"] = states.get_optimizer_state_dict(module, optimizer)
         for name, gradient in had.items():
             module.get_parameter(name).grad = gradient
     if gradients:
@@ -539,7 +507,7 @@ def _check_model(folder: Path, module: nn.Module) -> None:
     """
     entries = JsonReader(folder).read_metadata().state_dict_metadata
     saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
-    for name, value in get_model_state_dict(module).items():
+    for name, value in states.get_model_state_dict(module).items():
         if name not in saved:
             raise CheckpointError(f"{folder}: saved from another model: it has no {name}")
         size = getattr(saved.pop(name), "size", None)
@@ -551,16 +519,10 @@ def _check_model(folder: Path, module: nn.Module) -> None:
 
 
 def _on_host(state: dict[str, Any], memory: HostMemory) -> dict[str, Any]:
-    """Return a copy in host memory. A tensor that occurs twice (tied parameters) is copied once.
-
-    DTensors are built by their constructor, because `from_local` would move the block to the mesh's device.
-    """
+    """Return a copy in host memory. A tensor that occurs twice (tied parameters) is copied once."""
     tensors = {id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}
-    blocks = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
-    copies = {
-        key: DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
-        for (key, value), copy in zip(tensors.items(), memory.copies([b.detach() for b in blocks]), strict=True)
-    }
-    if any(block.is_cuda for block in blocks):
+    blocks = memory.copies([local_tensor(value.detach()) for value in tensors.values()])
+    copies = {key: with_block(value, block) for (key, value), block in zip(tensors.items(), blocks, strict=True)}
+    if any(value.is_cuda for value in tensors.values()):
         torch.cuda.synchronize()
     return tree_map_only(Tensor, lambda value: copies[id(value)], state)

@@ -161,8 +161,7 @@ class RayHandle:
     """Handle of a worker that is an actor: calls are its tasks, and its death is the end of `host_pulse`."""
 
     def __init__(self, actor: Any, name: str, control: ControlService | None = None, has_notice: bool = False) -> None:
-        self.actor = actor
-        self._name = name
+        self.actor, self._name = actor, name
         self._using = nullcontext if control is None else control.using
         self.process = actor._actor_id.hex()
         self.death = self._call(actor.host_pulse)
@@ -248,10 +247,7 @@ class RayHandle:
         return answer
 
 
-AnyHandle = RayHandle | AbsentHandle
-
-
-def handle_of(actor: Any | None, name: str) -> AnyHandle:
+def handle_of(actor: Any | None, name: str) -> RayHandle | AbsentHandle:
     """Return the handle of an actor that may be gone.
 
     Args:
