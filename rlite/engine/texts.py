@@ -45,7 +45,6 @@ class TextEngine(ServingEngine):
     def __init__(self, path: str | Path, executor: str, max_replacements: int, routing: Policy) -> None:
         backend, folder = find_backend("inference", executor, InferenceBackend), str(local_checkpoint(path))
         super().__init__(backend, executor, folder, load_config(folder).get_text_config(), max_replacements, routing)
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def generate(
         self, prompts: Prompts, sampling_params: Sampling = None, timeout: float | None = None
@@ -163,12 +162,10 @@ class TextEngine(ServingEngine):
         where, is_text = f"prompt {index}", isinstance(prompt, str)
         return self._checked(raw_prompts(self.tokenizer, [prompt])[0] if is_text else token_ids(prompt, where), where)
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
-        return self._tokenizer
+        return load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

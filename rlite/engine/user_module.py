@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -102,12 +102,8 @@ def changed_methods(old: type, new: type) -> list[str]:
             f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}. "
             f"The weights belong to {before}: release() the engine, and build an engine of a new module"
         )
-    before_methods, after_methods = own_methods(old), own_methods(new)
-    changed = [
-        name
-        for name in sorted(before_methods.keys() | after_methods.keys())
-        if _fingerprint(before_methods.get(name)) != _fingerprint(after_methods.get(name))
-    ]
+    prints = [{name: _fingerprint(method) for name, method in own_methods(cls).items()} for cls in (old, new)]
+    changed = sorted(name for name in {*prints[0], *prints[1]} if prints[0].get(name) != prints[1].get(name))
     if once := [name for name in RUN_ONCE if name in changed]:
         raise ConfigError(
             f"reload_methods: {new.__name__}.{', '.join(once)} was changed, which ran when the engine was built, and "
@@ -141,14 +137,11 @@ def sent_by_value(cls: type) -> Iterator[None]:
         None.
     """
     names = {base.__module__ for base in cls.__mro__ if not _is_of_library(base)} - {"__main__"}
-    modules = [sys.modules[name] for name in names & sys.modules.keys()]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with ExitStack() as stack:
+        for name in names & sys.modules.keys():
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+            stack.callback(cloudpickle.unregister_pickle_by_value, sys.modules[name])
         yield
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 @contextmanager
@@ -205,11 +198,10 @@ def own_methods(cls: type) -> dict[str, Callable[..., Any]]:
     return {name: value for base in own for name, value in vars(base).items() if callable(value)}
 
 
-def _fingerprint(method: Callable[..., Any] | None) -> Any:
+def _fingerprint(method: Callable[..., Any]) -> Any:
     """Return the identity of a method: its code, defaults and marks; not its line numbers."""
-    function = None if method is None else inspect.unwrap(method)
-    code = getattr(function, "__code__", None)
-    if code is None:
+    function = inspect.unwrap(method)
+    if (code := getattr(function, "__code__", None)) is None:
         return method
     marks = {name: value for name, value in vars(method).items() if name != "__wrapped__"}
     return _of_code(code), repr(getattr(function, "__defaults__", None)), repr(marks)

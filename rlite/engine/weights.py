@@ -42,11 +42,9 @@ class SyncReport:
     num_tensors: int
 
     def __str__(self) -> str:
-        rate = self.num_bytes / max(self.seconds, 1e-9) / 2**30
-        megabytes = self.num_bytes / 2**20
-        return (
-            f"version {self.version}: {megabytes:.1f} MiB in {self.seconds:.3f} s ({rate:.2f} GiB/s, {self.transport})"
-        )
+        mebibytes, seconds = self.num_bytes / 2**20, max(self.seconds, 1e-9)
+        rate = f"{mebibytes / 1024 / seconds:.2f} GiB/s, {self.transport}"
+        return f"version {self.version}: {mebibytes:.1f} MiB in {self.seconds:.3f} s ({rate})"
 
 
 def sync_weights(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -125,10 +125,8 @@ class PrefillPlan(AttentionPlan):
         is_invariant: bool = False,
         is_fixed: bool = False,
     ) -> None:
-        self.cache = cache
-        self.chunks = chunks
-        self._is_fixed = is_fixed
-        self._is_invariant = is_invariant
+        self.cache, self.chunks = cache, chunks
+        self._is_fixed, self._is_invariant = is_fixed, is_invariant
         self.tokens, places = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
@@ -137,10 +135,8 @@ class PrefillPlan(AttentionPlan):
         self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
         self._attend_all = attend_all
         if attend_all is not None:
-            cu_queries, cu_keys = (
-                torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
-                for sizes in (lengths, stops)
-            )
+            sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
+            cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
             self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
             self._past: tuple[Tensor, Tensor] | None = None
             """slots and positions of the keys that the chunks see, if some are of an earlier forward"""
@@ -253,9 +249,7 @@ class NativeDecodePlan(AttentionPlan):
     """
 
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
-        self.cache = cache
-        self._positions = positions
-        self._step = 0
+        self.cache, self._positions, self._step = cache, positions, 0
 
     def go_to(self, step: int) -> None:
         """Advance to this step."""
@@ -316,13 +310,9 @@ class DecodePlan(AttentionPlan):
                 up to whole blocks.
             is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
         """
-        self.cache = cache
-        self._first_slot = first_slot
+        self.cache, self._positions, self._lengths = cache, positions, lengths
+        self._first_slot, self._is_padded, self._is_invariant = first_slot, is_padded, is_invariant
         self._rows = torch.arange(len(lengths), device=positions.device)
-        self._positions = positions
-        self._lengths = lengths
-        self._is_padded = is_padded
-        self._is_invariant = is_invariant
         self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
         self._width = min(_round_up(max(lengths) + len(positions) - 1), cache.max_len)
         self._biases: dict[int | None, Tensor] = {None: _bias(positions[0], self._width, cache)}
@@ -341,8 +331,7 @@ class DecodePlan(AttentionPlan):
         self._biases = {None: bias}
 
     def _look_up(self, step: int) -> None:
-        self._step = step
-        first = self._first_slot
+        self._step, first = step, self._first_slot
         self.targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
@@ -385,18 +374,16 @@ class DecodePlan(AttentionPlan):
         return out.reshape(query.shape)
 
     def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
-        num, heads, dim = query.shape
+        (num, heads, dim), width = query.shape, index.num_blocks * BLOCK
         weights = query[:, :, None].expand(num, heads, index.num_blocks, dim).flatten()
         scores = _weighted_sum(self.cache.key_rows[layer], index.key_rows, index.key_starts, weights)
-        scores = scores.view(num, heads, index.num_blocks * BLOCK)
-        scores += bias[..., : scores.shape[-1]]
+        scores = scores.view(num, heads, width)
+        scores += bias[..., :width]
         probs = torch.softmax(scores, dim=-1).flatten()
         values, starts = self.cache.value_rows[layer], index.value_starts
-        if not self._is_invariant or index.num_blocks * BLOCK <= SUM:
+        if not self._is_invariant or width <= SUM:
             return _weighted_sum(values, index.value_rows, starts, probs)
-        starts = starts[:, None] + torch.arange(
-            0, index.num_blocks * BLOCK, SUM, dtype=starts.dtype, device=starts.device
-        )
+        starts = starts[:, None] + torch.arange(0, width, SUM, dtype=starts.dtype, device=starts.device)
         parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
         return reduce(torch.add, parts.unbind(1))
 
@@ -455,9 +442,7 @@ def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
 def equal_groups(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return runs (start, stop, length) of neighbours with equally many blocks; lengths are whole blocks."""
     groups: list[tuple[int, int, int]] = []
-    for row, length in enumerate(map(_round_up, lengths)):
-        if groups and groups[-1][2] == length:
-            groups[-1] = (groups[-1][0], row + 1, length)
-        else:
-            groups.append((row, row + 1, length))
+    for length, run in groupby(map(_round_up, lengths)):
+        start = groups[-1][1] if groups else 0
+        groups.append((start, start + len(list(run)), length))
     return groups

@@ -51,8 +51,7 @@ GATHER_INDEX_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; beyond it they are forgotten"""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(NamedTuple):
     """Row indices at which keys and values of some tokens are stored: `[tokens * kv_heads]` each, token-major."""
 
     rows: Tensor
@@ -63,8 +62,7 @@ class Targets:
     """positions within a block"""
 
 
-@dataclass(frozen=True, slots=True)
-class GatherIndex:
+class GatherIndex(NamedTuple):
     """Arguments of `embedding_bag` to decode some slots over their first `num_blocks` blocks."""
 
     num_blocks: int
@@ -74,11 +72,6 @@ class GatherIndex:
     value_rows: Tensor
     value_starts: Tensor
     """start of each bag; one bag per slot and query head"""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the index tensors in bytes."""
-        return self.key_rows.nbytes + self.key_starts.nbytes + self.value_rows.nbytes + self.value_starts.nbytes
 
 
 class CacheShape(NamedTuple):
@@ -196,6 +189,7 @@ class SlotCache:
         self.key_rows = [keys.view(-1, BLOCK) for keys in self.keys] if self.is_blocked else []
         """the rows that `GatherIndex.key_rows` indexes, per layer"""
         self._gather_indices: dict[tuple[int, int, int], GatherIndex] = {}
+        self._index_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -277,8 +271,10 @@ class SlotCache:
             value_rows.flatten().to(dtype),
             torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
-        if sum(index.nbytes for index in self._gather_indices.values()) + found.nbytes > GATHER_INDEX_BYTES:
+        self._index_bytes += sum(indices.nbytes for indices in found[1:])
+        if self._index_bytes > GATHER_INDEX_BYTES:
             self._gather_indices.clear()
+            self._index_bytes = 0
         self._gather_indices[start, stop, blocks] = found
         return found
 

@@ -25,7 +25,7 @@ from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invaria
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
-from rlite.nn.pretrained import end_ids, load_config, meta_model, real_tensors, stored_dtype
+from rlite.nn.pretrained import load_config, meta_model, real_tensors, stored_dtype
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.tensor import TensorParallelPlan
 
@@ -130,24 +130,6 @@ class LeanDecoder:
         self._is_invariant = is_invariant
         self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
 
-    @classmethod
-    def of(
-        cls, model: PreTrainedModel, device: torch.device, max_len: int, is_invariant: bool = False
-    ) -> LeanDecoder | None:
-        """Return the decoder of a model, None if it does not apply.
-
-        It applies to some classes, devices, dtypes, activations, rotary embeddings and kinds of attention only.
-
-        Args:
-            model: the model.
-            device: device of the model.
-            max_len: longest sequence, in tokens.
-            is_invariant: `rlite.backends.models.batch_invariant` computes the model.
-        """
-        is_own = type(model) in FAMILY and is_plain(model)
-        applies = is_own and device.type == "cpu" and model.dtype == torch.float32
-        return cls(model, device, max_len, is_invariant) if applies else None
-
     def fill(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values of tokens to the cache. The last layer computes nothing else.
 
@@ -216,10 +198,6 @@ class _Place:
     global_shape: tuple[int, ...]
     owners: tuple[tuple[nn.Module, str], ...]
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.box)
-
     def get(self) -> nn.Parameter:
         module, name = self.owners[0]
         return module.get_parameter(name)
@@ -228,6 +206,11 @@ class _Place:
         parameter = nn.Parameter(tensor, requires_grad=False)
         for module, name in self.owners:
             module._parameters[name] = parameter
+
+    def allocate(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give the parameter memory without values."""
+        shape = [s.stop - s.start for s in self.box]
+        self.set(torch.empty(shape, dtype=dtype, device=device))
 
 
 class ShardedModel:
@@ -258,14 +241,17 @@ class ShardedModel:
         CheckpointReader(path)  # refuses a folder without weights
         self.config: PreTrainedConfig = load_config(path)
         self.dtype = getattr(torch, dtype) if dtype else stored_dtype(path, self.config)
-        self.model = self._build()
-        plan = TensorParallelPlan(self.model, tp_group)
+        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
+        model: PreTrainedModel = meta_model(self.config, self.dtype, device)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval().requires_grad_(False)
+        plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
         """parts into which training divides the vocabulary"""
         self._places = self._find_places(plan)
         for place in self._places.values():
-            place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
+            place.allocate(self.dtype, "meta")
         self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
         """true if the bits of a token depend on its sequence alone, not on the forward pass that computes them"""
         if self.is_invariant:
@@ -275,26 +261,22 @@ class ShardedModel:
         plan.install()
         self._lean: LeanDecoder | None = None
 
-    def _build(self) -> PreTrainedModel:
-        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
-        model = meta_model(self.config, self.dtype, self.device)
-        model.set_attn_implementation(ATTENTION)
-        return model.eval().requires_grad_(False)
-
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
-        owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-        for prefix, module in self.model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, module, name))
-        return {
-            names[0][0]: _Place(plan.box(p), tuple(p.shape), tuple((module, name) for _, module, name in names))
-            for p, names in owners.items()
-        }
+        owners: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(parameter, []).append(name)
+        places = {}
+        for p, names in owners.items():
+            paths = [name.rpartition(".") for name in names]
+            modules = tuple((self.model.get_submodule(module), name) for module, _, name in paths)
+            places[names[0]] = _Place(plan.box(p), tuple(p.shape), modules)
+        return places
 
     def specialise(self, max_len: int) -> None:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
-        self._lean = LeanDecoder.of(self.model, self.device, max_len, self.is_invariant)
+        is_known = type(self.model) in FAMILY and is_plain(self.model)
+        if is_known and self.device.type == "cpu" and self.dtype == torch.float32:
+            self._lean = LeanDecoder(self.model, self.device, max_len, self.is_invariant)
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
@@ -356,7 +338,7 @@ class ShardedModel:
             tensor = place.get()
             if tensor.is_meta:
                 with real_tensors(self.device):
-                    place.set(torch.empty(place.local_shape, dtype=self.dtype))
+                    place.allocate(self.dtype, self.device)
             elif tensor.device != self.device:
                 place.set(tensor.data.to(self.device))
 
@@ -387,7 +369,3 @@ class ShardedModel:
         """Return the bytes that the parameters hold, on the device or on the host."""
         tensors = [place.get() for place in self._places.values()]
         return sum(t.nbytes for t in tensors if not t.is_meta)
-
-    def end_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-        return frozenset(end_ids(self.path, self.config))

@@ -55,8 +55,7 @@ class PackedLayout:
         share: ContextShare | None = None,
         attend: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.cu_seqlens = cu_seqlens.to(torch.int32)
-        self.max_seqlen = int(max_seqlen)
+        self.cu_seqlens, self.max_seqlen = cu_seqlens.to(torch.int32), int(max_seqlen)
         self.share = share if share is not None and share.group is not None else None
         self.attend = attend or causal_attention
 
@@ -120,10 +119,9 @@ def packed_attention(
     refuse_other_attention(kwargs)
     if dropout and (query.is_cuda or packed_layout.share is not None):
         raise ConfigError(f"attention dropout ({dropout}) is not supported on CUDA, nor with sp_size; set it to 0")
-    window: int | None = kwargs.get("sliding_window")
+    share, window = packed_layout.share, kwargs.get("sliding_window")
     if window is not None and window >= packed_layout.max_seqlen:
         window = None
-    share = packed_layout.share
     is_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     attend = partial(packed_layout.attend, scaling=scaling, window=window, dropout=dropout)
     if share is None and not is_flash:

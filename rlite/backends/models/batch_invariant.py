@@ -153,19 +153,13 @@ def _multiply_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    heights = _heights(len(rows), (*weight.shape, bias is not None, torch.get_num_threads()))
+    num, heights = len(rows), list[int]()
+    for height in TILES:
+        if num >= height and _is_invariant(height, *weight.shape, bias is not None, torch.get_num_threads()):
+            heights += [height] * (num // height)
+            num %= height
     tiles = [multiply(tile, weight, bias) for tile in rows.split(heights)]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-
-
-def _heights(num_rows: int, shape: tuple[int, int, bool, int]) -> list[int]:
-    """Return the heights of the tiles that cover `num_rows`, a multiple of TILE."""
-    heights: list[int] = []
-    for height in TILES:
-        if num_rows >= height and _is_invariant(height, *shape):
-            heights += [height] * (num_rows // height)
-            num_rows %= height
-    return heights
 
 
 @cache

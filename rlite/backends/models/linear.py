@@ -80,11 +80,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: [out, in].
         bias: [out].
     """
-    if x.dim() == 2:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     product = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
     # a plain view would make FSDP warn that a module's output must not be changed in place
-    return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], weight.shape[0]))
+    return product if x.dim() == 2 else torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
 
 
 class _Linear(torch.autograd.Function):
@@ -127,9 +125,8 @@ def check_liger(module: nn.Module, device: str) -> None:
     check_liger_installed()
     kind = module.config.model_type if isinstance(module, PreTrainedModel) else type(module).__name__
     if kind not in MODEL_TYPES:
-        raise ConfigError(
-            f"use_liger_kernel=true: for models of type {', '.join(MODEL_TYPES)}, not {kind}; leave it out"
-        )
+        known = ", ".join(MODEL_TYPES)
+        raise ConfigError(f"use_liger_kernel=true: for models of type {known}, not {kind}; leave it out")
 
 
 def use_liger_kernels(model: Any) -> None:
@@ -143,13 +140,9 @@ def use_liger_kernels(model: Any) -> None:
     own = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models."))
     modeling = vars(sys.modules[own.__module__])
     before = dict(modeling)
+    is_swiglu, others = model.config.hidden_act in ("silu", "swish"), ("cross_entropy", "fused_linear_cross_entropy")
     try:
-        _apply_liger_kernel_to_instance(
-            model,
-            swiglu=model.config.hidden_act in ("silu", "swish"),
-            cross_entropy=False,
-            fused_linear_cross_entropy=False,
-        )
+        _apply_liger_kernel_to_instance(model, swiglu=is_swiglu, **dict.fromkeys(others, False))
         rope = modeling[_ROPE]
     finally:
         modeling.update(before)

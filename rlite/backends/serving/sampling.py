@@ -62,12 +62,10 @@ def objection(request: SequenceRequest, max_model_len: int, vocab_size: int, def
     ids = [*request.input_ids, *request.output_ids]
     if not request.input_ids:
         return "the prompt is empty; give at least one token"
-    if (error := length_objection(len(ids), max_model_len, default)) is not None:
-        return error
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if len(ids) < max_model_len and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         return f"token id {wrong} is not in the vocabulary of {vocab_size}"
-    return None
+    return length_objection(len(ids), max_model_len, default)
 
 
 def length_objection(num_tokens: int, max_model_len: int, default: str = "") -> str | None:
@@ -78,10 +76,8 @@ def length_objection(num_tokens: int, max_model_len: int, default: str = "") -> 
         max_model_len: longest sequence in tokens.
         default: explains `max_model_len` if it is not the user's.
     """
-    if num_tokens < max_model_len:
-        return None
-    limit = f"max_model_len={max_model_len}{default}"
-    return f"the prompt has {num_tokens} tokens, {limit} leaves room for {max_model_len - 1}"
+    limit = f"max_model_len={max_model_len}{default} leaves room for {max_model_len - 1}"
+    return None if num_tokens < max_model_len else f"the prompt has {num_tokens} tokens, {limit}"
 
 
 @dataclass
@@ -129,13 +125,13 @@ class RequestRules:
     @cached_property
     def _tokenizer(self) -> Any:
         """The tokenizer, or the reason why there is none. All ranks have one only if every rank could read it."""
-        tokenizer: Any
+        tokenizer, problem = None, "another rank could not read it"
         try:
             tokenizer = load_tokenizer(self.path)
         except RliteError as error:  # only stop strings cannot do without
-            tokenizer = str(error)
-        (is_everywhere,) = self.agreed([not isinstance(tokenizer, str)])
-        return tokenizer if is_everywhere or isinstance(tokenizer, str) else "another rank could not read it"
+            problem = str(error)
+        (is_everywhere,) = self.agreed([tokenizer is not None])
+        return tokenizer if is_everywhere else problem
 
 
 CACHED_ELEMENTS = 1 << 18
@@ -204,9 +200,7 @@ class SamplingBatch:
         width = max(len(row.stop_ids) for row in rows)
         table = [[*row.stop_ids, *[-1] * (width - len(row.stop_ids))] for row in rows]
         return cls(
-            inverse_temperature=(
-                torch.tensor(inverse, device=device)[:, None] if any(i != 1.0 for i in inverse) else None
-            ),
+            inverse_temperature=_column(inverse, device) if any(i != 1.0 for i in inverse) else None,
             is_greedy=torch.tensor(greedy, device=device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -221,38 +215,35 @@ def _filter_of(batch: Sequence[Sampling], vocab_size: int, device: torch.device)
         g = row.gconfig
         return not g.greedy and (0 < g.top_k < vocab_size or g.top_p < 1)
 
-    def column(values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
     places = [place for place, row in enumerate(batch) if is_cut(row) or row.banned_ids]
     if not places:
         return None
     rows = [batch[place] for place in places]
     # a greedy row takes the most likely token with any top_k and top_p
     cut = [row.gconfig if is_cut(row) else GenerationHyperparameters() for row in rows]
-    top_p = [g.top_p for g in cut]
     banned = None
     if any(row.banned_ids for row in rows):
         banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device="cpu")
         for place, row in enumerate(rows):
             banned[place, [t for t in row.banned_ids if 0 <= t < vocab_size]] = True
-        banned = banned.to(device)
     is_told = [row.has_kept_ids and is_cut(row) for row in rows]
-    reported = None
-    if any(is_told):
-        reported = ReportedRows(
-            rows=torch.tensor(list(compress(count(), is_told)), device=device),
-            temperature=column([row.gconfig.temperature for row in compress(rows, is_told)]),
-            max_kept=column([MAX_KEPT_IDS if told else vocab_size for told in is_told]),
-        )
+    reported = ReportedRows(
+        rows=torch.tensor(list(compress(count(), is_told)), device=device),
+        temperature=_column([row.gconfig.temperature for row in compress(rows, is_told)], device),
+        max_kept=_column([MAX_KEPT_IDS if told else vocab_size for told in is_told], device),
+    )
     return RowFilter(
         rows=torch.tensor(places, device=device),
-        top_k=column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut]),
-        top_p=column(top_p),
-        is_nucleus=any(p < 1 for p in top_p),
-        banned=banned,
-        reported=reported,
+        top_k=_column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut], device),
+        top_p=_column([g.top_p for g in cut], device),
+        is_nucleus=any(g.top_p < 1 for g in cut),
+        banned=None if banned is None else banned.to(device),
+        reported=reported if any(is_told) else None,
     )
+
+
+def _column(values: list[Any], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None]
 
 
 class Sampled(NamedTuple):
@@ -370,7 +361,7 @@ def _draw(logits: Tensor, uniform: Tensor, batch: SamplingBatch, is_greedy: Tens
     width = SEGMENT if vocab_size > 8 * SEGMENT else vocab_size
     if vocab_size % width:
         weights = F.pad(weights, (0, -vocab_size % width))
-    segments = weights.view(weights.shape[0], -1, width)
+    segments = weights.view(len(weights), -1, width)
     sums = segments.sum(dim=-1).cumsum(dim=-1)
     total = sums[:, -1:]
     if batch.all_greedy:

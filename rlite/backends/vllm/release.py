@@ -326,11 +326,8 @@ class Held:
             chosen = [row for output in made for row in self._rows.pop(output.request_id)]
             width = max(table.logprob_token_ids.shape[1] for table in self._tables)
             ids = [_widened(table.logprob_token_ids, width) for table in self._tables]
-            made[0].new_logprobs = type(self._tables[0])(
-                np.concatenate(ids)[chosen],
-                np.concatenate([table.logprobs for table in self._tables])[chosen],
-                np.concatenate([table.sampled_token_ranks for table in self._tables])[chosen],
-            )
+            columns = ids, [t.logprobs for t in self._tables], [t.sampled_token_ranks for t in self._tables]
+            made[0].new_logprobs = type(self._tables[0])(*(np.concatenate(column)[chosen] for column in columns))
         message = copy.copy(self.message)  # the last one may not have been encoded yet
         message.outputs = outputs
         return message

@@ -62,7 +62,6 @@ class Server:
         self._counter = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = 0
-        self._watched: list[int] = []
 
     async def run(self) -> None:
         """Process messages until the connection ends."""
@@ -89,7 +88,7 @@ class Server:
 
     async def start(
         self, engine_arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
-    ) -> dict[str, Any]:
+    ) -> int:
         """Start the engine.
 
         Args:
@@ -99,34 +98,25 @@ class Server:
             version: policy version of the weights.
 
         Returns:
-            Facts about the engine: max_model_len, and bytes of weights and KV cache.
+            Bytes of the KV cache.
         """
         self._version = version
         self._engine = release.start_engine(engine_arguments, self._take)
-        facts = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
+        cache_bytes = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
         model = self._engine.model_config
         length, vocab_size = int(model.max_model_len), int(model.get_vocab_size())
         self._rules = RequestRules(tokenizer_path, vocab_size, length, frozenset(end_ids))
         self._watch_children()
-        return {"max_model_len": length, "workers": facts}
+        return sum(cache_bytes)
 
     def _watch_children(self) -> None:
         """Report the death of any process that vLLM has started."""
         loop = asyncio.get_running_loop()
-        for child in psutil.Process().children(recursive=True):
-            if is_resource_tracker(child):
-                continue
+        for child in filter(is_no_tracker, psutil.Process().children(recursive=True)):
             with contextlib.suppress(OSError, psutil.Error):
-                descriptor = os.pidfd_open(child.pid)
                 title = " ".join(child.cmdline())[:40] or child.name()
-                loop.add_reader(descriptor, self._child_died, f"{title} (process {child.pid})")
-                self._watched.append(descriptor)
-
-    def _child_died(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        for descriptor in self._watched:
-            loop.remove_reader(descriptor)
-        self._die(f"vLLM's {name} has ended")
+                told = f"vLLM's {title} (process {child.pid}) has ended"
+                loop.add_reader(os.pidfd_open(child.pid), self._die, told)
 
     def _die(self, reason: str) -> None:
         self._flush()
@@ -153,10 +143,8 @@ class Server:
                 self._abort(serving, finish_reason="abort")
 
     async def _begin(self, serving: Serving) -> None:
-        request = serving.request
-        arguments = release.sampling_arguments(
-            request, self._rules.stop_ids(request.gconfig), self._rules.max_model_len
-        )
+        request, rules = serving.request, self._rules
+        arguments = release.sampling_arguments(request, rules.stop_ids(request.gconfig), rules.max_model_len)
         prompt = {"prompt_token_ids": [*request.input_ids, *request.output_ids]}
         try:
             await self._engine.add_request(serving.name, prompt, release.sampling_params(arguments))
@@ -316,18 +304,19 @@ class Server:
             await self._engine.collective_rpc("rlite_allocate_cache")
 
 
-def is_resource_tracker(process: psutil.Process) -> bool:
-    """Return whether a process is Python's resource tracker, which removes shared memory."""
-    return any("resource_tracker" in argument for argument in process.cmdline())
+def is_no_tracker(process: psutil.Process) -> bool:
+    """Return whether a process is another than Python's resource tracker, which removes shared memory."""
+    with contextlib.suppress(psutil.Error):
+        return not any("resource_tracker" in argument for argument in process.cmdline())
+    return False
 
 
 def end_everything() -> None:
     """End every process that vLLM has started, remove their files, then end this process."""
     with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
+        for child in filter(is_no_tracker, psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                if not is_resource_tracker(child):
-                    child.kill()
+                child.kill()
     shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
     os._exit(1)
 

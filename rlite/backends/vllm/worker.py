@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate
 
 import psutil
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.vllm import release
-from rlite.backends.vllm.process import EngineProcess
+from rlite.backends.vllm.process import EngineProcess, P, T
 from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
@@ -30,7 +31,7 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.parallel.tensor import attention_shape
-from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -106,17 +107,13 @@ class VllmWorker:
         Returns:
             The tokens before it that no call has returned.
         """
-        if self._process is None:
-            return []
-        self._process.call(Server.pause)
-        return self._process.take_chunks()
+        self._call(Server.pause)
+        return self.advance([], [], 0)
 
     def resume(self) -> list[TokenChunk]:
         """Return the tokens that no call has returned, and continue after `pause`."""
-        if self._process is None:
-            return []
-        self._process.call(Server.resume)
-        return self._process.take_chunks()
+        self._call(Server.resume)
+        return self.advance([], [], 0)
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
@@ -127,20 +124,17 @@ class VllmWorker:
 
         Returns:
             One entry per prompt.
-
-        Raises:
-            DataError: a prompt is too long.
         """
-        if self._process is None:
-            return []
-        check_lengths(prompts, self._process.facts["max_model_len"] - 1)
-        return self._process.call(Server.prompt_logprobs, prompts, num_top)
+        return self._call(Server.prompt_logprobs, prompts, num_top) or []
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
         self._version = version
-        if self._process is not None:
-            self._process.call(Server.set_version, version)
+        self._call(Server.set_version, version)
+
+    def _call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Return the server's result; None on ranks without a server."""
+        return None if self._process is None else self._process.call(method, *args, **kwargs)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -169,10 +163,8 @@ class VllmWorker:
     def weights_changed(self, version: int) -> None:
         """Let vLLM read the staging tensors, and free them."""
         self._version = version
-        if self._process is None:
-            return
         if self._staging is None:  # the weights came from a checkpoint
-            self._process.call(Server.set_version, version)
+            self._call(Server.set_version, version)
             return
         arena, shards = self._staging
         handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
@@ -186,9 +178,8 @@ class VllmWorker:
             WorkerDied: vLLM is gone.
             WeightSyncError: vLLM could not load them.
         """
-        assert self._process is not None
         try:
-            self._process.call(Server.load, source, version)
+            self._call(Server.load, source, version)
         except WorkerDied:
             raise
         except RuntimeError as error:
@@ -203,10 +194,9 @@ class VllmWorker:
         if self._process is None:
             self._start("dummy")
             self._sleep(1)
-        assert self._process is not None
         wanted = PARTS if what == "all" else (what,)
         if missing := [part for part in wanted if part not in self._on_device]:
-            self._process.call(Server.wake_up, missing)
+            self._call(Server.wake_up, missing)
             self._on_device.update(missing)
 
     def to_cpu(self) -> None:
@@ -221,8 +211,7 @@ class VllmWorker:
         self._sleep(2)
 
     def _sleep(self, level: int) -> None:
-        if self._process is not None:
-            self._process.call(Server.sleep, level)
+        self._call(Server.sleep, level)
         self._on_device.clear()
 
     def memory_bytes(self) -> dict[str, int]:
@@ -231,7 +220,7 @@ class VllmWorker:
         if self._process is not None:
             itemsize = getattr(torch, self._dtype).itemsize
             held["weights"] = itemsize * sum(map(math.prod, self._shapes.values()))
-            held["kv_cache"] = sum(each["kv_cache"] for each in self._process.facts["workers"])
+            held["kv_cache"] = self._process.cache_bytes
         return {part: nbytes if part in self._on_device else 0 for part, nbytes in held.items()}
 
     def shut_down(self) -> None:
@@ -243,12 +232,8 @@ class VllmWorker:
     # -- start ---------------------------------------------------------------------------------------------------
 
     def _start(self, load_format: str) -> None:
-        settings = {
-            "engine_arguments": self._engine_arguments(load_format),
-            "tokenizer_path": self._path,
-            "end_ids": tuple(end_ids(self._path, self._config)),
-            "version": self._version,
-        }
+        arguments, ends = self._engine_arguments(load_format), end_ids(self._path, self._config)
+        settings = (arguments, self._path, ends, self._version)
         self._process = EngineProcess(self._name, settings, self._environment, START_S)
         self._on_device = set(PARTS)
 
