@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.prompts import raw_prompts
-from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling, streamed
+from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling
 from rlite.engine.registry import find_backend
 from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, local_checkpoint
 from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
@@ -110,9 +110,20 @@ class TextEngine(ServingEngine):
         (answer,) = self.generate([tokens], sampling_params, timeout)
         return replace(answer, prompt=text)
 
-    def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """Return the tokens of one request as they are generated; the last chunk has a finish_reason."""
-        return streamed(self.agenerate, request)
+    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the tokens of one request as they are generated; the last chunk has a finish_reason."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        completing = self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
+        task = asyncio.ensure_future(completing)
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if chunk.error is None:
+                    yield chunk
+            task.result()
+        finally:
+            task.cancel()
 
     def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """Return log_softmax(logits) of every token but the first of each prompt, in the order of the prompts.

@@ -8,7 +8,7 @@ name, so transformers builds no masks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, groupby
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
+from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.serving.native import decode_attention
 
@@ -109,32 +109,23 @@ class PrefillPlan(AttentionPlan):
     Args:
         cache: the cache of the slots.
         chunks: the chunks, in the order of the row.
-        device: device of the model.
-        attend_all: one call for the attention of all chunks, as `varlen`. None is one call for each
-            chunk.
+        is_flash: compute the attention of all chunks by one call of `varlen`, not by one call for each chunk.
         is_invariant: compute tokens with the bits of decode steps, by `rlite.backends.models.batch_invariant.attend`.
         is_fixed: compute the one chunk, which may be padded, by the kernel and the memory layout of any other chunk.
     """
 
     def __init__(
-        self,
-        cache: SlotCache,
-        chunks: Sequence[Chunk],
-        device: torch.device,
-        attend_all: Callable[..., Tensor] | None = None,
-        is_invariant: bool = False,
-        is_fixed: bool = False,
+        self, cache: SlotCache, chunks: Sequence[Chunk], is_flash: bool, is_invariant: bool, is_fixed: bool = False
     ) -> None:
-        self.cache, self.chunks = cache, chunks
-        self._is_fixed, self._is_invariant = is_fixed, is_invariant
+        self.cache, self.chunks, device = cache, chunks, cache.values.device
+        self._is_flash, self._is_invariant, self._is_fixed = is_flash, is_invariant, is_fixed
         self.tokens, places = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
         slots = np.repeat([c.slot for c in chunks], lengths)
         self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
-        self._attend_all = attend_all
-        if attend_all is not None:
+        if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
             cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
             self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
@@ -159,14 +150,13 @@ class PrefillPlan(AttentionPlan):
             The attention output.
         """
         self.write(layer, key, value)
-        if self._attend_all is not None:
+        if self._is_flash:
             if self._past is not None:
                 key, value = self.cache.at(layer, *self._past)
-            return self._attend_all(query, key, value, self._bounds, scale, window)
+            return varlen(query, key, value, self._bounds, scale, window)
         outputs = []
         for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
             if self._is_invariant:
-                assert window is None
                 k, v = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
                 out = attend(q[0], k[0], v[0], chunk.start, scale)
             else:
@@ -270,7 +260,7 @@ class NativeDecodePlan(AttentionPlan):
             The attention output.
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
+        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window or 0)
 
 
 class DecodePlan(AttentionPlan):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
@@ -218,10 +219,9 @@ class ShardedModel:
 
     Args:
         path: folder of a Hugging Face checkpoint.
-        dtype: name of a torch dtype; None is the checkpoint's dtype.
+        options: options of the executor.
         device: device of this rank.
         tp_group: the ranks that share the heads; None is one rank.
-        is_deterministic: compute by `rlite.backends.models.batch_invariant` if it knows the model.
 
     Raises:
         ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
@@ -229,18 +229,12 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        path: str,
-        dtype: str | None,
-        device: torch.device,
-        tp_group: dist.ProcessGroup | None,
-        is_deterministic: bool = False,
+        self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None
     ) -> None:
-        self.path = path
-        self.device = device
+        self.path, self.device = path, device
         CheckpointReader(path)  # refuses a folder without weights
         self.config: PreTrainedConfig = load_config(path)
-        self.dtype = getattr(torch, dtype) if dtype else stored_dtype(path, self.config)
+        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, self.config)
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
         model: PreTrainedModel = meta_model(self.config, self.dtype, device)
         model.set_attn_implementation(ATTENTION)
@@ -252,7 +246,7 @@ class ShardedModel:
         self._places = self._find_places(plan)
         for place in self._places.values():
             place.allocate(self.dtype, "meta")
-        self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
+        self.is_invariant = options.deterministic and obstacle(self.model, device.type, self.dtype) is None
         """true if the bits of a token depend on its sequence alone, not on the forward pass that computes them"""
         if self.is_invariant:
             make_invariant(self.model)

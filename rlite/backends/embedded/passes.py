@@ -34,7 +34,6 @@ from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, Pref
 from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
-from rlite.backends.models.attention import varlen
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampling
 from rlite.backends.serving.sampling import RequestRules, Sampled, SamplingBatch
@@ -235,15 +234,14 @@ class ForwardPasses:
             cache.apply(moves)
             if not chunks:
                 return
-            weights, device = self.weights, self.weights.device
+            weights = self.weights
             if self.options.deterministic and not weights.is_invariant:
                 for chunk in chunks:
                     for tile in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
-                        weights.prefill(PrefillPlan(cache, [tile], device, is_fixed=True))
+                        weights.prefill(PrefillPlan(cache, [tile], is_flash=False, is_invariant=False, is_fixed=True))
             else:
-                is_flash = device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
-                attend_all = varlen if is_flash else None
-                weights.prefill(PrefillPlan(cache, chunks, device, attend_all, weights.is_invariant))
+                is_flash = weights.device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
+                weights.prefill(PrefillPlan(cache, chunks, is_flash, weights.is_invariant))
 
     def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
         """Run one burst: decode steps between which neither the batch nor its sampling parameters change.

@@ -123,7 +123,7 @@ def check_module_fits(module: BaseTrainModule, reader: Any, where: str) -> None:
         CheckpointError: the message names a tensor and the remedy.
     """
     names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    check_fit(reader, names, where, module, module.leaves_out)
+    check_fit(reader, names, where, module)
 
 
 class _Tensors(dict[str, Tensor]):

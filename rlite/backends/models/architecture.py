@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
+from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import quantised, quiet_transformers, real_tensors, rope_parts, summary
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.tensor import attention_shape
@@ -433,13 +434,7 @@ _REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
 """buffers of old checkpoints that every class computes itself"""
 
 
-def check_fit(
-    reader: Any,
-    expected: Collection[str],
-    path: str | Path,
-    model: nn.Module,
-    leaves_out: Callable[[str], bool] = lambda name: False,
-) -> None:
+def check_fit(reader: Any, expected: Collection[str], path: str | Path, model: nn.Module) -> None:
     """Refuse a checkpoint with tensors that the model would leave out or read as other numbers.
 
     The code that reads the tensors refuses missing ones and other shapes.
@@ -449,14 +444,13 @@ def check_fit(
         expected: the checkpoint's names of the model's parameters.
         path: the checkpoint, for messages.
         model: the model; of a transformers class, tied names and names to ignore are known.
-        leaves_out: whether the model leaves out a tensor of this name on purpose.
 
     Raises:
         CheckpointError: the message names a tensor and the remedy.
     """
     names = set(reader.names())
     problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)
-    problem = problem or _left_over(reader, sorted(names.difference(expected)), model, leaves_out)
+    problem = problem or _left_over(reader, sorted(names.difference(expected)), model)
     if problem:
         raise CheckpointError(f"{path}: {problem}")
 
@@ -476,13 +470,15 @@ def _untied(reader: Any, names: set[str], model: nn.Module) -> str | None:
     return None
 
 
-def _left_over(reader: Any, names: Iterable[str], model: nn.Module, leaves_out: Callable[[str], bool]) -> str | None:
+def _left_over(reader: Any, names: Iterable[str], model: nn.Module) -> str | None:
     """Return a text about the tensors that the model neither has nor makes itself, None if there are none."""
     tied, buffers = _tied(model), dict(model.named_buffers())
     ignored = [_REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]
 
     def is_known(name: str) -> bool:
-        if name in tied or leaves_out(name) or any(re.search(pattern, name) for pattern in ignored):
+        if name in tied or any(re.search(pattern, name) for pattern in ignored):
+            return True
+        if isinstance(model, BaseTrainModule) and model.leaves_out(name):
             return True
         return name in buffers and torch.equal(reader.read(name).to(buffers[name]), buffers[name])
 

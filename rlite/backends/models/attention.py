@@ -28,6 +28,10 @@ TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """true if torch's variable-length attention takes fewer key heads than query heads"""
 
 
+Attend = Callable[..., Tensor]
+"""attention of one sequence, with the arguments of `causal_attention`"""
+
+
 class Bounds(NamedTuple):
     """Boundaries of the queries and keys of each sequence, for one call over many sequences."""
 
@@ -49,11 +53,7 @@ class PackedLayout:
     """
 
     def __init__(
-        self,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        share: ContextShare | None = None,
-        attend: Callable[..., Tensor] | None = None,
+        self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None, attend: Attend | None = None
     ) -> None:
         self.cu_seqlens, self.max_seqlen = cu_seqlens.to(torch.int32), int(max_seqlen)
         self.share = share if share is not None and share.group is not None else None
@@ -206,9 +206,7 @@ def causal_attention(
     )
 
 
-def _attend_segment(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, segment: Segment
-) -> Tensor:
+def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
     """Return attention of a segment's queries, of this rank's q [t, H, D], to its keys, of the whole pack's k and v."""
     rows = ((q, segment.queries), (k, segment.keys), (v, segment.keys))
     # four axes: else torch keeps every probability for the backward pass

@@ -30,7 +30,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rlite.algorithms.logprobs import block_statistics, logprobs_and_entropy, merge, no_statistics
 from rlite.backends.models.attention import causal_attention
-from rlite.backends.models.linear import differentiable, multiply
+from rlite.backends.models.linear import differentiable, forward, multiply
 from rlite.errors import ConfigError
 
 FAMILY = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -94,15 +94,11 @@ def make_invariant(model: Any) -> None:
         if type(module) is nn.Linear:
             for width in {min(module.out_features, COLUMNS), module.out_features % COLUMNS or COLUMNS}:
                 check_tile(width, module.in_features, module.bias is not None, torch.get_num_threads())
-            module.forward = partial(_linear_forward, module)  # type: ignore[method-assign]
+            module.forward = partial(forward, linear, module)  # type: ignore[method-assign]
     for layer in model.base_model.layers:
         layer.mlp.act_fn.forward = silu
     rotary = model.base_model.rotary_emb
     rotary.forward = RotaryTable(rotary.forward)
-
-
-def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
 
 
 class _Forward(torch.autograd.Function):

@@ -35,7 +35,7 @@ def speed_up_linear_layers(module: nn.Module) -> None:
         return
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+            layer.forward = partial(forward, linear, layer)  # type: ignore[method-assign]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,8 +68,9 @@ def differentiable(
     return product(x, weight, bias)
 
 
-def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+def forward(product: Callable[..., Tensor], layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return the layer's output, computed by `product(x, weight, bias)`."""
+    return product(x, layer.weight, layer.bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -55,7 +55,7 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     scale: float,
-    window: int | None,
+    window: int,
 ) -> Tensor:
     """Write one token of each of the first slots to one layer of the cache, and return its attention.
 
@@ -67,7 +67,7 @@ def decode_attention(
         keys: `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]`.
         values: `[slots, kv_heads, max_len, head_dim]`.
         scale: factor of the scores before the softmax.
-        window: number of positions that each query sees. None is all.
+        window: number of positions that each query sees. 0 is all.
 
     Returns:
         The output, in the shape of the queries.
@@ -75,7 +75,7 @@ def decode_attention(
     rows, heads, dim = query.shape
     tensors = [t.contiguous() for t in (query, key, value, positions)]
     output = torch.empty_like(tensors[0])
-    shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window or 0, torch.get_num_threads(), scale)
+    shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window, torch.get_num_threads(), scale)
     call("decode_attention", ctypes.byref(shape), *tensors, keys, values, output)
     return output
 

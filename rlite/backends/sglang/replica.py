@@ -480,10 +480,8 @@ class SglangReplica(WorkerReplica):
         self._heard = self._heard if self._is_busy else time.monotonic()
         scoring = asyncio.gather(*(self._score(prompt, num_top) for prompt in prompts))
         self._scoring.add(scoring)
-        try:
-            return list(await scoring)
-        finally:
-            self._scoring.discard(scoring)
+        scoring.add_done_callback(self._scoring.discard)
+        return await scoring
 
     async def _score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
         try:

@@ -350,7 +350,7 @@ class SglangWorker:
         if self._endpoint is None:
             return
         if self._buckets:
-            self._sender = sender = self._sender or self._make_sender(self._endpoint)
+            self._sender = sender = self._sender or self._make_sender()
             buckets, self._buckets = self._buckets, []
             call = partial(self._endpoint.call, body={}, timeout=sender.timeout)
             try:
@@ -365,12 +365,11 @@ class SglangWorker:
                 raise WeightSyncError(str(error)) from error
         self.set_version(version)
 
-    def _make_sender(self, server: Endpoint) -> Sender:
-        timeout = self._options.start_timeout_s
-        num_ranks = int(self._info.get("tp_size") or 1)
-        automatic = "group" if self._process is None else "tensors"
-        chosen = automatic if self._options.weight_transport == "auto" else self._options.weight_transport
-        return (GroupSender if chosen == "group" else TensorSender)(server, num_ranks, self._device, timeout)
+    def _make_sender(self) -> Sender:
+        assert self._endpoint is not None
+        automatic, chosen = "tensors" if self._process else "group", self._options.weight_transport
+        cls = GroupSender if (automatic if chosen == "auto" else chosen) == "group" else TensorSender
+        return cls(self._endpoint, int(self._info.get("tp_size") or 1), self._device, self._options.start_timeout_s)
 
     def load_weights(self, path: str | None) -> None:
         """Let the server read weights from a checkpoint; None is the engine's own.

@@ -193,9 +193,8 @@ class EngineProcess:
         return WorkerDied(f"{self.name} can no longer generate: {self._death}. {REBUILD}")
 
     def _start_failure(self, reason: str) -> str:
-        cause = root_cause(self._log.read_text(errors="replace")) if self._log.exists() else None
-        is_cause = not any(echo in reason for echo in ECHOES) or cause is None
-        return f"vLLM could not start on {self.name}: {reason if is_cause else cause}"
+        cause = root_cause(self._log.read_text(errors="replace")) if any(echo in reason for echo in ECHOES) else None
+        return f"vLLM could not start on {self.name}: {cause or reason}"
 
 
 def root_cause(log: str) -> str | None:

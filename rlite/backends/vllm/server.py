@@ -86,13 +86,11 @@ class Server:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def start(
-        self, engine_arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
-    ) -> int:
+    async def start(self, arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int) -> int:
         """Start the engine.
 
         Args:
-            engine_arguments: arguments of vLLM's AsyncEngineArgs.
+            arguments: arguments of vLLM's AsyncEngineArgs.
             tokenizer_path: folder of the tokenizer.
             end_ids: the model's own end tokens.
             version: policy version of the weights.
@@ -101,7 +99,7 @@ class Server:
             Bytes of the KV cache.
         """
         self._version = version
-        self._engine = release.start_engine(engine_arguments, self._take)
+        self._engine = release.start_engine(arguments, self._take)
         cache_bytes = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
         model = self._engine.model_config
         length, vocab_size = int(model.max_model_len), int(model.get_vocab_size())

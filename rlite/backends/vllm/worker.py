@@ -17,7 +17,6 @@ from typing import Any, Concatenate
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.vllm import release
@@ -73,7 +72,10 @@ class VllmWorker:
         if not self._is_first:
             return
         self._config = load_config(path)
-        self._dtype = checkpoint_dtype(path, self._config) if options.dtype is None else options.dtype
+        self._dtype = options.dtype or str(stored_dtype(path, self._config)).removeprefix("torch.")
+        if self._dtype not in DTYPES:
+            told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
+            raise ConfigError(f"{path}: {told}")
         self._shapes = {name: tuple(each.shape) for name, each in meta_model(self._config).named_parameters()}
         self._start("auto")
 
@@ -153,10 +155,8 @@ class VllmWorker:
         if self._staging is None:
             dtype = getattr(torch, self._dtype)
             arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in self._shapes.values()))
-            shards = {
-                name: ParameterShard(arena.empty(shape, dtype), (0,) * len(shape), shape)
-                for name, shape in self._shapes.items()
-            }
+            boxes = {name: arena.empty(shape, dtype) for name, shape in self._shapes.items()}
+            shards = {name: ParameterShard(box, (0,) * box.dim(), tuple(box.shape)) for name, box in boxes.items()}
             self._staging = arena, shards
         return self._staging[1]
 
@@ -311,18 +311,6 @@ class VllmWorker:
         gathered: list[Any] = [None] * self._size
         dist.all_gather_object(gathered, own, group=subgroup(self._context.replica_ranks(self._size)))
         return gathered
-
-
-def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
-    """Return the name of a checkpoint's dtype.
-
-    Raises:
-        ConfigError: vLLM does not compute in this dtype.
-    """
-    name = str(stored_dtype(path, config)).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
-    return name
 
 
 class FetchingReplica(PumpedReplica):
