@@ -84,13 +84,8 @@ class ModuleEngine(ResumableEngine):
             self._need_weights(name)
             shares = plan_shares(args, kwargs, self.num_data_ranks)
             calls = scatter(args, kwargs, self.num_data_ranks, self.dims.seq, shares=shares)
-            results = self._ask_each(
-                TrainWorker.invoke,
-                [(*call, name) for call in calls],
-                what=name,
-                timeout=timeout,
-                has_own_statistics=cuts_sequences(args, kwargs),
-            )
+            named, is_cut = [(*call, name) for call in calls], cuts_sequences(args, kwargs)
+            results = self._ask_each(TrainWorker.invoke, named, what=name, timeout=timeout, has_own_statistics=is_cut)
             return gather(results, gather_of(method), shares)
 
         call.__name__ = name

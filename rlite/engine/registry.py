@@ -75,9 +75,8 @@ def find_backend(kind: Kind, name: str, expected: type[B]) -> B:
         module, attribute = backend.split(":")
         backend = _backends[kind, name] = getattr(importlib.import_module(module), attribute)
     if not isinstance(backend, expected):
-        raise ConfigError(
-            f"{kind} executor {name!r} is registered with {backend!r:.100}; expected a {expected.__name__}"
-        )
+        told = f"{kind} executor {name!r} is registered with {backend!r:.100}"
+        raise ConfigError(f"{told}; expected a {expected.__name__}")
     return backend
 
 

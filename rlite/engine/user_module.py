@@ -44,20 +44,18 @@ def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTra
         )
     own = user_methods(type(module))
     if hidden := sorted(own.keys() & own_names):
-        raise ConfigError(
-            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours "
-            "would never be called; give your methods other names"
+        problem = (
+            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours would never be called"
         )
+        raise ConfigError(f"{problem}; give your methods other names")
     if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
         raise ConfigError(
             f"{name}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
             "understands as seconds to wait for its workers; give yours another name"
         )
     if not is_on_meta(module):
-        raise ConfigError(
-            f"{name} holds real weights; a train module travels to its workers without any. "
-            "Build it inside `with accelerate.init_empty_weights():`"
-        )
+        problem = f"{name} holds real weights; a train module travels to its workers without any"
+        raise ConfigError(f"{problem}. Build it inside `with accelerate.init_empty_weights():`")
     return module
 
 
@@ -67,11 +65,8 @@ def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
     torch call them.
     """
-    return {
-        name: value
-        for name, value in own_methods(module).items()
-        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
-    }
+    own = own_methods(module).items()
+    return {name: value for name, value in own if not (name.startswith("_") or hasattr(BaseTrainModule, name))}
 
 
 def redefined(cls: type) -> type:

@@ -109,10 +109,8 @@ class BaseTrainModule(nn.Module):
         Raises:
             ConfigError: they differ; the message gives the reason. The default implementation always raises.
         """
-        raise ConfigError(
-            f"deterministic=true: {type(self).__name__} has no make_deterministic(). Use a causal language model of "
-            "rlite.nn, or leave deterministic out"
-        )
+        problem = f"deterministic=true: {type(self).__name__} has no make_deterministic()"
+        raise ConfigError(f"{problem}. Use a causal language model of rlite.nn, or leave deterministic out")
 
     def make_deterministic(self) -> None:
         """Make log-probabilities independent of the batch. Called in every worker, with weights on meta.

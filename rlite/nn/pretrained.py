@@ -87,10 +87,8 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
-        raise ConfigError(
-            f"model {str(path)!r}: no such folder, and the Hugging Face hub gives no model of this name{reason}; "
-            "check the path, or download the model first"
-        ) from error
+        problem = f"no such folder, and the Hugging Face hub gives no model of this name{reason}"
+        raise ConfigError(f"model {str(path)!r}: {problem}; check the path, or download the model first") from error
 
 
 def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes: Any) -> Any:
@@ -282,10 +280,8 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":  # a panic of tokenizers
             raise
         if "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"{folder}: the {what} needs code of its own (auto_map), which rlite never runs. Use a model whose "
-                "type transformers has"
-            ) from error
+            problem = f"{folder}: the {what} needs code of its own (auto_map), which rlite never runs"
+            raise ConfigError(f"{problem}. Use a model whose type transformers has") from error
         raise CheckpointError(f"{folder}: no usable {what}: {summary(error)}") from error
     finally:
         logging.set_verbosity(level)
@@ -407,13 +403,11 @@ def meta_parameters() -> AbstractContextManager[None]:
     return init_empty_weights(include_buffers=False)
 
 
-def _original(function: Callable[..., Any], qualname: str) -> Callable[..., Any]:
+def _original(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return torch's own method below any number of patches, each of which keeps its predecessor in its closure."""
-    while function.__qualname__ != qualname:
+    while function.__qualname__ != name:
         inner = [c.cell_contents for c in function.__closure__ or () if callable(c.cell_contents)]
-        function = next(
-            f for f in inner if getattr(f, "__qualname__", "") == qualname or getattr(f, "__closure__", None)
-        )
+        function = next(f for f in inner if getattr(f, "__qualname__", "") == name or getattr(f, "__closure__", None))
     return function
 
 

@@ -414,18 +414,17 @@ def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
 
     Neighbouring runs are joined if this adds little padding.
     """
-    groups: list[tuple[int, int, int]] = []
+    groups = [(0, 0, 0)]  # an empty run, which the first one joins
     for start in range(0, len(lengths), size):
         stop = min(start + size, len(lengths))
         longest = max(lengths[start:stop])
-        if groups:
-            begin, end, length = groups[-1]
-            joined = max(length, longest)
-            added = joined * (stop - begin) - length * (end - begin) - longest * (stop - start)
-            if added * 16 <= joined * (stop - begin):
-                groups[-1] = (begin, stop, joined)
-                continue
-        groups.append((start, stop, longest))
+        begin, end, length = groups[-1]
+        joined = max(length, longest)
+        added = joined * (stop - begin) - length * (end - begin) - longest * (stop - start)
+        if added * 16 <= joined * (stop - begin):
+            groups[-1] = (begin, stop, joined)
+        else:
+            groups.append((start, stop, longest))
     return groups
 
 

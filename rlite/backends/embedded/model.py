@@ -10,8 +10,7 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -144,9 +143,8 @@ class LeanDecoder:
         for layer in layers:
             h = self._layer(layer, x, h, positions, plan)
         attention, h = last.self_attn, self._pointwise.add_norm(last.input_layernorm, x, h)
-        plan.write(
-            attention.layer_idx, self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
-        )
+        key, value = self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
+        plan.write(attention.layer_idx, key, value)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of tokens.
@@ -191,8 +189,11 @@ def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
     return projection.forward(h).view(h.shape[0], -1, attention.head_dim)
 
 
-@dataclass(frozen=True)
-class _Place:
+def _run(model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
+    return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+
+
+class _Place(NamedTuple):
     """One parameter: its block, its global shape, and every module attribute that refers to it."""
 
     box: Box
@@ -277,9 +278,7 @@ class ShardedModel:
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)
         else:
-            self.model.base_model(
-                input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
-            )
+            _run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
@@ -291,15 +290,13 @@ class ShardedModel:
         """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
-        output = self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, plan=plan)
-        return output.logits[:, -1]
+        return _run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
 
     def prompt_logits(self, plan: ScoringPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
-        output = self.model(input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan)
-        return output.logits[0]
+        return _run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.
@@ -314,25 +311,23 @@ class ShardedModel:
         """
         path = path or self.path
         reader = CheckpointReader(path)
-        check_fit(reader, self.names(), path, self.model)
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        check_fit(reader, names, path, self.model)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
                 if (found := reader.shape(name)) != place.global_shape:
                     raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
-        if names := nonfinite_names(self.parameter_shards()):
-            raise CheckpointError(
-                f"{path}: the weights are not finite in {self.dtype}: {names[0]} holds NaN or infinity"
-            )
+        if bad := nonfinite_names(self.parameter_shards()):
+            raise CheckpointError(f"{path}: the weights are not finite in {self.dtype}: {bad[0]} holds NaN or infinity")
 
     def allocate(self) -> None:
         """Move the parameters to the device. Parameters on the meta device get uninitialised memory."""
         for place in self._places.values():
             tensor = place.get()
             if tensor.is_meta:
-                with real_tensors(self.device):
-                    place.allocate(self.dtype, self.device)
+                place.allocate(self.dtype, self.device)
             elif tensor.device != self.device:
                 place.set(tensor.data.to(self.device))
 
@@ -340,10 +335,6 @@ class ShardedModel:
         """Move the parameters. Moving to the meta device frees their memory. Buffers are small and stay."""
         for place in self._places.values():
             place.set(place.get().data.to(device))
-
-    def names(self) -> set[str]:
-        """Return the names of all parameters; a tied parameter has several."""
-        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return each parameter once, tied parameters under the embedding's name.

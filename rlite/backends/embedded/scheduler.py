@@ -92,8 +92,7 @@ class RunningSequence:
         return self.num_cached >= len(self.tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, stop) of the sequence in `slot` that one forward prefills."""
 
     slot: int
@@ -104,8 +103,7 @@ class Chunk:
     """positions before `stop` that hold no token. Later tokens overwrite their keys and values before they are read"""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Copy the first `length` positions of slot `source` to slot `target`."""
 
     source: int

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,9 +163,8 @@ class EmbeddedWorker:
             self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device))
         default = "" if options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
         ends = frozenset(end_ids(path, weights.config))
-        self._rules = RequestRules(
-            path, self.vocab_size, self.max_model_len, ends, default, partial(agreed, group, device)
-        )
+        agree = partial(agreed, group, device)
+        self._rules = RequestRules(path, self.vocab_size, self.max_model_len, ends, default, agree)
         self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
         if options.deterministic:
             check_rows(weights, self._serving_cache())
@@ -252,11 +252,9 @@ class EmbeddedWorker:
             stop_ids=self._rules.stop_ids(gconfig),
         )
 
-    def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
+    def _fail(self, number: int, error: str, **kind: Any) -> None:
         """Answer a request with the reason why it cannot be served."""
-        self._failed[request_id] = TokenChunk(
-            request_id=request_id, version=self.version, error=error, is_nonfinite=is_nonfinite
-        )
+        self._failed[number] = TokenChunk(request_id=number, version=self.version, error=error, **kind)
 
     # --- residency --------------------------------------------------------------------------------------------------
 

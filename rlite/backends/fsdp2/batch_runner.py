@@ -116,15 +116,13 @@ class BatchRunner:
         lr = float(optimizer.param_groups[0]["lr"])
         if not self._has_gradients():
             return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
-        grad_norm = fsdp.clip_gradients(
-            self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone
-        )
-        is_skipped = not (math.isfinite(grad_norm) and self._is_finite)
+        norm = fsdp.clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
+        is_skipped = not (math.isfinite(norm) and self._is_finite)
         if not is_skipped:
             optimizer.step()
         weight = self._weight
         self._forget()  # else gradients take memory, and are offloaded and saved
-        return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
+        return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
     def _optimizer(self, what: str) -> torch.optim.Optimizer:
         if self.module.optimizer is None:
@@ -142,9 +140,7 @@ class BatchRunner:
         self._weight, self._is_finite = 0.0, True
 
     def _scale_gradients(self, factor: float) -> None:
-        held = [
-            fsdp.local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None
-        ]
+        held = [fsdp.local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
         torch._foreach_mul_(held, factor)
 
     # -- without gradients ---------------------------------------------------------------------------------------

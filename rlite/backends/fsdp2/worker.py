@@ -308,10 +308,8 @@ class Fsdp2Worker(BatchRunner):
 
     def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
         """Return copies of this rank's served boxes on CPU: name -> (box, global shape, values)."""
-        return {
-            name: (shard.box, shard.global_shape, shard.tensor.detach().cpu().clone())
-            for name, shard in self.served_shards().items()
-        }
+        served = self.served_shards().items()
+        return {name: (s.box, s.global_shape, s.tensor.detach().cpu().clone()) for name, s in served}
 
     def weights_changed(self, version: int) -> None:
         """Do nothing: no state is derived from the weights."""

@@ -351,11 +351,8 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 
     With `longrope` and `dynamic` a longer sequence changes the angles of every other one in the same forward.
     """
-    limits = [
-        part.get("original_max_position_embeddings") or config.max_position_embeddings
-        for part in rope_parts(config)
-        if part.get("rope_type") in LENGTH_DEPENDENT_ROPE
-    ]
+    parts = [part for part in rope_parts(config) if part.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+    limits = (part.get("original_max_position_embeddings") or config.max_position_embeddings for part in parts)
     return min(limits, default=None)
 
 

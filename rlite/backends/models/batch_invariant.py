@@ -58,12 +58,10 @@ ANGLES_RUN = 16
 def is_plain(model: Any) -> bool:
     """Return whether a model is a Llama, Qwen2 or Qwen3 with fixed rotary angles and full attention."""
     config = model.config
-    return (
-        isinstance(model, FAMILY)
-        and config.hidden_act == "silu"
-        and config.rope_parameters["rope_type"] in FIXED_ROPE
-        and "sliding_attention" not in (vars(config).get("layer_types") or ())
-    )
+    if not isinstance(model, FAMILY) or config.hidden_act != "silu":
+        return False
+    layers = vars(config).get("layer_types") or ()
+    return config.rope_parameters["rope_type"] in FIXED_ROPE and "sliding_attention" not in layers
 
 
 def obstacle(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
@@ -247,10 +245,8 @@ def causal_attention_in_blocks(
         ConfigError: a window or dropout is asked for.
     """
     if window is not None or dropout:
-        raise ConfigError(
-            f"deterministic=true has neither windows nor dropout in attention, and the model asks for window={window}, "
-            f"dropout={dropout}; leave deterministic out"
-        )
+        asked = f"the model asks for window={window}, dropout={dropout}; leave deterministic out"
+        raise ConfigError(f"deterministic=true has neither windows nor dropout in attention, and {asked}")
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
 
     def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

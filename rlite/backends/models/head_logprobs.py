@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,14 +92,12 @@ def linear_logprobs(
     num_kept = 0 if not has_backward else kept if num_kept is None else num_kept
     product = batch_invariant.linear if is_deterministic else linear
     blocks = _Blocks(formulas.check_temperature(temperature), group, start, block_size, num_kept, product)
-    found = _LinearLogprobs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1).long() - start, blocks, replay
-    )
+    rows, columns = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long() - start
+    found = _LinearLogprobs.apply(rows, weight, bias, columns, blocks, replay)
     return TokenLogprobs(*(values.view(labels.shape) for values in found))
 
 
-@dataclass(frozen=True)
-class HeadAnswer:
+class HeadAnswer(NamedTuple):
     """Values that an output embedding returned in place of logits."""
 
     values: Float[Tensor, "batch tokens kinds"]
@@ -184,8 +181,7 @@ def _local_part(head: nn.Linear) -> dict[str, Any]:
     return part | {"group": group, "start": group.rank() * len(weight)}
 
 
-@dataclass(frozen=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """Walk of `linear_logprobs` over the vocabulary, block by block."""
 
     temperature: float
@@ -214,9 +210,8 @@ class _LinearLogprobs(torch.autograd.Function):
         kept, num_kept = [], blocks.num_kept
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             logits = blocks.logits(hidden, weight, bias, first)
-            statistics = formulas.merge(
-                statistics, formulas.block_statistics(logits, labels - first, blocks.temperature)
-            )
+            block = formulas.block_statistics(logits, labels - first, blocks.temperature)
+            statistics = formulas.merge(statistics, block)
             if restricted is not None:
                 restricted.read(number, first, logits)
             num_kept -= logits.numel()
@@ -249,12 +244,11 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs = restricted.take_gradient(grad_logprobs, labels, grad_full_logprobs)
         if grad_entropies is not None and grad_entropies.device.type == "cpu" and not grad_entropies.any():
             grad_entropies = None  # not requested; on a GPU a check would take longer than it saves
+        totals = log_sums, entropies, grad_logprobs, grad_entropies
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             rows = slice(first, first + blocks.size)
             logits = kept[number] if number < len(kept) else blocks.logits(hidden, weight, bias, first)
-            grad = formulas.block_gradient(
-                logits, labels - first, blocks.temperature, log_sums, entropies, grad_logprobs, grad_entropies
-            )
+            grad = formulas.block_gradient(logits, labels - first, blocks.temperature, *totals)
             if restricted is not None:
                 restricted.add_gradient(number, first, grad)
             grad = grad.to(hidden.dtype)

@@ -151,10 +151,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             ConfigError: it was made from a config.
         """
         if not self.config._name_or_path:
-            raise ConfigError(
-                f"{type(self).__name__} was made from a config, so there are no weights to read: use from_pretrained, "
-                "or define materialization_source()"
-            )
+            problem = f"{type(self).__name__} was made from a config, so there are no weights to read"
+            raise ConfigError(f"{problem}: use from_pretrained, or define materialization_source()")
         return self.config._name_or_path
 
     def exported_config(self) -> PretrainedConfig:
@@ -189,10 +187,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if reason is None and (rate := self.config.attention_dropout):
             reason = f"the model has attention dropout ({rate})"
         if reason is not None:
-            raise ConfigError(
-                f"deterministic=true: {reason}, so its log-probabilities would not be the served ones bit for bit; "
-                "leave deterministic out"
-            )
+            problem = f"{reason}, so its log-probabilities would not be the served ones bit for bit"
+            raise ConfigError(f"deterministic=true: {problem}; leave deterministic out")
 
     def make_deterministic(self) -> None:
         """Make log-probabilities independent of the batch from now on."""

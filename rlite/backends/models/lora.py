@@ -252,10 +252,9 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 def _is_tied(module: nn.Module, layer: nn.Module) -> bool:
     """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
-    if not isinstance(module, PreTrainedModel):
+    if not isinstance(module, PreTrainedModel) or layer is not module.get_output_embeddings():
         return False
-    is_head = layer is module.get_output_embeddings()
-    return is_head and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+    return bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
 
 
 PATTERN_S = 5
@@ -315,10 +314,8 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
         told = f"{len(strange)} tensors belong to one of them only, such as {strange[0]}"
         raise ConfigError(f"adapter={folder} does not fit {base}: {told}")
     if not torch.allclose(before, after := _logits(merged), atol=1e-3 * float(before.abs().max()), rtol=1e-3):
-        raise ConfigError(
-            f"adapter={folder}: merged into {base}, it computes other logits than beside it, by up to "
-            f"{(before - after).abs().max():.3g}; serve it as an adapter"
-        )
+        problem = f"computes other logits than beside it, by up to {(before - after).abs().max():.3g}"
+        raise ConfigError(f"adapter={folder}: merged into {base}, it {problem}; serve it as an adapter")
     merged.to(pretrained.load_config(origin).dtype or torch.float32).save_pretrained(out)
     own = next((place for place in (folder, folder.parent) if (place / "tokenizer_config.json").exists()), origin)
     copy_companions(origin, out, tokenizer=own)
@@ -361,10 +358,8 @@ def _check_patterns(folder: Path, adapter: Mapping[str, Any], names: list[str]) 
     """
 
     def stop(*_: object) -> None:
-        raise ConfigError(
-            f"{folder}: the patterns of its adapter_config.json take more than {PATTERN_S} s to match the names of "
-            "modules; name the modules of target_modules instead"
-        )
+        problem = f"take more than {PATTERN_S} s to match the names of modules; name the modules of target_modules"
+        raise ConfigError(f"{folder}: the patterns of its adapter_config.json {problem} instead")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, PATTERN_S)

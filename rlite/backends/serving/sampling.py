@@ -141,18 +141,6 @@ SEGMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportedRows:
-    """Truncated rows whose kept ids are asked for. Such a row keeps at most MAX_KEPT_IDS."""
-
-    rows: Tensor
-    """[reported] indices into the rows of the filter"""
-    temperature: Tensor
-    """[reported, 1]"""
-    max_kept: Tensor
-    """[rows, 1] of all rows of the filter; the vocabulary size for a row that is not reported"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RowFilter:
     """Rows whose distribution is truncated before sampling."""
 
@@ -166,8 +154,13 @@ class RowFilter:
     """true if some row has a top_p below 1"""
     banned: Tensor | None
     """[rows, vocabulary] of bool: tokens that may not be generated yet"""
-    reported: ReportedRows | None
-    """None if no request asks for kept ids"""
+    max_kept: Tensor | None
+    """[rows, 1]: MAX_KEPT_IDS for a row whose kept ids are asked for, else the vocabulary size; None if there is no
+    such row"""
+    reported: Tensor
+    """[reported] indices into the rows of the filter whose kept ids are asked for"""
+    temperature: Tensor
+    """[reported, 1]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,18 +220,16 @@ def _filter_of(batch: Sequence[Sampling], vocab_size: int, device: torch.device)
         for place, row in enumerate(rows):
             banned[place, [t for t in row.banned_ids if 0 <= t < vocab_size]] = True
     is_told = [row.has_kept_ids and is_cut(row) for row in rows]
-    reported = ReportedRows(
-        rows=torch.tensor(list(compress(count(), is_told)), device=device),
-        temperature=_column([row.gconfig.temperature for row in compress(rows, is_told)], device),
-        max_kept=_column([MAX_KEPT_IDS if told else vocab_size for told in is_told], device),
-    )
+    max_kept = [MAX_KEPT_IDS if told else vocab_size for told in is_told]
     return RowFilter(
         rows=torch.tensor(places, device=device),
         top_k=_column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut], device),
         top_p=_column([g.top_p for g in cut], device),
         is_nucleus=any(g.top_p < 1 for g in cut),
         banned=None if banned is None else banned.to(device),
-        reported=reported if any(is_told) else None,
+        max_kept=_column(max_kept, device) if any(is_told) else None,
+        reported=torch.tensor(list(compress(count(), is_told)), dtype=torch.int64, device=device),
+        temperature=_column([row.gconfig.temperature for row in compress(rows, is_told)], device),
     )
 
 
@@ -284,15 +275,12 @@ def sample(logits: Tensor, batch: SamplingBatch, uniform: Tensor) -> Sampled:
     left = _keep(logprobs, cut)
     chosen, taken_of_cut = _draw(left, uniform[cut.rows], batch, batch.is_greedy[cut.rows])
     kept = None
-    if cut.reported is not None:
-        kept, over_kept = _report(logits, left, chosen, cut, cut.reported)
-        taken_of_cut = taken_of_cut.index_copy(0, cut.reported.rows, over_kept)
-    return Sampled(
-        tokens.index_copy(0, cut.rows, chosen),
-        taken.index_copy(0, cut.rows, logprobs.gather(1, chosen[:, None])[:, 0]),
-        taken.index_copy(0, cut.rows, taken_of_cut),
-        kept,
-    )
+    if cut.max_kept is not None:
+        kept, over_kept = _report(logits, left, chosen, cut)
+        taken_of_cut = taken_of_cut.index_copy(0, cut.reported, over_kept)
+    logprobs = taken.index_copy(0, cut.rows, logprobs.gather(1, chosen[:, None])[:, 0])
+    sampling_logprobs = taken.index_copy(0, cut.rows, taken_of_cut)
+    return Sampled(tokens.index_copy(0, cut.rows, chosen), logprobs, sampling_logprobs, kept)
 
 
 def sample_each(logits: Tensor, batches: Sequence[SamplingBatch], uniform: Tensor) -> Sampled:
@@ -323,9 +311,7 @@ def kept_ids_of(kept: Tensor | None, num_rows: int) -> list[list[int]]:
     return [ids.tolist() for ids in kept[:, 1].cpu().split(counts.tolist())]
 
 
-def _report(
-    logits: Tensor, left: Tensor, tokens: Tensor, cut: RowFilter, reported: ReportedRows
-) -> tuple[Tensor, Tensor]:
+def _report(logits: Tensor, left: Tensor, tokens: Tensor, cut: RowFilter) -> tuple[Tensor, Tensor]:
     """Return the kept ids of the reported rows, and their tokens' log-probabilities over them, with the trainer's bits.
 
     Args:
@@ -333,17 +319,16 @@ def _report(
         left: log-probabilities of the filter's rows with removed tokens at -inf, `[rows, vocabulary]`.
         tokens: sampled tokens of the filter's rows, `[rows]`.
         cut: the filter.
-        reported: its reported rows.
 
     Returns:
         (row of the batch, token id) of each kept id, `[pairs, 2]`; log-probabilities `[reported]`.
     """
-    rows = cut.rows[reported.rows]
-    scaled = logits[rows].float() / reported.temperature  # as the trainer does, not times the inverse
-    own, ids = left[reported.rows].isfinite().nonzero().unbind(1)
+    rows = cut.rows[cut.reported]
+    scaled = logits[rows].float() / cut.temperature  # as the trainer does, not times the inverse
+    own, ids = left[cut.reported].isfinite().nonzero().unbind(1)
     kept = KeptIds.of(own, ids, len(rows))
     log_sums = kept.log_sums(scaled[kept.rows, kept.ids])
-    logprobs = scaled.gather(1, tokens[reported.rows][:, None])[:, 0] - log_sums
+    logprobs = scaled.gather(1, tokens[cut.reported][:, None])[:, 0] - log_sums
     return torch.stack([rows[own], ids], dim=1), logprobs.to(scaled.dtype)
 
 
@@ -402,8 +387,8 @@ def _keep(logprobs: Tensor, cut: RowFilter) -> Tensor:
         probs = ordered.masked_fill(gone, float("-inf")).softmax(dim=-1)
         # a token stays if those before it do not reach top_p: the first always does
         gone = gone | ((probs.cumsum(dim=-1) - probs >= cut.top_p) & (cut.top_p < 1))
-    if cut.reported is not None:
-        gone = gone | (rank >= cut.reported.max_kept)
+    if cut.max_kept is not None:
+        gone = gone | (rank >= cut.max_kept)
     return logprobs.masked_fill(torch.zeros_like(gone).scatter(1, order, gone), float("-inf"))
 
 

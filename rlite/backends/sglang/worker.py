@@ -171,23 +171,15 @@ class GroupSender(Sender):
 
     def _meet(self) -> None:
         self._port = port = open_store(self._ip)
-        backend, size = "gloo" if self.device.type == "cpu" else "nccl", self.num_ranks + 1
-        body = {
-            "master_address": self._ip,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": size,
-            "group_name": self._name,
-            "backend": backend,
-        }
+        backend, size = dist.Backend("gloo" if self.device.type == "cpu" else "nccl"), self.num_ranks + 1
+        group = {"group_name": self._name, "backend": backend, "rank_offset": 1, "world_size": size}
+        body = {"master_address": self._ip, "master_port": port, **group}
 
         def join() -> None:
             # as SGLang's ranks do, so that both sides look for each other under the same keys
             store = dist.PrefixStore(self._name, connect_store(self._ip, port, self.timeout))
             name, timeout = c10d.GroupName(self._name), timedelta(seconds=self.timeout)
-            self._group, _ = c10d._new_process_group_helper(
-                size, 0, [], dist.Backend(backend), store, name, timeout=timeout
-            )
+            self._group, _ = c10d._new_process_group_helper(size, 0, [], backend, store, name, timeout=timeout)
 
         self._both("/init_weights_update_group", body, join)
 
@@ -250,14 +242,12 @@ class SglangWorker:
         dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
         named = meta_model(config, dtype).named_parameters()
         self._parameters = {name: (parameter.dtype, parameter.shape) for name, parameter in named}
-        longest = options.max_model_len or config.get_text_config().max_position_embeddings
+        text = config.get_text_config()
+        longest = options.max_model_len or text.max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
         self._info = server.call("/server_info")
-        self._endpoint = replace(
-            server,
-            max_model_len=self._info.get("context_length") or longest,
-            vocab_size=config.get_text_config().vocab_size,
-        )
+        length = self._info.get("context_length") or longest
+        self._endpoint = replace(server, max_model_len=length, vocab_size=text.vocab_size)
         self.set_version(0)
 
     def endpoint(self) -> Endpoint | None:
@@ -322,10 +312,8 @@ class SglangWorker:
         except WorkerError as error:
             raise ConfigError(f"addresses: {error}") from error
         if (served.get("model_type") or model_type) != model_type:
-            raise ConfigError(
-                f"the server at {endpoint.url} serves {served.get('model_path')}, a model of type "
-                f"{served['model_type']!r}; {self._path} is of type {model_type!r}"
-            )
+            told = f"the server at {endpoint.url} serves {served.get('model_path')}, of type {served['model_type']!r}"
+            raise ConfigError(f"{told}; {self._path} is of type {model_type!r}")
         return endpoint
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -409,11 +397,7 @@ class SglangWorker:
         Raises:
             ConfigError: an attached server would lose its weights.
         """
-        if self._endpoint is not None and not self._info.get("enable_weights_cpu_backup"):
-            raise ConfigError(
-                f"cpu(): the server at {self._endpoint.url} runs without enable_weights_cpu_backup and would lose its "
-                "weights. Use meta(), or start it with --enable-weights-cpu-backup"
-            )
+        self._need("enable_weights_cpu_backup", "and would lose its weights in cpu(). Use meta(), or")
         self.to_meta()
 
     def to_meta(self) -> None:
@@ -423,14 +407,14 @@ class SglangWorker:
             self._on_device.difference_update(there)
 
     def _move(self, path: str, parts: list[str]) -> None:
-        if self._endpoint is None:
-            return
-        if not self._info.get("enable_memory_saver"):
-            raise ConfigError(
-                f"the server at {self._endpoint.url} runs without enable_memory_saver, so its memory cannot move; "
-                "start it with --enable-memory-saver"
-            )
-        self._endpoint.call(path, {"tags": parts}, self._options.start_timeout_s)
+        if self._endpoint is not None:
+            self._need("enable_memory_saver", "so its memory cannot move:")
+            self._endpoint.call(path, {"tags": parts}, self._options.start_timeout_s)
+
+    def _need(self, option: str, otherwise: str) -> None:
+        if self._endpoint is not None and not self._info.get(option):
+            told, flag = f"the server at {self._endpoint.url} runs without {option}", option.replace("_", "-")
+            raise ConfigError(f"{told}, {otherwise} start it with --{flag}")
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that the server holds on all its devices, by part: weights, kv_cache."""

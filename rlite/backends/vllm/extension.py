@@ -6,6 +6,7 @@ imports this module.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -183,9 +184,6 @@ def _repack_tied_head(model: Any) -> None:
 
 def _end_with(process: int) -> None:
     """End this process when another one has ended."""
-    try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
-        os._exit(1)
-    select.select([descriptor], [], [])
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
     os._exit(1)

@@ -56,7 +56,6 @@ class Server:
         self._connection = connection
         self._engine: Any = None
         self._serving: dict[str, Serving] = {}
-        self._by_number: dict[int, Serving] = {}
         self._chunks: list[TokenChunk] = []
         """chunks to send, in order"""
         self._counter = itertools.count()
@@ -131,14 +130,13 @@ class Server:
                 self._put(request, error=error)
                 continue
             serving = Serving(request, f"{request.request_id}.{next(self._counter)}", [*request.output_ids])
-            self._serving[serving.name] = self._by_number[request.request_id] = serving
+            self._serving[serving.name] = serving
             self._run_beside(self._begin(serving))
 
     def cancel(self, request_ids: list[int]) -> None:
         """End requests with their tokens so far."""
-        for number in request_ids:
-            if (serving := self._by_number.get(number)) is not None:
-                self._abort(serving, finish_reason="abort")
+        for serving in [each for each in self._serving.values() if each.request.request_id in request_ids]:
+            self._abort(serving, finish_reason="abort")
 
     async def _begin(self, serving: Serving) -> None:
         request, rules = serving.request, self._rules
@@ -162,7 +160,7 @@ class Server:
             self._run_beside(self._engine.abort(serving.name))
 
     def _end(self, serving: Serving, **fields: Any) -> None:
-        del self._serving[serving.name], self._by_number[serving.request.request_id]
+        del self._serving[serving.name]
         self._put(serving.request, **fields)
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
@@ -209,12 +207,9 @@ class Server:
             serving.made += tokens
             length = self._rules.length_at_stop(request, serving.made, start)
         num = len(tokens) if length is None else length - start
-        made: dict[str, Any] = {
-            "token_ids": tokens[:num],
-            "logprobs": logprobs[:num],
-            "sampling_logprobs": over_kept[:num],
-            "extras": {"kept_ids": kept_ids[:num]} if "kept_ids" in request.extras else {},
-        }
+        columns: dict[str, list] = {"token_ids": tokens, "logprobs": logprobs, "sampling_logprobs": over_kept}
+        made: dict[str, Any] = {name: column[:num] for name, column in columns.items()}
+        made["extras"] = {"kept_ids": kept_ids[:num]} if "kept_ids" in request.extras else {}
         if length is not None:
             self._abort(serving, finish_reason="stop", **made)
         elif reason is None:

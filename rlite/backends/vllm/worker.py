@@ -369,10 +369,8 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         )
     sizes, head_dim = release.CPU_HEAD_SIZES, attention_shape(config)[3]
     if release.is_cpu_build() and head_dim not in sizes:
-        raise ConfigError(
-            f"{path}: vLLM {version} on CPU does not support attention heads of size {head_dim}; it supports "
-            f"{', '.join(map(str, sizes))}. Use executor='torch'"
-        )
+        problem = f"vLLM {version} on CPU does not support attention heads of size {head_dim}"
+        raise ConfigError(f"{path}: {problem}; it supports {', '.join(map(str, sizes))}. Use executor='torch'")
 
 
 BACKEND = InferenceBackend(
