@@ -72,9 +72,8 @@ class ModuleEngine(ResumableEngine):
         """
         module = self.__dict__.get("module")
         if module is None or name.startswith("_") or not callable(getattr(type(module), name, None)):
-            raise AttributeError(
-                f"{type(self).__name__} has no method {name!r}, and neither has its module {type(module).__name__}"
-            )
+            problem = f"{type(self).__name__} has no method {name!r}"
+            raise AttributeError(f"{problem}, and neither has its module {type(module).__name__}")
         return self._module_method(name)
 
     def _module_method(self, name: str) -> Callable[..., Any]:

@@ -192,7 +192,5 @@ class TextEngine(ServingEngine):
         """Complete one request."""
 
     @abstractmethod
-    def _request(
-        self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, extras: tuple[str, ...] = ()
-    ) -> SequenceRequest:
+    def _request(self, ids: list[int], gconfig: GenerationHyperparameters, sample: int) -> SequenceRequest:
         """Return a request of a worker."""

@@ -44,15 +44,11 @@ def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTra
         )
     own = user_methods(type(module))
     if hidden := sorted(own.keys() & own_names):
-        problem = (
-            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours would never be called"
-        )
-        raise ConfigError(f"{problem}; give your methods other names")
+        told = f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours would never be called"
+        raise ConfigError(f"{told}; give your methods other names")
     if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
-        raise ConfigError(
-            f"{name}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
-            "understands as seconds to wait for its workers; give yours another name"
-        )
+        told = "which every call on an engine understands as seconds to wait for its workers; give yours another name"
+        raise ConfigError(f"{name}: {', '.join(taken)} has a parameter 'timeout', {told}")
     if not is_on_meta(module):
         problem = f"{name} holds real weights; a train module travels to its workers without any"
         raise ConfigError(f"{problem}. Build it inside `with accelerate.init_empty_weights():`")
@@ -93,17 +89,15 @@ def changed_methods(old: type, new: type) -> list[str]:
     """
     if _library_bases(old) != _library_bases(new):
         before, after = (", ".join(base.__name__ for base in _library_bases(cls)) for cls in (old, new))
-        raise ConfigError(
-            f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}. "
-            f"The weights belong to {before}: release() the engine, and build an engine of a new module"
-        )
+        problem = f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}"
+        remedy = "release() the engine, and build an engine of a new module"
+        raise ConfigError(f"{problem}. The weights belong to {before}: {remedy}")
     prints = [{name: _fingerprint(method) for name, method in own_methods(cls).items()} for cls in (old, new)]
     changed = sorted(name for name in {*prints[0], *prints[1]} if prints[0].get(name) != prints[1].get(name))
     if once := [name for name in RUN_ONCE if name in changed]:
-        raise ConfigError(
-            f"reload_methods: {new.__name__}.{', '.join(once)} was changed, which ran when the engine was built, and "
-            "the weights and the optimizer stay. Undo the change, or release() the engine and build one of a new module"
-        )
+        told = f"reload_methods: {new.__name__}.{', '.join(once)} was changed, which ran when the engine was built"
+        remedy = "Undo the change, or release() the engine and build one of a new module"
+        raise ConfigError(f"{told}, and the weights and the optimizer stay. {remedy}")
     return changed
 
 

@@ -41,9 +41,8 @@ def make_plan(sources: Sequence[Layout], targets: Sequence[Layout], target_name:
         covered = 0
         for index, offered in held[source_name]:
             if offered.global_shape != place.global_shape:
-                raise WeightSyncError(
-                    f"{name}: {target_name} has shape {place.global_shape}, the source {offered.global_shape}"
-                )
+                shapes = f"shape {place.global_shape}, the source {offered.global_shape}"
+                raise WeightSyncError(f"{name}: {target_name} has {shapes}")
             overlap = _overlap(offered, place)
             if overlap is not None:
                 yield Piece(name, source_name, index, *overlap, place.dtype)

@@ -67,15 +67,7 @@ class AttentionPlan(ABC):
 
 
 def slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    plan: AttentionPlan,
-    sliding_window: int | None = None,
-    **asked: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, plan: AttentionPlan, **asked: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer with the plan; transformers calls this function.
 
@@ -84,11 +76,11 @@ def slot_attention(
         query: `[batch, heads, tokens, head_dim]`.
         key: `[batch, kv_heads, tokens, head_dim]`.
         value: `[batch, kv_heads, tokens, head_dim]`.
-        attention_mask: unused. The plan knows which positions a query sees.
+        mask: unused. The plan knows which positions a query sees.
         scaling: factor of the scores before the softmax.
         plan: the plan of this forward pass.
-        sliding_window: number of positions that each query sees, its own position included. None is no window.
-        **asked: further options of the layer. Options that change the result are refused.
+        **asked: further options of the layer. With `sliding_window`, each query sees that many positions, its own
+            position included. Other options that change the result are refused.
 
     Returns:
         The output `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
@@ -96,7 +88,7 @@ def slot_attention(
     refuse_other_attention(asked)
     batch, heads, tokens, dim = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    attended = plan.attend(module.layer_idx, query, key, value, scaling, sliding_window)
+    attended = plan.attend(module.layer_idx, query, key, value, scaling, asked.get("sliding_window"))
     return attended.view(batch, tokens, heads, dim), None
 
 
@@ -325,10 +317,8 @@ class DecodePlan(AttentionPlan):
         self.targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
-            self._gather_indices = [
-                self.cache.gather_index(first + start, first + stop, -(-length // BLOCK))
-                for start, stop, length in self._groups
-            ]
+            index = self.cache.gather_index
+            self._gather_indices = [index(first + a, first + b, -(-length // BLOCK)) for a, b, length in self._groups]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Compute the attention of the rows to their slots.

@@ -352,5 +352,4 @@ class ShardedModel:
 
     def memory_bytes(self) -> int:
         """Return the bytes that the parameters hold, on the device or on the host."""
-        tensors = [place.get() for place in self._places.values()]
-        return sum(t.nbytes for t in tensors if not t.is_meta)
+        return sum(p.nbytes for p in map(_Place.get, self._places.values()) if not p.is_meta)

@@ -245,9 +245,8 @@ class Scheduler:
         """
         num = min(self.num_slots - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(num)]
-        admitted.sort(key=lambda s: -len(s.tokens))
         moves: list[Move] = []
-        for sequence in admitted:
+        for sequence in sorted(admitted, key=lambda s: -len(s.tokens)):
             sequence.slot = len(self.running)
             self.running.append(sequence)
             sequence.num_cached, copies = self._kept.take(sequence.tokens[:-1], sequence.slot)

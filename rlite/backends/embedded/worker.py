@@ -156,11 +156,10 @@ class EmbeddedWorker:
         self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles)
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
-        self._graphs: DecodeGraphs | None = None
-        is_recorded = options.cuda_graphs and not options.deterministic and device.type == "cuda"
         # some rotary embeddings depend on the longest position, so their steps run different kernels
-        if is_recorded and group is None and architecture.rope_limit(config) is None:
-            self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device))
+        is_fixed = group is None and not options.deterministic and architecture.rope_limit(config) is None
+        is_recorded = options.cuda_graphs and device.type == "cuda" and is_fixed
+        self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device)) if is_recorded else None
         default = "" if options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
         ends = frozenset(end_ids(path, weights.config))
         agree = partial(agreed, group, device)

@@ -23,14 +23,9 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.backends.models import huggingface, linear
 from rlite.backends.models.architecture import check_fit
-from rlite.backends.models.huggingface import (
-    HuggingFaceFsdp2ScoreModule,
-    HuggingFaceFsdp2TrainModule,
-    exported_class,
-    pad_apart,
-)
-from rlite.backends.models.linear import check_liger, speed_up_linear_layers, use_liger_kernels
+from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule
 from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
@@ -45,7 +40,8 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
 from rlite.runtime.replicas.workers import Part
-from rlite.runtime.storage import huggingface, sharded
+from rlite.runtime.storage import sharded
+from rlite.runtime.storage.huggingface import Writer
 
 
 def make_module(
@@ -65,13 +61,13 @@ def make_module(
     if isinstance(module, HuggingFaceFsdp2TrainModule):
         module.tie_weights()  # type: ignore[operator]
     if options.use_liger_kernel:
-        use_liger_kernels(module)
+        linear.use_liger_kernels(module)
     if options.gradient_checkpointing:
         module.recompute_activations()
     if options.deterministic:
         module.make_deterministic()
     elif device.type == "cpu":
-        speed_up_linear_layers(module)
+        linear.speed_up_linear_layers(module)
     if mesh.dims.tensor > 1:
         module.parallelize(mesh.tensor)
     if mesh.dims.seq > 1:
@@ -173,16 +169,16 @@ def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.Pro
 
 def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
     is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
-    writer = huggingface.Writer(path, module.config.dtype if is_transformer else None)
+    writer = Writer(path, module.config.dtype if is_transformer else None)
     for name, tensor in tensors:
         writer.add(name, tensor)
     if is_transformer:
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None
-        writer.add_config(module.exported_config(), exported_class(module), folder)
+        writer.add_config(module.exported_config(), huggingface.exported_class(module), folder)
         add_end_ids(writer.folder, module.further_end_ids)
-    if isinstance(module, HuggingFaceFsdp2ScoreModule):
-        pad_apart(writer.folder, module.row_ends)
+    if isinstance(module, huggingface.HuggingFaceFsdp2ScoreModule):
+        huggingface.pad_apart(writer.folder, module.row_ends)
     if isinstance(module, LoraTrainModule) and adapter:
         module.save_adapter(writer.folder / "adapter", adapter)
     writer.finish()
@@ -482,7 +478,7 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
     if options.deterministic:
         module.check_deterministic(current_session().device)
     if options.use_liger_kernel:
-        check_liger(module, current_session().device)
+        linear.check_liger(module, current_session().device)
 
 
 BACKEND = TrainBackend(options=Fsdp2Options, worker=Fsdp2Worker, layout=layout, check_module=check_module)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -321,9 +321,8 @@ def _renamed(model: PreTrainedModel) -> str | None:
 
 
 def _state(cls: type[PreTrainedModel]) -> str | None:
-    if not cls._is_stateful:
-        return None
-    return "keeps a recurrent state, which would run on from one sequence of a pack into the next"
+    reason = "keeps a recurrent state, which would run on from one sequence of a pack into the next"
+    return reason if cls._is_stateful else None
 
 
 def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
@@ -388,13 +387,10 @@ def mixes_tokens(model: PreTrainedModel) -> bool:
         return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
 
     tables = {model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))}
-    hooks = [table.register_forward_hook(poison, prepend=True) for table in tables]
-    try:
-        with attention(model.config, OWN_TOKEN):
-            reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, attention(model.config, OWN_TOKEN):
+        for table in tables:
+            stack.enter_context(table.register_forward_hook(poison, prepend=True))
+        reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
     return reached.nonzero().flatten().tolist() != [poisoned]
 
 

@@ -201,9 +201,7 @@ def causal_attention(
     is_plain = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
     is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_plain, scale=scaling, dropout_p=dropout, enable_gqa=is_grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scaling, enable_gqa=is_grouped)
 
 
 def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:

@@ -195,11 +195,10 @@ def check_tile(out_features: int, in_features: int, has_bias: bool, num_threads:
     with _one_thread():
         rows = [multiply(row.expand(TILE, -1).contiguous(), weight, bias) for row in x.split(1)]
     if not all(torch.equal(found[i].expand_as(row), row) for i, row in enumerate(rows)):
-        raise ConfigError(
-            f"deterministic=true: on this machine a product of {TILE} rows with a matrix [{out_features}, "
-            f"{in_features}] depends on the place of a row or on the number of threads ({num_threads}); use one thread "
-            "for each device, or leave deterministic out"
-        )
+        product = f"a product of {TILE} rows with a matrix [{out_features}, {in_features}]"
+        problem = f"on this machine {product} depends on the place of a row or on the number of threads ({num_threads})"
+        remedy = "use one thread for each device, or leave deterministic out"
+        raise ConfigError(f"deterministic=true: {problem}; {remedy}")
 
 
 def _random_operands(

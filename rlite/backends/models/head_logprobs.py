@@ -79,10 +79,9 @@ def linear_logprobs(
         ConfigError: shapes do not fit, or the temperature is not positive.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
-        raise ConfigError(
-            f"hidden states {list(hidden.shape)} need labels {list(hidden.shape[:-1])} and a weight "
-            f"[vocabulary, {hidden.shape[-1]}], found {list(labels.shape)} and {list(weight.shape)}"
-        )
+        needed = f"labels {list(hidden.shape[:-1])} and a weight [vocabulary, {hidden.shape[-1]}]"
+        found = f"{list(labels.shape)} and {list(weight.shape)}"
+        raise ConfigError(f"hidden states {list(hidden.shape)} need {needed}, found {found}")
     block, kept = (_CPU_BLOCK, _CPU_KEPT) if hidden.device.type == "cpu" else (_GPU_BLOCK, _GPU_KEPT)
     if is_deterministic:
         block_size = batch_invariant.COLUMNS
@@ -93,8 +92,8 @@ def linear_logprobs(
     product = batch_invariant.linear if is_deterministic else linear
     blocks = _Blocks(formulas.check_temperature(temperature), group, start, block_size, num_kept, product)
     rows, columns = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long() - start
-    found = _LinearLogprobs.apply(rows, weight, bias, columns, blocks, replay)
-    return TokenLogprobs(*(values.view(labels.shape) for values in found))
+    results = _LinearLogprobs.apply(rows, weight, bias, columns, blocks, replay)
+    return TokenLogprobs(*(values.view(labels.shape) for values in results))
 
 
 class HeadAnswer(NamedTuple):

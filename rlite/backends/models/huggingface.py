@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -244,10 +244,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         dist.all_reduce(num_unfinished, group=shard_group(self))
         return num_unfinished.item() > 0
 
-    @cached_property
-    def _rope_limit(self) -> int | None:
-        return rope_limit(self.config.get_text_config())
-
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """Run the model's own forward over a pack, with attention inside each sequence.
 
@@ -257,12 +253,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
-        limit, length = self._rope_limit, data["max_seqlen"]
+        limit, length = rope_limit(self.config.get_text_config()), data["max_seqlen"]
         if limit is not None and length > limit:
-            raise ConfigError(
-                f"a sequence of {length} tokens: beyond {limit} the rotary embedding of "
-                f"{type(self).__name__} changes with the longest sequence of a pack; use shorter sequences"
-            )
+            problem = f"the rotary embedding of {type(self).__name__} changes with the longest sequence of a pack"
+            raise ConfigError(f"a sequence of {length} tokens: beyond {limit} {problem}; use shorter sequences")
         share = ContextShare(data["cu_seqlens"], self.context_group)
         attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
         layout = PackedLayout(data["cu_seqlens"], length, share, attend)

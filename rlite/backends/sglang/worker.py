@@ -150,14 +150,10 @@ class GroupSender(Sender):
         """Send a bucket; return when the server has loaded it."""
         if self._group is None:
             self._meet()
-        body = {
-            "names": [part.name for part in bucket.parts],
-            "dtypes": [str(part.dtype).removeprefix("torch.") for part in bucket.parts],
-            "shapes": [list(part.shape) for part in bucket.parts],
-            "group_name": self._name,
-            "load_format": FORMAT,
-            "flush_cache": False,
-        }
+        body: dict[str, Any] = {"group_name": self._name, "load_format": FORMAT, "flush_cache": False}
+        body["names"] = [part.name for part in bucket.parts]
+        body["dtypes"] = [str(part.dtype).removeprefix("torch.") for part in bucket.parts]
+        body["shapes"] = [list(part.shape) for part in bucket.parts]
         flat = bucket.flat.to(self.device)
         self._both("/update_weights_from_distributed", body, lambda: self._group.broadcast(flat, 0).wait())
 

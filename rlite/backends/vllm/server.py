@@ -176,24 +176,21 @@ class Server:
         Returns:
             The outputs that vLLM's own frontend has to see.
         """
+        left, row = [], 0
         try:
-            return self._send_tokens(outputs)
+            whole, kept, kept_ids = take_table(outputs)
+            for output in outputs:
+                rows = slice(row, row := row + len(output.new_token_ids))
+                serving, reason = self._serving.get(release.name_of(output)), release.finish_reason(output)
+                if serving is not None:
+                    self._add(serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
+                if serving is None or reason is not None:  # it forgets a request at its last output
+                    left.append(output)
+            self._flush()
         except Exception as error:  # of any kind: requests would wait for their tokens forever
             traceback.print_exc()
             self._die(f"vLLM's outputs could not be read: {type(error).__name__}: {error}")
             raise
-
-    def _send_tokens(self, outputs: list[Any]) -> list[Any]:
-        whole, kept, kept_ids = take_table(outputs)
-        left, row = [], 0
-        for output in outputs:
-            rows = slice(row, row := row + len(output.new_token_ids))
-            serving, reason = self._serving.get(release.name_of(output)), release.finish_reason(output)
-            if serving is not None:
-                self._add(serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
-            if serving is None or reason is not None:  # it forgets a request at its last output
-                left.append(output)
-        self._flush()
         return left
 
     def _add(self, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:

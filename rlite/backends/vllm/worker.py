@@ -244,9 +244,7 @@ class VllmWorker:
             "tensor_parallel_size": self._size,
             "distributed_executor_backend": "mp" if self._size > 1 else "uni",
             "dtype": self._dtype,
-            "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
+            **{name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "gpu_memory_utilization")},
             "seed": 0,  # every request has its own
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
@@ -277,11 +275,9 @@ class VllmWorker:
         # vLLM keeps one block for itself
         needed = (self._options.max_num_seqs + 1) * per_sequence
         if given < per_sequence + CPU_BLOCK * per_token:
-            raise ConfigError(
-                f"one sequence of max_model_len={length} needs {per_sequence / 2**20:.3g} MiB of KV cache, "
-                f"{given / 2**20:.3g} MiB are available; lower max_model_len, or raise gpu_memory_utilization or "
-                "kv_cache_memory_bytes"
-            )
+            sizes = f"{per_sequence / 2**20:.3g} MiB of KV cache, {given / 2**20:.3g} MiB are available"
+            remedy = "lower max_model_len, or raise gpu_memory_utilization or kv_cache_memory_bytes"
+            raise ConfigError(f"one sequence of max_model_len={length} needs {sizes}; {remedy}")
         return min(needed, given)
 
     def _variables(self) -> dict[str, str]:
@@ -363,10 +359,9 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
     config = load_config(path)
     classes = config.architectures or []
     if not release.architectures().intersection(classes):
-        raise ConfigError(
-            f"{path}: its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not "
-            "know. Export the model under the name of its Hugging Face class, or use executor='torch'"
-        )
+        told = f"its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not know"
+        remedy = "Export the model under the name of its Hugging Face class, or use executor='torch'"
+        raise ConfigError(f"{path}: {told}. {remedy}")
     sizes, head_dim = release.CPU_HEAD_SIZES, attention_shape(config)[3]
     if release.is_cpu_build() and head_dim not in sizes:
         problem = f"vLLM {version} on CPU does not support attention heads of size {head_dim}"
