@@ -193,7 +193,14 @@ class _Blocks(NamedTuple):
     """multiplies hidden states by rows of the weight"""
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> Tensor:
-        """Return the logits of the block whose first row is `first`."""
+        """Return the logits of one block.
+
+        Args:
+            hidden: [tokens, width].
+            weight: [vocabulary, width].
+            bias: [vocabulary].
+            first: first row of the block.
+        """
         rows = slice(first, first + self.size)
         return self.product(hidden, weight[rows], None if bias is None else bias[rows])
 

@@ -69,7 +69,13 @@ def differentiable(
 
 
 def forward(product: Callable[..., Tensor], layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return the layer's output, computed by `product(x, weight, bias)`."""
+    """Return the layer's output, computed by `product(x, weight, bias)`.
+
+    Args:
+        product: the function.
+        layer: has the weight and the bias.
+        x: [..., in].
+    """
     return product(x, layer.weight, layer.bias)
 
 
