@@ -111,7 +111,11 @@ class TextEngine(ServingEngine):
         return replace(answer, prompt=text)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """Return the tokens of one request as they are generated; the last chunk has a finish_reason."""
+        """Return the tokens of one request as they are generated; the last chunk has a finish_reason.
+
+        Yields:
+            Chunks of tokens.
+        """
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         completing = self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))

@@ -87,9 +87,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: [out, in].
         bias: [out].
     """
+    if x.dim() == 2:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     product = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
     # a plain view would make FSDP warn that a module's output must not be changed in place
-    return product if x.dim() == 2 else torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
+    return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
 
 
 class _Linear(torch.autograd.Function):
