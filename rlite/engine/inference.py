@@ -24,13 +24,7 @@ from rlite.rollout.episode import mix
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.replicas.replica import InFlightRequest
 from rlite.runtime.replicas.router import Policy, least_outstanding
-from rlite.types import (
-    GenerationHyperparameters,
-    LLMRequest,
-    LLMResponse,
-    OnChunk,
-    SequenceRequest,
-)
+from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, OnChunk, SequenceRequest
 
 
 class RliteInferenceEngine(TextEngine):
@@ -105,9 +99,7 @@ class RliteInferenceEngine(TextEngine):
     @rollout_options.setter
     def rollout_options(self, options: CollectorOptions) -> None:
         if self._collector is not None:
-            raise ConfigError(
-                "rollout_options: rollouts have begun with other options; set them before the first rollout"
-            )
+            raise ConfigError("rollout_options: rollouts have begun; set them before the first rollout")
         self._rollout_options = options
 
     @property

@@ -72,9 +72,8 @@ class ModuleEngine(ResumableEngine):
         """
         module = self.__dict__.get("module")
         if module is None or name.startswith("_") or not callable(getattr(type(module), name, None)):
-            raise AttributeError(
-                f"{type(self).__name__} has no method {name!r}, and neither has its module {type(module).__name__}"
-            )
+            problem = f"{type(self).__name__} has no method {name!r}"
+            raise AttributeError(f"{problem}, and neither has its module {type(module).__name__}")
         return self._module_method(name)
 
     def _module_method(self, name: str) -> Callable[..., Any]:
@@ -84,13 +83,8 @@ class ModuleEngine(ResumableEngine):
             self._need_weights(name)
             shares = plan_shares(args, kwargs, self.num_data_ranks)
             calls = scatter(args, kwargs, self.num_data_ranks, self.dims.seq, shares=shares)
-            results = self._ask_each(
-                TrainWorker.invoke,
-                [(*call, name) for call in calls],
-                what=name,
-                timeout=timeout,
-                has_own_statistics=cuts_sequences(args, kwargs),
-            )
+            named, is_cut = [(*call, name) for call in calls], cuts_sequences(args, kwargs)
+            results = self._ask_each(TrainWorker.invoke, named, what=name, timeout=timeout, has_own_statistics=is_cut)
             return gather(results, gather_of(method), shares)
 
         call.__name__ = name

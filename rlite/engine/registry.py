@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from rlite.runtime.replicas.engine import Engine
 from rlite.runtime.replicas.workers import Backend, Kind, SourceWorker
 
 B = TypeVar("B", bound=Backend)
-_backends: dict[tuple[str, str], Backend | str] = {
+_backends: dict[tuple[Kind, str], Backend | str] = {
     ("train", "fsdp2"): "rlite.backends.fsdp2.worker:BACKEND",
     ("inference", "torch"): "rlite.backends.embedded.worker:BACKEND",
     ("inference", "sglang"): "rlite.backends.sglang.replica:BACKEND",
@@ -57,12 +57,7 @@ def registered_executors(kind: Kind) -> list[str]:
     return [name for of, name in _backends if of == kind]
 
 
-def kinds_of(name: str) -> list[Kind]:
-    """Return the kinds of engines that have an executor of this name."""
-    return [kind for kind in get_args(Kind) if (kind, name) in _backends]
-
-
-def find_backend(kind: str, name: str, expected: type[B]) -> B:
+def find_backend(kind: Kind, name: str, expected: type[B]) -> B:
     """Return the backend that was registered under a name.
 
     Args:
@@ -74,16 +69,14 @@ def find_backend(kind: str, name: str, expected: type[B]) -> B:
         ConfigError: the name is not registered, or its backend has another class.
     """
     if (kind, name) not in _backends:
-        known = [n for k, n in _backends if k == kind]
-        raise ConfigError(f"unknown {kind} executor {name!r}; {did_you_mean(name, known)}")
+        raise ConfigError(f"unknown {kind} executor {name!r}; {did_you_mean(name, registered_executors(kind))}")
     backend = _backends[kind, name]
     if isinstance(backend, str):
         module, attribute = backend.split(":")
         backend = _backends[kind, name] = getattr(importlib.import_module(module), attribute)
     if not isinstance(backend, expected):
-        raise ConfigError(
-            f"{kind} executor {name!r} is registered with {backend!r:.100}; expected a {expected.__name__}"
-        )
+        told = f"{kind} executor {name!r} is registered with {backend!r:.100}"
+        raise ConfigError(f"{told}; expected a {expected.__name__}")
     return backend
 
 
@@ -360,35 +353,21 @@ def check_engine_options(engine_options: EngineOptions) -> None:
     """
     for name, options in engine_options.items():
         where = f"engine_options[{name!r}]"
-        kinds = kinds_of(name)
+        kinds: list[Kind] = [kind for kind, known_name in _backends if known_name == name]
         if not kinds:
-            executors = [*registered_executors("train"), *registered_executors("inference")]
-            raise ConfigError(f"engine_options: unknown executor {name!r}; {did_you_mean(name, executors)}")
+            hint = did_you_mean(name, {known_name for _, known_name in _backends})
+            raise ConfigError(f"engine_options: unknown executor {name!r}; {hint}")
         if not isinstance(options, Mapping):
             raise ConfigError(f"{where}={options!r}: expected a mapping of options of `build`")
-        backends = [find_backend(kind, name, Backend) for kind in kinds]
-        known = {key for backend in backends for key in inspect.signature(backend.options).parameters}
+        classes = [find_backend(kind, name, Backend).options for kind in kinds]
+        known = {key for cls in classes for key in inspect.signature(cls).parameters}
         for key in options.keys() - known:
-            raise UnknownOptionError(f"{where} does not know the option {key!r}; {_hint(key, known)}")
-        for backend in backends:
-            _check_values(where, backend, options)
-
-
-def _hint(key: str, known: set[str]) -> str:
-    if key in inspect.signature(Engine.build).parameters:
-        return "it places one engine: give it to that engine's `build`"
-    return did_you_mean(key, known)
-
-
-def _check_values(where: str, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Check values of options that are a pydantic model; `build` checks those of other executors.
-
-    Raises:
-        ConfigError: a value cannot work.
-    """
-    if issubclass(backend.options, Options):
-        own = backend.options.model_fields.keys()
-        try:
-            backend.options(**{key: value for key, value in options.items() if key in own})
-        except RliteError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            is_place = key in inspect.signature(Engine.build).parameters
+            hint = "it places one engine: give it to that engine's `build`" if is_place else did_you_mean(key, known)
+            raise UnknownOptionError(f"{where} does not know the option {key!r}; {hint}")
+        for cls in classes:
+            if issubclass(cls, Options):  # `build` checks the values of other executors
+                try:
+                    cls(**{key: value for key, value in options.items() if key in cls.model_fields})
+                except RliteError as error:
+                    raise ConfigError(f"{where}: {error}") from None

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.prompts import raw_prompts
-from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling, streamed
+from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling
 from rlite.engine.registry import find_backend
 from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, local_checkpoint
 from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
@@ -45,7 +45,6 @@ class TextEngine(ServingEngine):
     def __init__(self, path: str | Path, executor: str, max_replacements: int, routing: Policy) -> None:
         backend, folder = find_backend("inference", executor, InferenceBackend), str(local_checkpoint(path))
         super().__init__(backend, executor, folder, load_config(folder).get_text_config(), max_replacements, routing)
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def generate(
         self, prompts: Prompts, sampling_params: Sampling = None, timeout: float | None = None
@@ -111,9 +110,24 @@ class TextEngine(ServingEngine):
         (answer,) = self.generate([tokens], sampling_params, timeout)
         return replace(answer, prompt=text)
 
-    def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """Return the tokens of one request as they are generated; the last chunk has a finish_reason."""
-        return streamed(self.agenerate, request)
+    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """Return the tokens of one request as they are generated; the last chunk has a finish_reason.
+
+        Yields:
+            Chunks of tokens.
+        """
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        completing = self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
+        task = asyncio.ensure_future(completing)
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if chunk.error is None:
+                    yield chunk
+            task.result()
+        finally:
+            task.cancel()
 
     def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """Return log_softmax(logits) of every token but the first of each prompt, in the order of the prompts.
@@ -163,12 +177,10 @@ class TextEngine(ServingEngine):
         where, is_text = f"prompt {index}", isinstance(prompt, str)
         return self._checked(raw_prompts(self.tokenizer, [prompt])[0] if is_text else token_ids(prompt, where), where)
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
-        return self._tokenizer
+        return load_tokenizer(self.path, reads_text=False)  # a model of tokens alone is served, too
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -184,7 +196,5 @@ class TextEngine(ServingEngine):
         """Complete one request."""
 
     @abstractmethod
-    def _request(
-        self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, extras: tuple[str, ...] = ()
-    ) -> SequenceRequest:
+    def _request(self, ids: list[int], gconfig: GenerationHyperparameters, sample: int) -> SequenceRequest:
         """Return a request of a worker."""

@@ -125,8 +125,7 @@ class ResumableEngine(Engine):
         Raises:
             ConfigError: the module has no config.
         """
-        config = getattr(self.module, "config", None)
-        if config is None:
+        if (config := getattr(self.module, "config", None)) is None:
             raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
         text = config.get_text_config()
         return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
@@ -153,9 +152,7 @@ class ResumableEngine(Engine):
         full: dict[str, Tensor] = {}
         for part in self.copies[0].call(TrainWorker.export_values):
             for name, (box, global_shape, values) in part.items():
-                if name not in full:
-                    full[name] = torch.empty(global_shape, dtype=values.dtype)
-                full[name][box] = values
+                full.setdefault(name, values.new_empty(global_shape))[box] = values
         return full
 
     def save(self, path: str | Path) -> None:
@@ -276,7 +273,6 @@ class ResumableEngine(Engine):
         wait([handle.death for handle in group.handles], END_S)  # their memory is free then
         if self._writing is not None:
             self._writing.workers_ended()
-            self._writing = None
         self._session.restart(self.name, 0, self._factory)
         self.weights = Weights.DEVICE
 

@@ -41,18 +41,15 @@ def make_plan(sources: Sequence[Layout], targets: Sequence[Layout], target_name:
         covered = 0
         for index, offered in held[source_name]:
             if offered.global_shape != place.global_shape:
-                raise WeightSyncError(
-                    f"{name}: {target_name} has shape {place.global_shape}, the source {offered.global_shape}"
-                )
+                shapes = f"shape {place.global_shape}, the source {offered.global_shape}"
+                raise WeightSyncError(f"{name}: {target_name} has {shapes}")
             overlap = _overlap(offered, place)
             if overlap is not None:
                 yield Piece(name, source_name, index, *overlap, place.dtype)
                 covered += math.prod(s.stop - s.start for s in overlap[0])
         if covered != math.prod(place.shape):
-            raise WeightSyncError(
-                f"{name}: the source's shards cover {covered} of the {math.prod(place.shape)} elements "
-                f"that {target_name} holds; each must be written exactly once"
-            )
+            whole = f"the {math.prod(place.shape)} elements that {target_name} holds"
+            raise WeightSyncError(f"{name}: the source's shards cover {covered} of {whole}, each to be written once")
 
     return [[piece for each in layout.places.items() for piece in pieces_of(*each)] for layout in targets]
 

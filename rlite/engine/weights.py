@@ -42,11 +42,9 @@ class SyncReport:
     num_tensors: int
 
     def __str__(self) -> str:
-        rate = self.num_bytes / max(self.seconds, 1e-9) / 2**30
-        megabytes = self.num_bytes / 2**20
-        return (
-            f"version {self.version}: {megabytes:.1f} MiB in {self.seconds:.3f} s ({rate:.2f} GiB/s, {self.transport})"
-        )
+        mebibytes, seconds = self.num_bytes / 2**20, max(self.seconds, 1e-9)
+        rate = f"{mebibytes / 1024 / seconds:.2f} GiB/s, {self.transport}"
+        return f"version {self.version}: {mebibytes:.1f} MiB in {self.seconds:.3f} s ({rate})"
 
 
 def sync_weights(
@@ -89,12 +87,9 @@ def sync_weights(
             except WorkerError:  # a replica that is lost is replaced, and the others still need the weights
                 if not target.has_lost_some_of(members):
                     raise
+    seconds, names = time.perf_counter() - started, set().union(*(each.places for each in sync.route.targets.values()))
     return SyncReport(
-        version=target.get_version(),
-        num_bytes=num_bytes,
-        seconds=time.perf_counter() - started,
-        transport=chosen,
-        num_tensors=len(set().union(*(layout.places for layout in sync.route.targets.values()))),
+        version=target.get_version(), num_bytes=num_bytes, seconds=seconds, transport=chosen, num_tensors=len(names)
     )
 
 
@@ -133,10 +128,8 @@ class Sync:
         workers = [*((source, rank) for rank in range(len(source))), *((target, rank) for rank in self._ranks)]
         processes = {group.handles[rank].process for group, rank in workers}
         is_shared = may_share and len(processes) > 1 and can_share_memory() and source.devices[0].kind == "cpu"
-        calls = [
-            (group, rank, (group.key(rank),), (group is source, group is source and is_shared))
-            for group, rank in workers
-        ]
+        flags = {source: (True, is_shared), target: (False, False)}
+        calls = [(group, rank, (group.key(rank),), flags[group]) for group, rank in workers]
         return apply_on_processes(calls, describe, groups, "describe weights", source.call_timeout)
 
     def _plan(self, offered: Sequence[Layout]) -> Plan:

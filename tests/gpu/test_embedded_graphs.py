@@ -45,7 +45,7 @@ def run(worker: EmbeddedWorker, requests: list[SequenceRequest]) -> dict[int, tu
             tokens, logprobs = made.setdefault(chunk.request_id, ([], []))
             tokens += chunk.token_ids
             logprobs += chunk.logprobs
-        if not worker.num_unfinished:
+        if not (worker._scheduler.waiting or worker._scheduler.running):
             return made
         chunks = worker.advance([], [], 7)
 

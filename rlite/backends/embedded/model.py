@@ -10,8 +10,7 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
-from rlite.nn.pretrained import end_ids, load_config, meta_model, real_tensors, stored_dtype
+from rlite.nn.pretrained import load_config, meta_model, real_tensors, stored_dtype
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.tensor import TensorParallelPlan
 
@@ -130,24 +130,6 @@ class LeanDecoder:
         self._is_invariant = is_invariant
         self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
 
-    @classmethod
-    def of(
-        cls, model: PreTrainedModel, device: torch.device, max_len: int, is_invariant: bool = False
-    ) -> LeanDecoder | None:
-        """Return the decoder of a model, None if it does not apply.
-
-        It applies to some classes, devices, dtypes, activations, rotary embeddings and kinds of attention only.
-
-        Args:
-            model: the model.
-            device: device of the model.
-            max_len: longest sequence, in tokens.
-            is_invariant: `rlite.backends.models.batch_invariant` computes the model.
-        """
-        is_own = type(model) in FAMILY and is_plain(model)
-        applies = is_own and device.type == "cpu" and model.dtype == torch.float32
-        return cls(model, device, max_len, is_invariant) if applies else None
-
     def fill(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values of tokens to the cache. The last layer computes nothing else.
 
@@ -161,9 +143,8 @@ class LeanDecoder:
         for layer in layers:
             h = self._layer(layer, x, h, positions, plan)
         attention, h = last.self_attn, self._pointwise.add_norm(last.input_layernorm, x, h)
-        plan.write(
-            attention.layer_idx, self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
-        )
+        key, value = self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
+        plan.write(attention.layer_idx, key, value)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of tokens.
@@ -208,17 +189,16 @@ def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
     return projection.forward(h).view(h.shape[0], -1, attention.head_dim)
 
 
-@dataclass(frozen=True)
-class _Place:
+def _run(model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
+    return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+
+
+class _Place(NamedTuple):
     """One parameter: its block, its global shape, and every module attribute that refers to it."""
 
     box: Box
     global_shape: tuple[int, ...]
     owners: tuple[tuple[nn.Module, str], ...]
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.box)
 
     def get(self) -> nn.Parameter:
         module, name = self.owners[0]
@@ -229,16 +209,20 @@ class _Place:
         for module, name in self.owners:
             module._parameters[name] = parameter
 
+    def allocate(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give the parameter memory without values."""
+        shape = [s.stop - s.start for s in self.box]
+        self.set(torch.empty(shape, dtype=dtype, device=device))
+
 
 class ShardedModel:
     """The model of one worker. It begins on the meta device; `load` or `allocate` gives it memory on `device`.
 
     Args:
         path: folder of a Hugging Face checkpoint.
-        dtype: name of a torch dtype; None is the checkpoint's dtype.
+        options: options of the executor.
         device: device of this rank.
         tp_group: the ranks that share the heads; None is one rank.
-        is_deterministic: compute by `rlite.backends.models.batch_invariant` if it knows the model.
 
     Raises:
         ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
@@ -246,27 +230,24 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        path: str,
-        dtype: str | None,
-        device: torch.device,
-        tp_group: dist.ProcessGroup | None,
-        is_deterministic: bool = False,
+        self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None
     ) -> None:
-        self.path = path
-        self.device = device
+        self.path, self.device = path, device
         CheckpointReader(path)  # refuses a folder without weights
         self.config: PreTrainedConfig = load_config(path)
-        self.dtype = getattr(torch, dtype) if dtype else stored_dtype(path, self.config)
-        self.model = self._build()
-        plan = TensorParallelPlan(self.model, tp_group)
+        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, self.config)
+        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
+        model: PreTrainedModel = meta_model(self.config, self.dtype, device)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval().requires_grad_(False)
+        plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
         """parts into which training divides the vocabulary"""
         self._places = self._find_places(plan)
         for place in self._places.values():
-            place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
-        self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
+            place.allocate(self.dtype, "meta")
+        self.is_invariant = options.deterministic and obstacle(self.model, device.type, self.dtype) is None
         """true if the bits of a token depend on its sequence alone, not on the forward pass that computes them"""
         if self.is_invariant:
             make_invariant(self.model)
@@ -275,35 +256,29 @@ class ShardedModel:
         plan.install()
         self._lean: LeanDecoder | None = None
 
-    def _build(self) -> PreTrainedModel:
-        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
-        model = meta_model(self.config, self.dtype, self.device)
-        model.set_attn_implementation(ATTENTION)
-        return model.eval().requires_grad_(False)
-
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
-        owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-        for prefix, module in self.model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, module, name))
-        return {
-            names[0][0]: _Place(plan.box(p), tuple(p.shape), tuple((module, name) for _, module, name in names))
-            for p, names in owners.items()
-        }
+        owners: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(parameter, []).append(name)
+        places = {}
+        for p, names in owners.items():
+            paths = [name.rpartition(".") for name in names]
+            modules = tuple((self.model.get_submodule(module), name) for module, _, name in paths)
+            places[names[0]] = _Place(plan.box(p), tuple(p.shape), modules)
+        return places
 
     def specialise(self, max_len: int) -> None:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
-        self._lean = LeanDecoder.of(self.model, self.device, max_len, self.is_invariant)
+        is_known = type(self.model) in FAMILY and is_plain(self.model)
+        if is_known and self.device.type == "cpu" and self.dtype == torch.float32:
+            self._lean = LeanDecoder(self.model, self.device, max_len, self.is_invariant)
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)
         else:
-            self.model.base_model(
-                input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
-            )
+            _run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
@@ -315,15 +290,13 @@ class ShardedModel:
         """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
-        output = self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, plan=plan)
-        return output.logits[:, -1]
+        return _run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
 
     def prompt_logits(self, plan: ScoringPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
-        output = self.model(input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan)
-        return output.logits[0]
+        return _run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.
@@ -338,25 +311,23 @@ class ShardedModel:
         """
         path = path or self.path
         reader = CheckpointReader(path)
-        check_fit(reader, self.names(), path, self.model)
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        check_fit(reader, names, path, self.model)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
                 if (found := reader.shape(name)) != place.global_shape:
                     raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
-        if names := nonfinite_names(self.parameter_shards()):
-            raise CheckpointError(
-                f"{path}: the weights are not finite in {self.dtype}: {names[0]} holds NaN or infinity"
-            )
+        if bad := nonfinite_names(self.parameter_shards()):
+            raise CheckpointError(f"{path}: the weights are not finite in {self.dtype}: {bad[0]} holds NaN or infinity")
 
     def allocate(self) -> None:
         """Move the parameters to the device. Parameters on the meta device get uninitialised memory."""
         for place in self._places.values():
             tensor = place.get()
             if tensor.is_meta:
-                with real_tensors(self.device):
-                    place.set(torch.empty(place.local_shape, dtype=self.dtype))
+                place.allocate(self.dtype, self.device)
             elif tensor.device != self.device:
                 place.set(tensor.data.to(self.device))
 
@@ -364,10 +335,6 @@ class ShardedModel:
         """Move the parameters. Moving to the meta device frees their memory. Buffers are small and stay."""
         for place in self._places.values():
             place.set(place.get().data.to(device))
-
-    def names(self) -> set[str]:
-        """Return the names of all parameters; a tied parameter has several."""
-        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return each parameter once, tied parameters under the embedding's name.
@@ -385,9 +352,4 @@ class ShardedModel:
 
     def memory_bytes(self) -> int:
         """Return the bytes that the parameters hold, on the device or on the host."""
-        tensors = [place.get() for place in self._places.values()]
-        return sum(t.nbytes for t in tensors if not t.is_meta)
-
-    def end_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-        return frozenset(end_ids(self.path, self.config))
+        return sum(p.nbytes for p in map(_Place.get, self._places.values()) if not p.is_meta)

@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,19 +34,9 @@ from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, Pref
 from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
-from rlite.backends.models.attention import varlen
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
-from rlite.backends.serving.native import compiled
-from rlite.backends.serving.sampling import (
-    RequestRules,
-    Sampled,
-    Sampling,
-    SamplingBatch,
-    kept_ids_of,
-    sample,
-    sample_each,
-    uniforms,
-)
+from rlite.backends.serving import native, sampling
+from rlite.backends.serving.sampling import RequestRules, Sampled, SamplingBatch
 from rlite.errors import ConfigError, DivergedError
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
@@ -72,8 +63,7 @@ def bucket(num: int, limit: int, smallest: int = 1) -> int:
     return min(size, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """Shape of a captured step."""
 
     rows: int
@@ -114,18 +104,6 @@ def logits_of_fixed_step(
 Replay = Callable[[], object]
 
 
-class Recorder(Protocol):
-    """Recorder of steps."""
-
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Return a function that runs the step again, and the tensor that holds the result."""
-        ...
-
-    def clear(self) -> None:
-        """Free the memory of recordings, which do not run again."""
-        ...
-
-
 class GraphRecorder:
     """Recorder of CUDA graphs on one device.
 
@@ -139,8 +117,7 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
-        """memory for intermediate results"""
+        self._pool: Any = None  # memory for intermediate results
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         """Record a step.
@@ -181,12 +158,9 @@ class DecodeGraphs:
         recorder: recorder of steps.
     """
 
-    def __init__(self, model: ShardedModel, num_slots: int, recorder: Recorder) -> None:
-        self._model = model
-        self._num_slots = num_slots
-        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
-        self._positions = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
-        self._recorder = recorder
+    def __init__(self, model: ShardedModel, num_slots: int, recorder: GraphRecorder) -> None:
+        self._model, self._num_slots, self._recorder = model, num_slots, recorder
+        self._tokens, self._positions = torch.zeros(2, num_slots, dtype=torch.int64, device=model.device)
         self._addresses: Addresses = ()
         self.captures: dict[Shape, tuple[Replay, Tensor]] = {}
         """captures, valid as long as the memory that they use stays at its addresses"""
@@ -217,7 +191,9 @@ class DecodeGraphs:
             self.captures.clear()
             self._addresses = addresses
         if shape not in self.captures:
-            self.captures[shape] = self._capture(cache, shape)
+            inputs = self._tokens[: shape.rows], self._positions[: shape.rows]
+            step = partial(logits_of_fixed_step, self._model, cache, *inputs, shape.width)
+            self.captures[shape] = self._recorder(step)
         replay, logits = self.captures[shape]
         replay()
         return logits[:num_rows]
@@ -226,10 +202,6 @@ class DecodeGraphs:
         """Free the memory of all captures. Steps are captured again when needed."""
         self.captures.clear()
         self._recorder.clear()
-
-    def _capture(self, cache: SlotCache, shape: Shape) -> tuple[Replay, Tensor]:
-        tokens, positions = self._tokens[: shape.rows], self._positions[: shape.rows]
-        return self._recorder(lambda: logits_of_fixed_step(self._model, cache, tokens, positions, shape.width))
 
 
 STOP_STRING_STEPS = 4
@@ -261,15 +233,14 @@ class ForwardPasses:
             cache.apply(moves)
             if not chunks:
                 return
-            weights, device = self.weights, self.weights.device
+            weights = self.weights
             if self.options.deterministic and not weights.is_invariant:
                 for chunk in chunks:
                     for tile in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
-                        weights.prefill(PrefillPlan(cache, [tile], device, is_fixed=True))
+                        weights.prefill(PrefillPlan(cache, [tile], is_flash=False, is_invariant=False, is_fixed=True))
             else:
-                is_flash = device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
-                attend_all = varlen if is_flash else None
-                weights.prefill(PrefillPlan(cache, chunks, device, attend_all, weights.is_invariant))
+                is_flash = weights.device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
+                weights.prefill(PrefillPlan(cache, chunks, is_flash, weights.is_invariant))
 
     def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
         """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
@@ -290,25 +261,27 @@ class ForwardPasses:
         steps = self.scheduler.burst(max_steps)
         if any(g.stop for g in gconfigs):
             steps = min(steps, STOP_STRING_STEPS)
-        rows = [s.sampling for s in sequences]
-        batch = self._sampling(rows)
-        alone = [self._sampling([row]) for row in rows] if self.options.deterministic else []
+        batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=device)
+        batch = batch_of([s.sampling for s in sequences])
+        alone = [batch_of([s.sampling]) for s in sequences] if self.options.deterministic else []
         watched = batch.stop_ids if device.type == "cpu" else None
         if batch.stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
         lengths = [len(s.tokens) for s in sequences]
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
         positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
-        random = uniforms(batch.seeds, positions + 1)
+        random = sampling.uniforms(batch.seeds, positions + 1)
         logits_at = self._steps_of(cache, lengths, positions)
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
         made: list[Sampled] = []
         for step in range(steps):
             logits = logits_at(step, tokens)
-            made.append(sample_each(logits, alone, random[step]) if alone else sample(logits, batch, random[step]))
+            draw = partial(sampling.sample_each, logits, alone) if alone else partial(sampling.sample, logits, batch)
+            sampled = draw(random[step])
             if self.weights.is_invariant:
-                made[-1] = with_trained_logprobs(made[-1], logits, gconfigs, self.weights.num_vocabulary_shards)
-            tokens = made[-1].tokens
+                sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
+            made.append(sampled)
+            tokens = sampled.tokens
             if self.group is not None:
                 dist.broadcast(tokens, group_src=0, group=self.group)
             if watched is not None and torch.eq(tokens[:, None], watched).any():
@@ -316,7 +289,7 @@ class ForwardPasses:
         # [row][step] each: tokens and the two kinds of log-probabilities
         columns = zip(*(step[:3] for step in made), strict=True)
         ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
-        kept_ids = [kept_ids_of(step.kept, len(sequences)) for step in made]
+        kept_ids = [sampling.kept_ids_of(step.kept, len(sequences)) for step in made]
         # NaN among the logits is NaN here, and so is a choice of nothing
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
@@ -342,18 +315,15 @@ class ForwardPasses:
                 f"the served weights of policy version {version} hold NaN or infinity ({found}), and give logits "
                 "that are not finite; release() and build() the engine to go on with other weights"
             )
+        reasons = {}
         for sequence in sequences:
             cache.clear(sequence.slot)
             sequence.has_failed = True
-        return {
-            sequence.request.request_id: f"after {len(sequence.tokens)} tokens its logits are not finite, though the "
-            f"weights are (policy version {version}): what the model computes of these tokens is too large for "
-            f"{self.weights.dtype}"
-            for sequence in sequences
-        }
-
-    def _sampling(self, rows: Sequence[Sampling]) -> SamplingBatch:
-        return SamplingBatch.of(rows, self.rules.vocab_size, self.weights.device)
+            reasons[sequence.request.request_id] = (
+                f"after {len(sequence.tokens)} tokens its logits are not finite, though the weights are (policy "
+                f"version {version}): what the model computes of these tokens is too large for {self.weights.dtype}"
+            )
+        return reasons
 
     def _steps_of(self, cache: SlotCache, lengths: list[int], positions: Tensor) -> Steps:
         """Return the steps of a burst."""
@@ -363,10 +333,9 @@ class ForwardPasses:
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
         if self.options.deterministic and not weights.is_invariant:
             return tiled_steps(weights, cache, lengths, positions)
-        if cache.is_blocked and not weights.is_invariant and compiled() is not None:
+        if cache.is_blocked and not weights.is_invariant and native.compiled() is not None:
             return _steps(weights, NativeDecodePlan(cache, positions), positions)
-        plan = DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant)
-        return _steps(weights, plan, positions)
+        return _steps(weights, DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant), positions)
 
 
 def _steps(model: ShardedModel, plan: DecodePlan | NativeDecodePlan, positions: Tensor) -> Steps:

@@ -92,8 +92,7 @@ class RunningSequence:
         return self.num_cached >= len(self.tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, stop) of the sequence in `slot` that one forward prefills."""
 
     slot: int
@@ -104,8 +103,7 @@ class Chunk:
     """positions before `stop` that hold no token. Later tokens overwrite their keys and values before they are read"""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Copy the first `length` positions of slot `source` to slot `target`."""
 
     source: int
@@ -227,19 +225,13 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True) -> None:
-        self.num_slots = num_slots
-        self.max_prefill_tokens = max_prefill_tokens
+        self.num_slots, self.max_prefill_tokens = num_slots, max_prefill_tokens
         self.num_reused = 0
         """number of tokens that were not prefilled again"""
         self._kept = KeptCaches(num_slots if keeps_caches else 0)
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._ended: list[tuple[RunningSequence, StopReason]] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of waiting and running sequences."""
-        return len(self.waiting) + len(self.running)
 
     def add(self, sequence: RunningSequence) -> None:
         """Append a sequence to the waiting queue."""
@@ -253,9 +245,8 @@ class Scheduler:
         """
         num = min(self.num_slots - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(num)]
-        admitted.sort(key=lambda s: -len(s.tokens))
         moves: list[Move] = []
-        for sequence in admitted:
+        for sequence in sorted(admitted, key=lambda s: -len(s.tokens)):
             sequence.slot = len(self.running)
             self.running.append(sequence)
             sequence.num_cached, copies = self._kept.take(sequence.tokens[:-1], sequence.slot)
@@ -275,14 +266,10 @@ class Scheduler:
         todo = [sequence for sequence in self.running if not sequence.is_prefilled]
         if not todo:
             return moves, chunks
-        owners: dict[bytes, RunningSequence] = {}
-        for sequence in self.running:
-            if sequence.is_prefilled:
-                owners.setdefault(sequence.prompt_key, sequence)
-        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
-        todo.sort(key=lambda s: -s.num_cached)
+        owners = {sequence.prompt_key: sequence for sequence in reversed(self.running) if sequence.is_prefilled}
         budget = self.max_prefill_tokens
-        for sequence in todo:
+        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
+        for sequence in sorted(todo, key=lambda s: -s.num_cached):
             shared = sequence.prompt_len - 1
             if sequence.num_cached < shared:
                 owner = owners.setdefault(sequence.prompt_key, sequence)
@@ -308,13 +295,8 @@ class Scheduler:
 
         Stop tokens and stop strings may end a row earlier.
         """
-        steps = max_steps
-        for sequence in self.running:
-            length = len(sequence.tokens)
-            steps = min(steps, sequence.max_tokens - length)
-            if length < sequence.min_tokens:
-                steps = min(steps, sequence.min_tokens - length)
-        return steps
+        limits = [(len(s.tokens), limit) for s in self.running for limit in (s.min_tokens, s.max_tokens)]
+        return min([max_steps, *(limit - length for length, limit in limits if length < limit)])
 
     def record(
         self,
@@ -339,21 +321,16 @@ class Scheduler:
             The copies of slots that close the gaps.
         """
         finished: list[tuple[RunningSequence, StopReason]] = []
-        for row, sequence in enumerate(self.running):
-            start = len(sequence.tokens)
-            made = tokens[row]
-            num = len(made)
+        for row, (sequence, made) in enumerate(zip(self.running, tokens, strict=True)):
+            start, num = len(sequence.tokens), len(made)
             reason: StopReason | None = None
-            if sequence.stop_ids and not sequence.stop_ids.isdisjoint(made):
-                num = next(i for i, token in enumerate(made) if token in sequence.stop_ids) + 1
+            if not sequence.stop_ids.isdisjoint(made):
+                num = next(i for i, token in enumerate(made, start=1) if token in sequence.stop_ids)
                 reason = "stop"
             sequence.tokens += made[:num]
-            if sequence.request.gconfig.stop:
-                length = find_stop(sequence, start)
-                if length is not None:
-                    num = length - start
-                    del sequence.tokens[length:]
-                    reason = "stop"
+            if sequence.request.gconfig.stop and (length := find_stop(sequence, start)) is not None:
+                num, reason = length - start, "stop"
+                del sequence.tokens[length:]
             sequence.num_cached = len(sequence.tokens) - 1
             sequence.logprobs += logprobs[row][:num]
             sequence.sampling_logprobs += sampling_logprobs[row][:num]

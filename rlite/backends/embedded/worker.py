@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,23 +29,11 @@ from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOpt
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
-from rlite.backends.models.architecture import (
-    REMEDY,
-    TOLERANCE,
-    alone,
-    check_architecture,
-    check_fit,
-    check_gpu_kernels,
-    miniature,
-    once_per_config,
-    rope_limit,
-    saved,
-    sequences,
-)
+from rlite.backends.models import architecture
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampling import RequestRules, length_objection
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
-from rlite.nn.pretrained import check_plain, load_config, meta_model, real_tensors, summary
+from rlite.nn.pretrained import check_plain, end_ids, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.session import has_gpus
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
@@ -85,14 +74,11 @@ def prompt_logprobs(
         plan = ScoringPlan(piece, past, weights.device)
         labels = torch.tensor([token for c in piece for token in prompts[c.slot][c.start + 1 : c.stop + 1]])
         columns = _columns(weights.prompt_logits(plan), labels.to(weights.device), num_top)
-        begin = 0
-        for chunk in piece:
-            end = begin + chunk.stop - chunk.start
-            result = results[chunk.slot]
-            result.logprobs.extend(columns[0][begin:end])
-            result.top_ids.extend(columns[1][begin:end])
-            result.top_logprobs.extend(columns[2][begin:end])
-            begin = end
+        owners = [results[c.slot] for c in piece for _ in c.tokens]
+        for owner, logprob, top_ids, top_logprobs in zip(owners, *columns, strict=True):
+            owner.logprobs.append(logprob)
+            owner.top_ids.append(top_ids)
+            owner.top_logprobs.append(top_logprobs)
         past = plan.seen
     for index, result in enumerate(results):
         if not all(map(math.isfinite, result.logprobs)):
@@ -152,20 +138,17 @@ class EmbeddedWorker:
     def __init__(
         self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None = None
     ) -> None:
-        self.options = options
-        self.device = torch.device(device)
-        self.version = 0
+        self.options, self.device, self.version = options, device, 0
         group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        self._weights = weights = ShardedModel(path, options.dtype, self.device, group, options.deterministic)
+        self._weights = weights = ShardedModel(path, options, device, group)
         config = weights.config.get_text_config()
-        self.vocab_size: int = config.vocab_size
         self._plan = CacheSizes(options, weights.config, weights.dtype, weights.tp_size)
-        self.max_model_len = self._plan.max_model_len
+        self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
         self._are_weights_here = False
         self._cache: SlotCache | None = None
         self.load_weights()
-        self._num_slots = self._plan.affordable_slots(self.device, group)
+        self._num_slots = self._plan.affordable_slots(device, group)
         has_tiles = options.deterministic and not weights.is_invariant
         # fixed shapes cut prompts at fixed places, not where a forward happens to be full
         most = self.max_model_len * self._num_slots if has_tiles else options.max_prefill_tokens
@@ -173,24 +156,19 @@ class EmbeddedWorker:
         self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles)
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
-        self._graphs: DecodeGraphs | None = None
-        is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
         # some rotary embeddings depend on the longest position, so their steps run different kernels
-        if is_recorded and group is None and rope_limit(config) is None:
-            self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(self.device))
+        is_fixed = group is None and not options.deterministic and architecture.rope_limit(config) is None
+        is_recorded = options.cuda_graphs and device.type == "cuda" and is_fixed
+        self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device)) if is_recorded else None
         default = "" if options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
-        agree = partial(agreed, group, self.device)
-        self._rules = RequestRules(path, self.vocab_size, self.max_model_len, weights.end_ids(), default, agree)
+        ends = frozenset(end_ids(path, weights.config))
+        agree = partial(agreed, group, device)
+        self._rules = RequestRules(path, self.vocab_size, self.max_model_len, ends, default, agree)
         self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
         if options.deterministic:
             check_rows(weights, self._serving_cache())
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that were accepted and have not ended."""
-        return self._scheduler.num_unfinished
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
@@ -251,10 +229,9 @@ class EmbeddedWorker:
             ResidencyError: weights or KV cache are not on the device.
         """
         self._serving_cache()
-        for prompt in prompts:
-            if len(prompt) > self.max_model_len:  # the last token is not computed
-                raise DataError(length_objection(len(prompt), self.max_model_len, self._rules.default))
-        options = self.options
+        longest, options = max(map(len, prompts), default=0), self.options
+        if longest > self.max_model_len:  # the last token is not computed
+            raise DataError(length_objection(longest, self.max_model_len, self._rules.default))
         return prompt_logprobs(self._weights, prompts, num_top, options.max_prefill_tokens, options.deterministic)
 
     def weights_changed(self, version: int) -> None:
@@ -274,11 +251,9 @@ class EmbeddedWorker:
             stop_ids=self._rules.stop_ids(gconfig),
         )
 
-    def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
+    def _fail(self, number: int, error: str, **kind: Any) -> None:
         """Answer a request with the reason why it cannot be served."""
-        self._failed[request_id] = TokenChunk(
-            request_id=request_id, version=self.version, error=error, is_nonfinite=is_nonfinite
-        )
+        self._failed[number] = TokenChunk(request_id=number, version=self.version, error=error, **kind)
 
     # --- residency --------------------------------------------------------------------------------------------------
 
@@ -316,10 +291,8 @@ class EmbeddedWorker:
 
     def _serving_cache(self) -> SlotCache:
         if not self._are_weights_here or self._cache is None:
-            missing = "weights" if not self._are_weights_here else "kv_cache"
-            raise ResidencyError(
-                f"generation needs the {missing} on {self.device}; call cuda({missing!r}) on the engine"
-            )
+            missing = "kv_cache" if self._are_weights_here else "weights"
+            raise ResidencyError(f"generation needs the {missing} on {self.device}; call cuda({missing!r}) first")
         return self._cache
 
     def _drop_cache(self) -> None:
@@ -360,30 +333,29 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
     config = load_config(path)
     model = meta_model(config)
     check_plain(config, path)
-    check_architecture(type(model), model.config, [name for name, _ in model.named_parameters()])
-    if (reason := refusal(type(model), model.config)) is not None:
-        raise ConfigError(
-            f"{path}: {type(model).__name__} ({config.model_type!r}) {reason}. {REMEDY}, or use another executor"
-        )
+    cls, names = type(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    architecture.check_architecture(cls, model.config, names)
+    if (reason := refusal(cls, model.config)) is not None:
+        told = f"{path}: {cls.__name__} ({config.model_type!r}) {reason}. {architecture.REMEDY}"
+        raise ConfigError(f"{told}, or use another executor")
     if has_gpus():
-        check_gpu_kernels(type(model), model.config)
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    check_fit(CheckpointReader(path), names, path, model)
+        architecture.check_gpu_kernels(cls, model.config)
+    architecture.check_fit(CheckpointReader(path), names, path, model)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 
 
-@once_per_config
+@architecture.once_per_config
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """Return the reason why the executor would compute another model than transformers, None if it would not.
 
     Raises:
         StorageError: the small copy of the model could not be written. This says nothing about the class.
     """
-    model = miniature(cls, config)
+    model = architecture.miniature(cls, config)
     try:
-        with real_tensors(), torch.inference_mode(), saved(model) as folder:
-            is_equal = largest_error(model, folder) <= TOLERANCE
+        with real_tensors(), torch.inference_mode(), architecture.saved(model) as folder:
+            is_equal = largest_error(model, folder) <= architecture.TOLERANCE
     except StorageError:  # says nothing of the class
         raise
     except Exception as error:  # of any kind: the class's own code
@@ -403,13 +375,13 @@ def largest_error(model: PreTrainedModel, folder: str) -> float:
     Raises:
         ConfigError: the worker answers a request with an error.
     """
-    prompts = [ids.tolist() for ids in sequences()]
+    prompts = [ids.tolist() for ids in architecture.sequences()]
     length = max(map(len, prompts)) + NUM_NEW + 1
     # prompts are cut into several prefills, one of which begins amid a prompt
     options = EmbeddedOptions(max_model_len=length, max_num_seqs=len(prompts), max_prefill_tokens=length // 2)
     worker = EmbeddedWorker(folder, options, torch.device("cpu"))
     # a temperature at which every token is likely: in a peaked distribution, wrong logits give the same log-probability
-    temperature = float(alone(model).std())
+    temperature = float(architecture.alone(model).std())
     gconfig = GenerationHyperparameters(max_new_tokens=NUM_NEW, temperature=temperature, ignore_eos=True)
     requests = [SequenceRequest(request_id=i, input_ids=ids, gconfig=gconfig, seed=i) for i, ids in enumerate(prompts)]
     errors = []

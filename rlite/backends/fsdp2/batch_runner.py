@@ -20,14 +20,7 @@ from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.registry import located
-from rlite.runtime.parallel.fsdp import (
-    TrainMesh,
-    clip_gradients,
-    forget_gradients,
-    local_tensor,
-    resharded,
-    set_gradient_sync,
-)
+from rlite.runtime.parallel import fsdp
 
 
 class BatchRunner:
@@ -36,7 +29,7 @@ class BatchRunner:
     module: BaseTrainModule
     """the sharded module"""
     _options: Fsdp2Options
-    _mesh: TrainMesh
+    _mesh: fsdp.TrainMesh
     """mesh and position of this rank"""
     _everyone: dist.ProcessGroup
     """all ranks"""
@@ -92,7 +85,7 @@ class BatchRunner:
                 self._scale_gradients(before / total)
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 data = packs.pop(0)
-                set_gradient_sync(self.module, is_last=not packs)
+                fsdp.set_gradient_sync(self.module, is_last=not packs)
                 outputs, loss, means = self._loss(loss_fn, rows, data)
                 if weight == 0:
                     computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
@@ -107,7 +100,7 @@ class BatchRunner:
                         values[name].append(own_tokens(rows, value.values))
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
-            forget_gradients(self.module)
+            fsdp.forget_gradients(self.module)
             raise
         self._weight = total
         self._is_finite &= math.isfinite(summed["loss"])
@@ -123,13 +116,13 @@ class BatchRunner:
         lr = float(optimizer.param_groups[0]["lr"])
         if not self._has_gradients():
             return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
-        grad_norm = clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
-        is_skipped = not (math.isfinite(grad_norm) and self._is_finite)
+        norm = fsdp.clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
+        is_skipped = not (math.isfinite(norm) and self._is_finite)
         if not is_skipped:
             optimizer.step()
         weight = self._weight
         self._forget()  # else gradients take memory, and are offloaded and saved
-        return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
+        return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
     def _optimizer(self, what: str) -> torch.optim.Optimizer:
         if self.module.optimizer is None:
@@ -147,7 +140,7 @@ class BatchRunner:
         self._weight, self._is_finite = 0.0, True
 
     def _scale_gradients(self, factor: float) -> None:
-        held = [local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
+        held = [fsdp.local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
         torch._foreach_mul_(held, factor)
 
     # -- without gradients ---------------------------------------------------------------------------------------
@@ -166,7 +159,7 @@ class BatchRunner:
         """
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
-        with resharded(self.module), _evaluating(self.module):
+        with fsdp.resharded(self.module), _evaluating(self.module):
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 _, _, means = self._loss(loss_fn, rows, packs.pop(0))
                 sums.add(means, weight)
@@ -186,7 +179,7 @@ class BatchRunner:
         """
         found: list[Tensor] = []
         base = self.module.without_adapters() if without_adapters else nullcontext()
-        with resharded(self.module), _evaluating(self.module), base:
+        with fsdp.resharded(self.module), _evaluating(self.module), base:
             for rows in share.microbatches:
                 data = self._pack(share, rows)
                 outputs = self._outputs(post_hook, data)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -48,17 +48,20 @@ def disable_dropout(config: PretrainedConfig) -> DropoutRates:
         The rates that were set to 0.
     """
     rates = dict(_rates(config))
-    for path, rate in rates.items():
-        setattr(reduce(getattr, path[:-1], config), path[-1], type(rate)(0))  # some configs insist on the type
+    _set_rates(config, {path: type(rate)(0) for path, rate in rates.items()})  # some configs insist on the type
     return rates
 
 
 def with_dropout(config: PretrainedConfig, rates: DropoutRates) -> PretrainedConfig:
     """Return a copy of a config with the rates that `disable_dropout` returned."""
     config = copy.deepcopy(config)
+    _set_rates(config, rates)
+    return config
+
+
+def _set_rates(config: PretrainedConfig, rates: DropoutRates) -> None:
     for path, rate in rates.items():
         setattr(reduce(getattr, path[:-1], config), path[-1], rate)
-    return config
 
 
 def disable_dropout_layers(module: nn.Module) -> None:
@@ -116,10 +119,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if not nn.Linear(1, 1, bias=False).weight.is_meta:
             return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
         if args or kwargs:
-            raise ConfigError(
-                f"from_pretrained on meta takes the path alone, not {[*map(repr, args), *kwargs]}; "
-                "dtypes are options of build()"
-            )
+            given = [*map(repr, args), *kwargs]
+            raise ConfigError(f"from_pretrained on meta takes the path alone, not {given}; dtypes: options of build()")
         with real_tensors(), meta_parameters():
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
             rates = {} if cls._keeps_dropout else disable_dropout(config)
@@ -150,10 +151,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             ConfigError: it was made from a config.
         """
         if not self.config._name_or_path:
-            raise ConfigError(
-                f"{type(self).__name__} was made from a config, so there are no weights to read: use from_pretrained, "
-                "or define materialization_source()"
-            )
+            problem = f"{type(self).__name__} was made from a config, so there are no weights to read"
+            raise ConfigError(f"{problem}: use from_pretrained, or define materialization_source()")
         return self.config._name_or_path
 
     def exported_config(self) -> PretrainedConfig:
@@ -162,15 +161,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the blocks that transformers does not allow to split, by default the entries of module lists."""
-        names = set(self._no_split_modules or ())
+        blocks = [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
         head = self.get_output_embeddings()  # type: ignore[operator]
+        tied = head.weight if isinstance(head, nn.Linear) else None
         # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it
-        units = [
-            module
-            for module in self.modules()
-            if type(module).__name__ in names
-            and not (isinstance(head, nn.Linear) and any(p is head.weight for p in module.parameters()))
-        ]
+        units = [block for block in blocks if not any(parameter is tied for parameter in block.parameters())]
         return units or super().fsdp_units()
 
     def recompute_activations(self) -> None:
@@ -192,10 +187,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if reason is None and (rate := self.config.attention_dropout):
             reason = f"the model has attention dropout ({rate})"
         if reason is not None:
-            raise ConfigError(
-                f"deterministic=true: {reason}, so its log-probabilities would not be the served ones bit for bit; "
-                "leave deterministic out"
-            )
+            problem = f"{reason}, so its log-probabilities would not be the served ones bit for bit"
+            raise ConfigError(f"deterministic=true: {problem}; leave deterministic out")
 
     def make_deterministic(self) -> None:
         """Make log-probabilities independent of the batch from now on."""
@@ -251,10 +244,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         dist.all_reduce(num_unfinished, group=shard_group(self))
         return num_unfinished.item() > 0
 
-    @cached_property
-    def _rope_limit(self) -> int | None:
-        return rope_limit(self.config.get_text_config())
-
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """Run the model's own forward over a pack, with attention inside each sequence.
 
@@ -264,22 +253,17 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
-        limit = self._rope_limit
-        if limit is not None and data["max_seqlen"] > limit:
-            raise ConfigError(
-                f"a sequence of {data['max_seqlen']} tokens: beyond {limit} the rotary embedding of "
-                f"{type(self).__name__} changes with the longest sequence of a pack; use shorter sequences"
-            )
+        limit, length = rope_limit(self.config.get_text_config()), data["max_seqlen"]
+        if limit is not None and length > limit:
+            problem = f"the rotary embedding of {type(self).__name__} changes with the longest sequence of a pack"
+            raise ConfigError(f"a sequence of {length} tokens: beyond {limit} {problem}; use shorter sequences")
         share = ContextShare(data["cu_seqlens"], self.context_group)
         attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
+        layout = PackedLayout(data["cu_seqlens"], length, share, attend)
+        ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
         with attention(self.config, PACKED):
-            logits = self(
-                input_ids=share.take(data["input_ids"])[None],
-                position_ids=share.take(data["position_ids"])[None],
-                use_cache=False,
-                packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share, attend),
-            ).logits[0]
-        return share.gather_results(logits)
+            output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
+        return share.gather_results(output.logits[0])
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
@@ -304,7 +288,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             return super().compute_logprobs(data, temperature, positions)
         share = ContextShare(data["cu_seqlens"], self.context_group)
         labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
-        kept = KeptIds.of_pack(data) if "kept_ids" in data else None
+        kept = KeptIds.of_pack(data)
         if kept is not None and share.group is not None:
             kept = kept.select(share.own_positions())
         wanted = None if positions is None else share.take(positions)
@@ -371,11 +355,8 @@ def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
     pad = padding_token(tokenizer, config.get_text_config().vocab_size, ends)
     if pad is None or pad == config.pad_token_id == tokenizer.pad_token_id:
         return
-    token = tokenizer.convert_ids_to_tokens(pad)
-    for name, change in {
-        "config.json": {"pad_token_id": pad},
-        "tokenizer_config.json": {"pad_token": token},
-        "special_tokens_map.json": {"pad_token": token},
-    }.items():
-        if (file := folder / name).exists():
+    token = {"pad_token": tokenizer.convert_ids_to_tokens(pad)}
+    changes = {"config": {"pad_token_id": pad}, "tokenizer_config": token, "special_tokens_map": token}
+    for name, change in changes.items():
+        if (file := folder / f"{name}.json").exists():
             file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **change}, indent=2), "utf-8")

@@ -35,7 +35,7 @@ def speed_up_linear_layers(module: nn.Module) -> None:
         return
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+            layer.forward = partial(forward, linear, layer)  # type: ignore[method-assign]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,8 +68,15 @@ def differentiable(
     return product(x, weight, bias)
 
 
-def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+def forward(product: Callable[..., Tensor], layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return the layer's output, computed by `product(x, weight, bias)`.
+
+    Args:
+        product: the function.
+        layer: has the weight and the bias.
+        x: [..., in].
+    """
+    return product(x, layer.weight, layer.bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -84,7 +91,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     product = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
     # a plain view would make FSDP warn that a module's output must not be changed in place
-    return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], weight.shape[0]))
+    return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
 
 
 class _Linear(torch.autograd.Function):
@@ -127,9 +134,8 @@ def check_liger(module: nn.Module, device: str) -> None:
     check_liger_installed()
     kind = module.config.model_type if isinstance(module, PreTrainedModel) else type(module).__name__
     if kind not in MODEL_TYPES:
-        raise ConfigError(
-            f"use_liger_kernel=true: for models of type {', '.join(MODEL_TYPES)}, not {kind}; leave it out"
-        )
+        known = ", ".join(MODEL_TYPES)
+        raise ConfigError(f"use_liger_kernel=true: for models of type {known}, not {kind}; leave it out")
 
 
 def use_liger_kernels(model: Any) -> None:
@@ -143,13 +149,9 @@ def use_liger_kernels(model: Any) -> None:
     own = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models."))
     modeling = vars(sys.modules[own.__module__])
     before = dict(modeling)
+    is_swiglu, others = model.config.hidden_act in ("silu", "swish"), ("cross_entropy", "fused_linear_cross_entropy")
     try:
-        _apply_liger_kernel_to_instance(
-            model,
-            swiglu=model.config.hidden_act in ("silu", "swish"),
-            cross_entropy=False,
-            fused_linear_cross_entropy=False,
-        )
+        _apply_liger_kernel_to_instance(model, swiglu=is_swiglu, **dict.fromkeys(others, False))
         rope = modeling[_ROPE]
     finally:
         modeling.update(before)

@@ -20,20 +20,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from rlite.backends.serving.sampling import num_left, objection
 from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint, SglangOptions
 from rlite.backends.sglang.worker import SglangWorker
-from rlite.errors import CallTimeout, RliteError, WorkerError
+from rlite.errors import RliteError, WorkerError
 from rlite.imports import optional
-from rlite.runtime.replicas.replica import (
-    Capabilities,
-    InferenceBackend,
-    InFlightRequest,
-    OnFailure,
-    WorkerReplica,
-)
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, WorkerReplica
 from rlite.runtime.replicas.workers import RankChoice, T, WorkerSet
 from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
@@ -113,34 +107,34 @@ class TokenStream:
             version: policy version for a server that does not know its version.
         """
         event = json.loads(line)
-        if "error" in event:
-            return self.refusal(_text(event["error"]))
+        if (error := event.get("error")) is not None:
+            return self.refusal(str(error.get("message", error) if isinstance(error, dict) else error))
         meta = event["meta_info"]
-        reason = meta.get("finish_reason")
-        self.is_finished = reason is not None
-        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+        reason: dict[str, Any] = meta.get("finish_reason") or {}
+        self.is_finished = bool(reason)
+        if reason.get("type") == "abort" and reason.get("status_code"):
             return self.refusal(str(reason.get("message")))
         total = meta.get("completion_tokens", self.num_taken)
-        pairs = self._new(meta.get("output_token_logprobs"), total)
-        masks = self._new(meta.get("output_token_sampling_mask"), total)
-        kept = self._new(meta.get("output_token_sampling_logprobs"), total)
+        columns = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
+        pairs, masks, kept = (self._new(meta.get(name) or [], total) for name in columns)
         self.num_taken = max(total, self.num_taken)
         if any(pair[0] is None for pair in pairs):
             return self.refusal("the model computes NaN or infinity for this request", is_nonfinite=True)
+        self.spans = [(version_of(span["version"], version), span["end"]) for span in meta.get("weight_versions", ())]
+        num = self._num_until_stop([pair[1] for pair in pairs])
+        pairs, masks, kept = pairs[:num], masks[:num], kept[:num]
         logprobs = [float(pair[0]) for pair in pairs]
-        chunk = TokenChunk(
+        is_truncating = self.request.gconfig.is_truncating
+        finished = REASONS[reason["type"]] if reason else None
+        return TokenChunk(
             request_id=self.request.request_id,
             token_ids=[int(pair[1]) for pair in pairs],
             logprobs=logprobs,
-            sampling_logprobs=[float(value) for value in kept]
-            if self.request.gconfig.is_truncating
-            else list(logprobs),
+            sampling_logprobs=[float(value) for value in kept] if is_truncating else list(logprobs),
             version=version_of(meta.get("weight_version"), version),
-            finish_reason=None if reason is None else REASONS[reason["type"]],
+            finish_reason=finished if num is None else "stop",
             extras={"kept_ids": masks or [[] for _ in pairs]} if "kept_ids" in self.request.extras else {},
         )
-        self.spans = [(version_of(span["version"], version), span["end"]) for span in meta.get("weight_versions", ())]
-        return self._cut(chunk)
 
     def refusal(self, error: str, is_nonfinite: bool = False) -> TokenChunk:
         """Return the last chunk of a request that the server does not serve."""
@@ -153,45 +147,27 @@ class TokenStream:
         for index in range(start, len(self.versions)):
             self.versions[index] = next((v for v, end in self.spans if index - start < end), self.versions[index])
 
-    def _new(self, column: list[Any] | None, total: int) -> list[Any]:
+    def _new(self, column: list[Any], total: int) -> list[Any]:
         """Return a column's entries for the tokens that no earlier event brought."""
-        column = column or []
         num_new = total - self.num_taken
         if num_new <= 0:
             return []  # the last event of an aborted request repeats a token
         return column[self.num_taken : total] if len(column) >= total else column[-num_new:]
 
-    def _cut(self, chunk: TokenChunk) -> TokenChunk:
-        """Return a chunk up to its first stop token. SGLang overlooks stop tokens if it ignores end tokens."""
+    def _num_until_stop(self, made: list[int]) -> int | None:
+        """Return the number of tokens up to the first stop token that SGLang has overlooked, None without one.
+
+        SGLang overlooks stop tokens if it ignores end tokens.
+        """
         gconfig = self.request.gconfig
-        if not gconfig.ignore_eos or not gconfig.stop_token_ids:
-            return chunk
-        first = len(self.request.output_ids) + self.num_taken - len(chunk.token_ids)
-        for num, token in enumerate(chunk.token_ids, start=1):
-            if token in gconfig.stop_token_ids and first + num > gconfig.min_new_tokens:
-                return replace(
-                    chunk,
-                    token_ids=chunk.token_ids[:num],
-                    logprobs=chunk.logprobs[:num],
-                    sampling_logprobs=chunk.sampling_logprobs[:num],
-                    finish_reason="stop",
-                    extras={name: column[:num] for name, column in chunk.extras.items()},
-                )
-        return chunk
-
-
-def is_last(chunk: TokenChunk) -> bool:
-    """Return whether a chunk ends its request."""
-    return chunk.finish_reason is not None or chunk.error is not None
+        stops = gconfig.stop_token_ids if gconfig.ignore_eos else ()
+        least = gconfig.min_new_tokens - len(self.request.output_ids) - self.num_taken + len(made)
+        return next((num for num, token in enumerate(made, start=1) if num > least and token in stops), None)
 
 
 def version_of(reported: Any, otherwise: int) -> int:
     """Return the policy version that a server reports as text, or the other one if the text is no number."""
     return int(reported) if str(reported).isdecimal() else otherwise
-
-
-def _text(error: Any) -> str:
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
 with optional("executor 'sglang' needs", "sglang"):
@@ -215,7 +191,7 @@ class ServerClient:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._places = asyncio.Semaphore(MAX_SCORED)
-        self._session = aiohttp.ClientSession(
+        self.session = aiohttp.ClientSession(
             headers=endpoint.headers,
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),  # the replica ends what waits too long
@@ -229,7 +205,7 @@ class ServerClient:
         Raises:
             CallRefused: the server refused the request.
         """
-        async with self._session.post(f"{self._endpoint.url}/generate", json=body) as response:
+        async with self.session.post(f"{self._endpoint.url}/generate", json=body) as response:
             if response.status != 200:
                 raise CallRefused(self._endpoint.url, "/generate", response.status, await response.text())
             yield response
@@ -244,12 +220,8 @@ class ServerClient:
     async def look(self) -> None:
         """Return when the server has answered. Any answer will do: a paused server is not ready."""
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with self._session.get(f"{self._endpoint.url}/ready", timeout=limit):
+        async with self.session.get(f"{self._endpoint.url}/ready", timeout=limit):
             pass
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
 
 
 LOST = (aiohttp.ClientError, OSError, ValueError)
@@ -267,11 +239,8 @@ class SglangReplica(WorkerReplica):
 
     def __init__(self, workers: WorkerSet, options: SglangOptions, on_failure: OnFailure) -> None:
         super().__init__(workers)
-        endpoint = workers.ask(SglangWorker.endpoint)
-        assert endpoint is not None
-        self._endpoint = endpoint
-        self._options = options
-        self._on_failure = on_failure
+        self._endpoint = cast(Endpoint, workers.ask(SglangWorker.endpoint))
+        self._options, self._on_failure = options, on_failure
         self._version = 0
         # of the event loop's thread alone
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -298,8 +267,8 @@ class SglangReplica(WorkerReplica):
             Exception: the failure.
         """
         super().check()
-        if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+        if (failure := self.failure) is not None:
+            raise type(failure)(*failure.args)
 
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Start requests.
@@ -431,12 +400,12 @@ class SglangReplica(WorkerReplica):
         """Receive one request's tokens until it has ended."""
         sequence, name = request.remaining_request(), uuid.uuid4().hex
         stream = TokenStream(sequence, request.versions)
-        length, vocab_size = self._endpoint.max_model_len, self._endpoint.vocab_size
+        limits = self._endpoint.max_model_len, self._endpoint.vocab_size
         try:
-            if (told := objection(sequence, length, vocab_size)) is not None:
+            if (told := objection(sequence, *limits)) is not None:
                 self._deliver(stream.refusal(told), stream)
             else:
-                async with self._client.generate(generate_body(sequence, name, length, vocab_size)) as response:
+                async with self._client.generate(generate_body(sequence, name, *limits)) as response:
                     await self._receive(response, stream)
         except CallRefused as refused:
             self._deliver(stream.refusal(refused.message), stream)
@@ -459,7 +428,7 @@ class SglangReplica(WorkerReplica):
             if line.startswith(b"data: {"):
                 chunk = stream.chunk(line[len(b"data: ") :], self._version)
                 self._deliver(chunk, stream)
-                if is_last(chunk):
+                if chunk.finish_reason is not None or chunk.error is not None:
                     return
         raise aiohttp.ClientPayloadError("a stream of tokens broke off")
 
@@ -502,8 +471,7 @@ class SglangReplica(WorkerReplica):
 
     async def _go_on(self) -> None:
         self._is_paused, self._heard = False, time.monotonic()
-        held, self._held = self._held, []
-        waiting, self._waiting = self._waiting, []
+        held, waiting, self._held, self._waiting = self._held, self._waiting, [], []
         for chunk, stream in held:
             self._take(chunk, stream)
         self._start(waiting)
@@ -512,10 +480,8 @@ class SglangReplica(WorkerReplica):
         self._heard = self._heard if self._is_busy else time.monotonic()
         scoring = asyncio.gather(*(self._score(prompt, num_top) for prompt in prompts))
         self._scoring.add(scoring)
-        try:
-            return list(await scoring)
-        finally:
-            self._scoring.discard(scoring)
+        scoring.add_done_callback(self._scoring.discard)
+        return await scoring
 
     async def _score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
         try:
@@ -545,15 +511,12 @@ class SglangReplica(WorkerReplica):
         reason = str(error) or f"no answer within {ANSWER_S:g} s"
         worker = replace(self.workers, timeout=STOPPED_S)
         try:
-            asking = asyncio.to_thread(worker.ask, SglangWorker.server_failure)
-            told = await asyncio.wait_for(asking, STOPPED_S)
-            reason = told or reason
-        except (TimeoutError, CallTimeout):
-            pass  # the worker waits for the server, too
+            asking: Any = asyncio.to_thread(worker.ask, SglangWorker.server_failure)
+            reason = await asyncio.wait_for(asking, STOPPED_S) or reason
         except WorkerError as died:
             return self._fail(died)
-        except RliteError:
-            pass  # the engine is being released
+        except (TimeoutError, RliteError):
+            pass  # the worker waits for the server, too, or the engine is being released
         name = self.workers.group.describe(self.workers.ranks[0])
         self._fail(WorkerError(f"{name}: the SGLang server at {self._endpoint.url} is lost: {reason}"))
 
@@ -570,7 +533,7 @@ class SglangReplica(WorkerReplica):
         self._fail(error)
         self._watcher.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        await self._client.close()
+        await self._client.session.close()
 
 
 BACKEND = InferenceBackend(

