@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite.errors import why_not_written, writing
-from rlite.observability.stats_tracker import complete, finish, is_traced, span, stage, task, trace_by
+from rlite.observability.stats_tracker import NoTracer, complete, finish, is_traced, span, stage, task, trace_by, tracer
 
 logger = logging.getLogger(__name__)
 MAX_EVENTS = 2_000_000
@@ -328,39 +328,26 @@ def _ending(end: Callable[..., None]) -> Iterator[None]:
         end(**raised)
 
 
-_tracer: Tracer | None = None
-
-
 def start(path: str | Path, max_events: int = MAX_EVENTS) -> None:
     """Begin a trace; a trace under way ends."""
-    global _tracer
     stop()
-    _tracer = Tracer(path, max_events)
-    trace_by(_tracer)
+    trace_by(Tracer(path, max_events))
 
 
+@atexit.register
 def stop() -> None:
     """End the trace, if there is one, and close its file."""
-    global _tracer
-    tracer, _tracer = _tracer, None
-    trace_by(None)
-    if tracer is not None:
-        tracer.close()
-
-
-atexit.register(stop)
+    trace_by(NoTracer()).close()
 
 
 def instant(name: str, /, **args: Any) -> None:
     """Record an event of this moment, drawn across all rows; `args` are shown with it."""
-    if (tracer := _tracer) is not None:
-        tracer.instant(name, **args)
+    tracer().instant(name, **args)
 
 
 def flush() -> None:
     """Write the events recorded so far."""
-    if (tracer := _tracer) is not None:
-        tracer.flush()
+    tracer().flush()
 
 
 is_on = is_traced

@@ -16,12 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
 from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.services.record.reader import Place
-from rlite.viewer.answers import Query, answer, sample_answer
+from rlite.viewer.answers import Query, answer, sample_answer, steps_of
 from rlite.viewer.run import ViewedRun
 from rlite.wording import counted
 
@@ -287,7 +285,7 @@ class Answers:
             (number, source, step)
             for number, run in enumerate(self._runs)
             for source in run.record.sources
-            for step in pc.unique(run.record.table(source)["step"]).to_pylist()
+            for step in steps_of(run, source)
             if not steps or step in steps
         ]
         yield from sorted(found, key=lambda place: -place[2])

@@ -96,5 +96,5 @@ def _frame(table: pa.Table, source: str) -> pd.DataFrame:
     frame = table.drop_columns([PARTS]).to_pandas()
     frame.insert(0, "source", source)
     for name, values in reward_parts(table).items():
-        frame[f"reward/{name}"] = values.to_pandas().to_numpy()
+        frame[name] = values.to_pandas().to_numpy()
     return frame

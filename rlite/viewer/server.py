@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import secrets
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
@@ -23,10 +22,9 @@ from rlite.viewer.run import Change, ViewedRun
 with optional("the page needs", "view", "; or write it to a file: --export FILE.html"):
     from aiohttp import web
 
-    from rlite.services.endpoint.connections import Listener, RefusalLog
+    from rlite.services.endpoint.connections import Words, listening
 
-logger = logging.getLogger(__name__)
-
+WORDS = Words("rlite view", "the token", "further ones are dropped without a message")
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """names of this machine; another name in a request is of a page that rebound its own name to this address"""
@@ -35,7 +33,6 @@ LOOK_EVERY_S = 2.0
 TRACE_EVERY_S = 10.0
 """least seconds between two messages about a trace, which grows all the time and is long"""
 KEEP_ALIVE_S = 15.0
-OWNER, QUIETLY = "rlite view", "further ones are dropped without a message"
 MAX_STREAMS = 32
 """pages that receive news of changes"""
 HEADERS = {
@@ -67,28 +64,16 @@ class PageServer:
         self._num_changes: dict[Change, int] = {"run": 0, "trace": 0}
         self._num_streams = 0
         self._changed = asyncio.Condition()
-        self._dropped: Counter[str] = Counter()
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> PageServer:
         app = web.Application(client_max_size=1024, middlewares=[self._guard])
-        app.add_routes(
-            [
-                web.get("/", self._index),
-                web.get("/static/{name:.+}", self._asset),
-                web.get("/api/{name}", self._answer),
-                web.get("/events", self._events),
-            ]
-        )
-        log = RefusalLog(logger, self._dropped, OWNER, QUIETLY)
-        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=1.0, handler_cancellation=True)
-        await self._runner.setup()
-        assert self._runner.server is not None
+        app.add_routes([web.get("/", self._index), web.get("/static/{name:.+}", self._asset)])
+        app.add_routes([web.get("/api/{name}", self._answer), web.get("/events", self._events)])
+        serving = listening(app, Counter(), self._port, WORDS)
         try:
-            self._listener = Listener(
-                self._runner.server, self._dropped, port=self._port, owner=OWNER, secret="the token", advice=QUIETLY
-            )
+            self._listener = await self._stack.enter_async_context(serving)
         except OSError as error:
-            await self._runner.cleanup()
             raise ConfigError(f"port={self._port}: cannot be used: {error.strerror or error}") from error
         self._port = self._listener.port
         self._watch = asyncio.create_task(self._look())
@@ -97,8 +82,7 @@ class PageServer:
     async def __aexit__(self, *raised: object) -> None:
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
-        await self._listener.close()
-        await self._runner.cleanup()
+        await self._stack.aclose()
         for reader in (self._reader, self._trace_reader):
             reader.shutdown(cancel_futures=True)
 

@@ -21,16 +21,12 @@ from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_la
 with optional("the endpoint needs", "agents"):
     from aiohttp import web
 
-    from rlite.services.endpoint.connections import Connection, Listener, RefusalLog
+    from rlite.services.endpoint.connections import Connection, Listener, listening
 
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
 """seconds that a client has to send the body of a request"""
-LINGER_SECONDS = 2.0
-"""seconds for which an unread body is discarded, so that the client reads the reason"""
-CLOSE_SECONDS = 1.0
-"""seconds that open connections have when the endpoint closes"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -99,7 +95,6 @@ class AgentEndpoint:
 class _Server:
     """Server of one event loop."""
 
-    _runner: web.AppRunner
     _listener: Listener
 
     def __init__(self, dropped: Counter[str]) -> None:
@@ -107,12 +102,13 @@ class _Server:
         self._dropped = dropped
         self._num_users = 0
         self._turn = asyncio.Lock()
+        self._stack = contextlib.AsyncExitStack()
 
     async def enter(self) -> None:
         """Start the server for its first user."""
         async with self._turn:
             if not self._num_users:
-                await self._start()
+                self._listener = await self._stack.enter_async_context(listening(self._app(), self._dropped))
             self._num_users += 1
 
     async def leave(self) -> None:
@@ -120,39 +116,18 @@ class _Server:
         async with self._turn:
             self._num_users -= 1
             if not self._num_users:
-                await self._listener.close()
-                await self._runner.cleanup()
+                await self._stack.aclose()
 
     @property
     def url(self) -> str:
         """Address for clients."""
         return f"http://127.0.0.1:{self._listener.port}/v1"
 
-    async def _start(self) -> None:
+    def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self._answer),
-                web.post("/v1/completions", self._answer),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._models),
-            ]
-        )
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            logger=RefusalLog(logger, self._dropped),
-            shutdown_timeout=CLOSE_SECONDS,
-            lingering_time=LINGER_SECONDS,
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
-        try:
-            self._listener = Listener(self._runner.server, self._dropped)
-        except BaseException:
-            await self._runner.cleanup()
-            raise
+        app.add_routes([web.post(f"/v1{path}", self._answer) for path in ("/chat/completions", "/completions")])
+        app.add_routes([web.get(f"/v1/models{name}", self._models) for name in ("", "/{model:.+}")])
+        return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         served, task = self._session(request), asyncio.current_task()

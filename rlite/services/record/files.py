@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -175,11 +174,11 @@ def all_files(folder: Path) -> list[RecordFile]:
     return found
 
 
-def record_files(folder: Path) -> Iterator[RecordFile]:
-    """Yield the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
+def record_files(folder: Path) -> list[RecordFile]:
+    """Return the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
     found = all_files(folder)
     compacted = [file for file in found if file.first < file.last]
-    yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
+    return [file for file in found if not any(wide.covers(file) for wide in compacted)]
 
 
 def used_bytes(folder: Path) -> int:
@@ -366,9 +365,7 @@ def strip(file: RecordFile) -> bool:
     """
     if file.kind == "tokens":
         return delete([file.path])
-    if not _has_texts(file.path):
-        return False
-    return _rewrite([file.path], file.path, _without_texts)
+    return _has_texts(file.path) and _rewrite([file.path], file.path, _without_texts)
 
 
 def delete(paths: Iterable[Path]) -> bool:
@@ -397,10 +394,8 @@ def _has_texts(path: Path) -> bool:
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
-    for place, name in enumerate(table.column_names):
-        if name in TEXTS:
-            field = ROWS.field(name)
-            table = table.set_column(place, field, pa.nulls(len(table), field.type))
+    for field in map(ROWS.field, {*TEXTS}.intersection(table.column_names)):
+        table = table.set_column(table.column_names.index(field.name), field, pa.nulls(len(table), field.type))
     return table
 
 
@@ -431,7 +426,7 @@ def _rewrite(
 
 
 def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    schemas: list[pa.Schema] = []
+    schemas = []
     for source in sources:
         with _reading(source):
             schemas.append(pq.read_schema(source))
@@ -507,12 +502,8 @@ class RecordWriter:
         self._gap: Gap | None = None
         self._is_noted = False
         self._size = used_bytes(folder)
-        self._removed = threading.Event()
-
-    @property
-    def has_removed(self) -> bool:
-        """True as soon as something was removed because of the limit."""
-        return self._removed.is_set()
+        self.has_removed = False
+        """true as soon as something was removed because of the limit"""
 
     def write(self, source: str, step: int, make: Callable[[], Tables]) -> None:
         """Write the tables of a step. An older table of the same step is replaced, or deleted if the new one is empty.
@@ -618,7 +609,7 @@ class RecordWriter:
             before = size_of(path)
             if before and remove():
                 self._size -= before - size_of(path)
-                self._removed.set()
+                self.has_removed = True
 
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""

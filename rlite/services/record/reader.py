@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pyarrow as pa
@@ -28,7 +28,6 @@ from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
 from rlite.services.record.files import (
-    FOLDER,
     NOT_NULL,
     ROWS,
     TOKENS,
@@ -47,8 +46,8 @@ Place = tuple[int, int]
 """group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
 """time of change and size of a file"""
-PartReader = Callable[[Path, pa.Schema, pc.Expression | None, bool, int], tuple[pa.Table, int | None]]
-"""signature of `read_file_part`"""
+Rows = tuple[pa.Table, int | None]
+"""rows of a file, and the place after them; None at the end"""
 PART = 16 << 20
 """bytes after which a part of a file ends, with its last row group"""
 MAX_PART = 128 << 20
@@ -61,6 +60,20 @@ MAX_FOOTERS = 16
 """files whose footers are kept: each takes about 5 kB for each row group"""
 
 
+class Part(NamedTuple):
+    """The next rows of a file, from some of its row groups."""
+
+    path: Path
+    schema: pa.Schema
+    """columns of the table; columns that the file lacks are null"""
+    chosen: pc.Expression | None = None
+    """condition of the rows; None for all rows. Row groups without such rows have no place"""
+    last_first: bool = False
+    """begin with the last row group"""
+    start: int = 0
+    """place of the first row group to read; 0 is there always"""
+
+
 class RecordReader:
     """Reader of the record in one run's folder. One thread at a time may use it.
 
@@ -69,7 +82,7 @@ class RecordReader:
         read_part: reads a part of a file; default: in this process.
     """
 
-    def __init__(self, folder: Path, read_part: PartReader | None = None) -> None:
+    def __init__(self, folder: Path, read_part: Callable[[Part], Rows] | None = None) -> None:
         self.folder = folder
         self._read_part = read_part or read_file_part
         self.problems: dict[str, str] = {}
@@ -209,11 +222,7 @@ class RecordReader:
             self._kept[file.path] = pa.concat_tables(found) if found else None
 
     def _read(
-        self,
-        file: RecordFile,
-        schema: pa.Schema,
-        chosen: pc.Expression | None = None,
-        last_first: bool = False,
+        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None = None, last_first: bool = False
     ) -> Iterator[pa.Table]:
         """Yield columns of a file in the form of `schema`, one table for each row group that may have the chosen rows.
 
@@ -221,7 +230,7 @@ class RecordReader:
         """
         num_read = 0
         with suppress(FileNotFoundError):
-            for table in self._read_file(file, schema, chosen, last_first):
+            for table in self._read_file(Part(file.path, schema, chosen, last_first)):
                 num_read += 0 if last_first else len(table)  # in that order, the parts of both files differ
                 yield table
             return
@@ -230,15 +239,13 @@ class RecordReader:
         chosen = own if chosen is None else chosen & own
         for wide in self._holders(file.source, file.kind, [file.first]):
             with suppress(FileNotFoundError):
-                for table in self._read_file(wide, schema, chosen, last_first):
+                for table in self._read_file(Part(wide.path, schema, chosen, last_first)):
                     yield table.slice(num_read)
                     num_read = max(num_read - len(table), 0)
                 return
 
-    def _read_file(
-        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool
-    ) -> Iterator[pa.Table]:
-        """Yield the tables of `_read`.
+    def _read_file(self, part: Part) -> Iterator[pa.Table]:
+        """Yield the tables of `_read`, from a part on.
 
         Raises:
             FileNotFoundError: the file was merged, or deleted.
@@ -246,45 +253,35 @@ class RecordReader:
         try:
             place: int | None = 0
             while place is not None:
-                table, place = self._read_part(file.path, schema, chosen, last_first, place)
+                table, place = self._read_part(part._replace(start=place))
                 if len(table):
                     yield table
         except DataError as error:
-            self.problems[file.path.name] = str(error)
+            self.problems[part.path.name] = str(error)
 
 
-def read_file_part(
-    path: Path, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool, start: int
-) -> tuple[pa.Table, int | None]:
-    """Return the next rows of a file, from some of its row groups, and the place after them; None at the end.
-
-    Args:
-        path: the file.
-        schema: columns of the table. Columns that the file lacks are null.
-        chosen: condition of the rows; None for all rows. Row groups without such rows have no place.
-        last_first: True to begin with the last row group.
-        start: place of the first row group to read; 0 is there always.
+def read_file_part(part: Part) -> Rows:
+    """Return the next rows of a file.
 
     Raises:
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, with the reason.
     """
-    tables, size, end = [schema.empty_table()], 0, start
+    tables, size, end = [part.schema.empty_table()], 0, part.start
     try:
-        footer = _footer(path)
-        if reason := _refusal(footer.physical_schema):
-            raise DataError(reason)
-        groups = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
-        if last_first:
+        footer = _footer(part.path)
+        _check_version(footer.physical_schema)
+        groups = [group.id for group in (footer if part.chosen is None else footer.subset(part.chosen)).row_groups]
+        if part.last_first:
             groups.reverse()
-        for group in groups[start:]:
+        for group in groups[part.start :]:
             end += 1
-            for table in _batches(path, footer, group, schema):
+            for table in _batches(part.path, footer, group, part.schema):
                 size += table.nbytes
                 if size > MAX_PART:
                     raise DataError(TOO_LARGE)
-                tables.append(table if chosen is None else table.filter(chosen))
-            if size >= PART or last_first:  # the caller stops as soon as it has enough
+                tables.append(table if part.chosen is None else table.filter(part.chosen))
+            if size >= PART or part.last_first:  # the caller stops as soon as it has enough
                 break
     except FileNotFoundError:
         raise
@@ -319,11 +316,6 @@ def _rows(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
     return [row for table in tables for row in table.to_pylist()]
 
 
-def is_recorded(folder: Path) -> bool:
-    """Return True if a folder holds a record."""
-    return (folder / FOLDER).is_dir()
-
-
 def _footer(path: Path) -> ParquetFileFragment:
     """Return the schema, the row groups and the statistics of a file; those of the files read last are kept.
 
@@ -342,24 +334,24 @@ def _footer_of(path: Path, stamp: Stamp) -> ParquetFileFragment:
     return footer
 
 
-def _refusal(schema: pa.Schema) -> str:
-    """Return why a file cannot be read, by its version; an empty text if it can."""
-    version = (schema.metadata or {}).get(VERSION_KEY)
-    if version is None:
-        return "no table of a record: it has no version"
-    if version != str(VERSION).encode():
-        written = version.decode(errors="replace")
-        return f"written in version {written} of the format; this rlite reads version {VERSION}"
-    return ""
+def _check_version(schema: pa.Schema) -> None:
+    """Check that a file is of a record, and of the version that this library reads.
+
+    Raises:
+        DataError: it is not.
+    """
+    if (version := (schema.metadata or {}).get(VERSION_KEY)) is None:
+        raise DataError("no table of a record: it has no version")
+    if (written := version.decode(errors="replace")) != str(VERSION):
+        raise DataError(f"written in version {written} of the format; this rlite reads version {VERSION}")
 
 
 def _conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return a table with exactly the columns of a schema. Missing columns are null, invalid UTF-8 is replaced."""
-    columns = []
-    for field in schema:
-        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
-        columns.append(_valid(column.cast(field.type)))
-    return pa.table(columns, schema=schema)
+    missing = [field for field in schema if field.name not in table.column_names]
+    for field in missing:
+        table = table.append_column(field, pa.nulls(len(table), field.type))
+    return pa.table([_valid(table[field.name].cast(field.type)) for field in schema], schema=schema)
 
 
 def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
@@ -402,33 +394,23 @@ SECONDS = 60.0
 """time for one part"""
 
 
-def read_part_aside(
-    path: Path, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool, start: int
-) -> tuple[pa.Table, int | None]:
+def read_part_aside(part: Part) -> Rows:
     """Return what `read_file_part` returns, from another process.
-
-    Args:
-        path: the file.
-        schema: columns of the table.
-        chosen: condition of the rows; None for all rows.
-        last_first: True to begin with the last row group.
-        start: place of the first row group to read.
 
     Raises:
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, or its reader was killed, with the reason.
     """
-    arguments = {"path": path, "schema": schema, "chosen": chosen, "last_first": last_first, "start": start}
-    call = Call(_CODE, cloudpickle.dumps({"arguments": arguments}), SECONDS, MEMORY)
+    call = Call(_CODE, cloudpickle.dumps({"part": part}), SECONDS, MEMORY)
     try:
         match shared_pool(1).submit(call).result():
             case ["read", int() | None as place, bytes() as content]:
                 table = pa.ipc.open_stream(content).read_all()
                 table.validate(full=True)
-                if table.schema == schema:
+                if table.schema == part.schema:
                     return table, place
             case ["gone"]:
-                raise FileNotFoundError(path)
+                raise FileNotFoundError(part.path)
             case ["damaged", str() as text]:
                 raise DataError(printable(text))
     except (SandboxError, pa.ArrowException) as error:
@@ -437,10 +419,10 @@ def read_part_aside(
     raise DataError("cannot be read: its reader answered something else")
 
 
-def read_in_process(arguments: dict[str, Any]) -> list[Any]:
+def read_in_process(part: Part) -> list[Any]:
     """Return the answer of the process: a part in Arrow's stream format, or why there is none."""
     try:
-        table, place = read_file_part(**arguments)
+        table, place = read_file_part(part)
     except FileNotFoundError:
         return ["gone"]
     except DataError as error:

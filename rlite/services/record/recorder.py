@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,11 +54,7 @@ class TokenTexts:
         pieces = [self._piece(token) for token in ids]
         if "".join(pieces) != self._decode(ids):  # text that depends on neighbours, such as parts of a character
             pieces = self._in_context(ids)
-        offsets, end = [], 0
-        for piece in pieces:
-            offsets.append(end)
-            end += len(piece)
-        return "".join(pieces), offsets
+        return "".join(pieces), [*accumulate(map(len, pieces), initial=0)][:-1]
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:
@@ -109,8 +105,11 @@ SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "lo
 """columns of tokens that a trajectory has, by their keys"""
 INTEGERS = ("turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "version_min", "version_max")
 """columns of rows that are made of numbers of a trajectory, in 32 bits"""
-OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
-"""further keys of a trajectory that are recorded, beside the parts of its reward"""
+RECORDED = {
+    *SEQUENCE.values(),
+    *("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated"),
+}
+"""keys of a trajectory that are recorded, beside the parts of its reward"""
 
 
 class TrainedBatch:
@@ -123,7 +122,7 @@ class TrainedBatch:
     def __init__(self, batch: TensorDict) -> None:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
-        self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
+        self._loss_mask = as_array(batch["loss_mask"].bool())
         self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
@@ -155,15 +154,14 @@ class TrainedBatch:
         rows = self._rows[group, sample]
         if not self._is_skipped[rows].all():
             return "trained", ""
-        return "skipped", NOT_FINITE if self._columns["loss_mask"][rows].any() else NO_TOKENS
+        return "skipped", NOT_FINITE if self._loss_mask[rows].any() else NO_TOKENS
 
     def advantage(self, group: int, sample: int) -> float | None:
         """Return the mean advantage of a trajectory's tokens to train on; None if there are none."""
         rows = self._rows.get((group, sample))
-        if rows is None or "advantages" not in self._columns:
+        if rows is None or "advantages" not in self._columns or not self._loss_mask[rows].any():
             return None
-        values = self._columns["advantages"][rows][self._columns["loss_mask"][rows]]
-        return float(values.mean()) if len(values) else None
+        return float(self._columns["advantages"][rows][self._loss_mask[rows]].mean())
 
 
 def as_array(values: Tensor) -> np.ndarray:
@@ -180,23 +178,15 @@ class Arrays:
     """
 
     def __init__(self, episode: Episode) -> None:
-        self.columns: dict[str, np.ndarray] = {}
-        """recorded keys of the trajectory"""
-        self.sequences: list[dict[str, np.ndarray]] = []
-        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
-        if episode.trajectory is None:
-            self.sequences = episode.attempt.arrays()
-        else:
-            self._read(episode.trajectory)
-
-    def _read(self, trajectory: TensorDict) -> None:
-        recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
-        self.columns = {
+        trajectory = episode.trajectory
+        self.columns: dict[str, np.ndarray] = {
             key: as_array(value)
-            for key, value in trajectory.items()
-            if isinstance(value, Tensor) and (key in recorded or key.startswith(NAMED_REWARD))
+            for key, value in (() if trajectory is None else trajectory.items())
+            if isinstance(value, Tensor) and (key in RECORDED or key.startswith(NAMED_REWARD))
         }
-        self.sequences = list(self._sequences())
+        """recorded keys of the trajectory"""
+        self.sequences = episode.attempt.arrays() if trajectory is None else list(self._sequences())
+        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
 
     def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
         columns = {name: self.columns[key] for name, key in SEQUENCE.items() if key in self.columns}
@@ -331,16 +321,13 @@ def _num_runs(mask: np.ndarray) -> int:
 
 
 def _times(episode: Episode) -> dict[str, Any]:
-    started, ended = episode.started, episode.ended
-    if started is None:
+    if episode.started is None:
         return {}
-    environment = None
-    if ended is not None:
-        environment = max(0.0, ended - started - seconds(episode, "generate", "reward"))
+    rest = None if episode.ended is None else episode.ended - episode.started - seconds(episode, "generate", "reward")
     return {
-        "seconds_queue": started,
+        "seconds_queue": episode.started,
         "seconds_generate": seconds(episode, "generate"),
-        "seconds_environment": environment,
+        "seconds_environment": None if rest is None else max(0.0, rest),
         "seconds_reward": seconds(episode, "reward"),
         "ended": episode.ended_at,
         "events": [{"name": name, "start": start, "end": end} for name, start, end in _events(episode)[:MAX_EVENTS]],
@@ -368,9 +355,7 @@ def _tokens(
     rows: list[dict[str, Any]] = []
     for number, sequence in enumerate(trajectory.sequences):
         text, offsets = texts.decode(sequence["ids"].tolist())
-        place = key["group"], key["sample"], number, len(offsets)
-        made = {} if trained is None else trained.columns(*place)
-        made.pop("loss_mask", None)
+        made = {} if trained is None else trained.columns(key["group"], key["sample"], number, len(offsets))
         rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **_typed(sequence | made)})
     return rows
 
@@ -458,8 +443,8 @@ class FileRecorder(RecordWriter):
             step: finished steps of the run.
             episodes: what `RolloutCollector.evaluate` returned.
         """
-        is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
-        shown = {place for place, is_one in enumerate(is_shown) if is_one}
+        limit = math.inf if self._is_whole else NUM_PROMPTS
+        shown = {place for place, episode in enumerate(episodes) if episode.group < limit}
         self.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn))
 
     def _warn(self, message: str) -> None:
@@ -479,13 +464,10 @@ def sampled(step: int, groups: Sequence[Ended]) -> set[int]:
     """
     if step % WHOLE_EVERY == 1:
         return set(range(len(groups)))
-    seen: Counter[str | None] = Counter()
-    shown = set()
+    places: dict[str | None, list[int]] = defaultdict(list)
     for place, group in enumerate(groups):
-        seen[group.status] += 1
-        if seen[group.status] <= NUM_GROUPS:
-            shown.add(place)
-    return shown
+        places[group.status].append(place)
+    return {place for own in places.values() for place in own[:NUM_GROUPS]}
 
 
 def make_recorder(folder: Path, tokenizer: Any, amount: Amount, limit: int) -> Recorder:
