@@ -294,7 +294,11 @@ def tracer() -> Any:
 
 
 def trace_by(tracer: Any) -> Any:
-    """Draw spans by a tracer from now on; return the tracer before."""
+    """Draw spans by a tracer from now on.
+
+    Returns:
+        The tracer before.
+    """
     global _tracer
     before, _tracer = _tracer, tracer
     return before

@@ -57,7 +57,7 @@ def test_files_that_become_huge_are_named_and_the_others_are_shown(run: Path) ->
     assert set(viewed.record.table("train")["step"].to_pylist()) == {1, 2, 4}
 
 
-def die(arguments: Any) -> None:
+def die(part: Any) -> None:
     os._exit(3)
 
 
@@ -65,9 +65,9 @@ def die(arguments: Any) -> None:
     ("answer", "reason"),
     [
         (die, "the process of its reader ended with exit code 3 while it computed"),
-        (lambda arguments: 7, "its reader answered something else"),
-        (lambda arguments: ["read", None, b"no table"], ""),
-        (lambda arguments: ["damaged", "\x1b[2J"], ""),
+        (lambda part: 7, "its reader answered something else"),
+        (lambda part: ["read", None, b"no table"], ""),
+        (lambda part: ["damaged", "\x1b[2J"], ""),
     ],
 )
 def test_a_reader_that_dies_or_answers_anything_is_a_problem_of_the_file(
