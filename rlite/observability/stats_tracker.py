@@ -109,18 +109,17 @@ class StatsTracker:
         self._stats: dict[str, _Statistic] = {}
 
     @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Prefix keys that are recorded inside the block with `name/`; scopes nest.
-
-        Yields:
-            None.
-        """
-        frame = self._frame.get()
-        token = self._frame.set(replace(frame, prefix=f"{frame.prefix}{name}/"))
+    def _inside(self, frame: _Frame) -> Iterator[None]:
+        token = self._frame.set(frame)
         try:
             yield
         finally:
             self._frame.reset(token)
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that prefixes keys that are recorded inside the block with `name/`; scopes nest."""
+        frame = self._frame.get()
+        return self._inside(replace(frame, prefix=f"{frame.prefix}{name}/"))
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
@@ -173,10 +172,8 @@ class StatsTracker:
         mask = frame.masks[denominator]
         for key, value in values.items():
             if value.shape != mask.shape:
-                raise ConfigError(
-                    f"stat {frame.prefix}{key} has shape {list(value.shape)}, "
-                    f"its denominator {denominator!r} {list(mask.shape)}"
-                )
+                shapes = f"{list(value.shape)}, its denominator {denominator!r} {list(mask.shape)}"
+                raise ConfigError(f"stat {frame.prefix}{key} has shape {shapes}")
             self._add(key, _masked(value.detach().double(), mask))
 
     def scalar(self, **values: Any) -> None:
@@ -198,11 +195,8 @@ class StatsTracker:
             The recording, for `add`.
         """
         recording = Recording()
-        token = self._frame.set(_Frame(recording=recording))
-        try:
+        with self._inside(_Frame(recording=recording)):
             yield recording
-        finally:
-            self._frame.reset(token)
 
     def add(self, recording: Recording) -> None:
         """Add statistics that were recorded elsewhere, as if they had been recorded here."""

@@ -6,6 +6,7 @@ Tables of a record become columns of plain values.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -235,11 +236,6 @@ def lost_rows(table: pa.Table) -> pa.Table:
     return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
 
 
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row with the parts of its reward, and the columns of its data item, by name."""
-    return {**row, PARTS: dict(row.get(PARTS) or ()), "data": dict(row.get("data") or ())}
-
-
 MAX_ITEMS = 500
 MAX_PROMPT = 160
 """characters of a prompt in the list"""
@@ -312,10 +308,7 @@ def shortened(texts: list[str]) -> list[str]:
 
 def _common_lines(texts: list[str]) -> int:
     """Return the number of characters of the whole lines with which all texts begin."""
-    first, last = min(texts), max(texts)  # what these two share, all share
-    pairs = enumerate(zip(first, last, strict=False))
-    length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
-    return first.rfind("\n", 0, length) + 1
+    return os.path.commonprefix(texts).rfind("\n") + 1
 
 
 def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:
@@ -459,12 +452,8 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
 
 def _about(run: ViewedRun) -> dict[str, Any]:
     sources = {
-        source: {
-            "steps": steps_of(run, source),
-            "rollouts": len(run.record.table(source)),
-            "set": run.set_of(source),
-        }
-        for source in run.record.sources
+        name: {"steps": steps_of(run, name), "rollouts": len(run.record.table(name)), "set": run.set_of(name)}
+        for name in run.record.sources
     }
     return {
         "name": run.name,
@@ -489,10 +478,8 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
-    means = {
-        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
-        for source, table in tables.items()
-    }
+    scores = {source: (train_rewards if source == TRAIN else evaluated_scores)(own) for source, own in tables.items()}
+    means = {source: means_by_step(own, scores[source]) for source, own in tables.items()}
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
     table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
     last = run.metrics.last_step or math.inf  # the rollouts under way at the end are in the step after it
@@ -526,7 +513,8 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
     """Return the answer to the question for one rollout, in values that JSON has."""
-    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
+    by_name = {name: dict(row.get(name) or ()) for name in (PARTS, "data")}  # they are lists of pairs
+    return jsonable({"row": {**row, **by_name}, "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -572,14 +560,9 @@ def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = run.record.table(_source(run, query))
     lost = lost_rows(table)
     kinds = _amounts(lost, "kind")
-    return {
-        "rollouts": table.num_rows,
-        "lost": lost.num_rows,
-        "statuses": _statuses(table),
-        "by_step": statuses_by_step(table),
-        "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
-        "num_kinds": kinds.num_rows,
-    }
+    numbers = {"rollouts": table.num_rows, "lost": lost.num_rows, "num_kinds": kinds.num_rows}
+    statuses = {"statuses": _statuses(table), "by_step": statuses_by_step(table)}
+    return {**numbers, **statuses, "kinds": _with_steps(kinds.slice(0, MAX_KINDS))}
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -635,21 +618,9 @@ def _source(run: ViewedRun, query: Query) -> str:
     return source
 
 
-QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
-    "overview": _overview,
-    "series": _series,
-    "rows": _rows,
-    "sample": _sample,
-    "group": _group,
-    "search": _search,
-    "items": items,
-    "item": item,
-    "config": _config,
-    "timeline": _timeline,
-    "ledger": _ledger,
-    "ledger_reasons": _ledger_reasons,
-    "ledger_rows": _ledger_rows,
-}
+_ANSWERS = (_overview, _series, _rows, _sample, _group, _search, items, item, _config, _timeline)
+_ANSWERS += (_ledger, _ledger_reasons, _ledger_rows)
+QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {own.__name__.lstrip("_"): own for own in _ANSWERS}
 """questions about one run"""
 OF_TRACE = ("timeline",)
 """questions that read the trace of a run and nothing else"""

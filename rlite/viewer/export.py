@@ -127,12 +127,8 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     with writing(path):
         files.replace(path, content)
     rollouts = sum(run.record.table(source).num_rows for run in runs for source in run.record.sources)
-    return {
-        "rollouts": rollouts,
-        "texts": num_texts,
-        "left_out": [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own],
-        "bytes": len(content),
-    }
+    told = [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own]
+    return {"rollouts": rollouts, "texts": num_texts, "left_out": told, "bytes": len(content)}
 
 
 class Answers:
@@ -281,14 +277,9 @@ class Answers:
 
     def _steps(self, steps: Sequence[int]) -> Iterator[tuple[int, str, int]]:
         """Yield run, source and step of some steps, or of all steps, the newest first."""
-        found = [
-            (number, source, step)
-            for number, run in enumerate(self._runs)
-            for source in run.record.sources
-            for step in steps_of(run, source)
-            if not steps or step in steps
-        ]
-        yield from sorted(found, key=lambda place: -place[2])
+        sources = [(number, source) for number, run in enumerate(self._runs) for source in run.record.sources]
+        found = [(run, source, step) for run, source in sources for step in steps_of(self._runs[run], source)]
+        yield from sorted((place for place in found if not steps or place[2] in steps), key=lambda place: -place[2])
 
     def _samples(self, run: int, source: str, step: int) -> Iterator[tuple[str, Any]]:
         """Yield question and answer for each rollout of a step."""

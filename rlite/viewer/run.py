@@ -137,7 +137,7 @@ class ViewedRun:
         stamps = map(files.stamp, (self.metrics.path, self.folder / RECORD))
         self.changed_at = max(changed for changed, _ in filter(None, (*stamps, (0, 0)))) / 1e9
         is_new = has_config or has_results or has_metrics or has_record or was_gone != self.is_gone
-        news: list[tuple[Change, bool]] = [("run", is_new), ("trace", self.trace.look())]
+        news: list[tuple[Change, bool]] = [("run", is_new), ("trace", self._is_new(TRACE))]
         return {kind for kind, is_new in news if is_new}
 
     def _is_new(self, name: str) -> bool:

@@ -108,15 +108,10 @@ def timeline(trace: Layout, start: float | None = None, end: float | None = None
     """
     first, last = trace.whole
     window = Window(first if start is None else start, last if end is None else end)
-    return {
-        "start": window.start,
-        "end": window.end,
-        "first": first,
-        "last": last,
-        "lanes": [_drawn(lane, window) for lane in trace.lanes],
-        "flights": [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())],
-        "times": _times(trace.lanes, window),
-    }
+    lanes = [_drawn(lane, window) for lane in trace.lanes]
+    flights = [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())]
+    shown = {"lanes": lanes, "flights": flights, "times": _times(trace.lanes, window)}
+    return {**window._asdict(), "first": first, "last": last, **shown}
 
 
 def lanes_of(events: Iterable[Event]) -> list[Lane]:
@@ -281,7 +276,7 @@ MAX_TIME = 1e16
 class TraceLog:
     """Reader of a trace that may be under way. It reads what was appended since.
 
-    One thread may read it (`refresh`, `events`, `layout`) while another one looks at it (`look`, `problems`).
+    One thread may read it (`refresh`, `events`, `layout`) while another one looks at `problems`.
 
     Args:
         path: the file; it need not exist.
@@ -289,7 +284,6 @@ class TraceLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp: tuple[int, int] | None = None
         self._file = files.GrowingFile(path)
         self._begin()
 
@@ -299,12 +293,6 @@ class TraceLog:
         self._num_events = self._num_torn = 0
         self._failure = ""
         self._layout: Layout | None = None
-
-    def look(self) -> bool:
-        """Return whether the file has changed since the last call. It is read when a page shows it."""
-        stamp = files.stamp(self.path)
-        has_changed, self._stamp = stamp != self._stamp, stamp
-        return has_changed
 
     def refresh(self) -> bool:
         """Read the events that are new. A file that was replaced is read again.

@@ -43,7 +43,6 @@ LABELS = {
     "grad_norm": "grad",
     "logprob_drift": "drift",
     "test_accuracy": "test_acc",
-    "seconds": "seconds",
     "turns": "turns/ep",
 }
 """short titles of columns"""
@@ -123,12 +122,6 @@ def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
     """Return the values of a step below their titles, "-" for a metric that the step does not have."""
     cells = [number(key, values[key]) if key in values else "-" for key in columns]
     return "".join(f"{'':{GAP}}{cell:>{_width(key)}}" for key, cell in zip(columns, cells, strict=True))
-
-
-def plain_number(value: float) -> str:
-    """Return a value for a pipe: four digits, and whole numbers from 10,000 on, without separators."""
-    is_large = math.isfinite(value) and abs(value) >= 10_000
-    return f"{value:.0f}" if is_large else f"{float(value):.4g}"
 
 
 def _width(key: str) -> int:
@@ -216,14 +209,6 @@ class ConsoleReporter(observer.Console):
             self._console.print(*([heading] if is_long else []), framed, sep="\n")
             self._num_rows = 0
 
-    def alarm(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
-        """Print a table in a red frame: something is wrong with the run."""
-        self.report(title, rows, style="red")
-
-    def warn(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
-        """Print a table in a yellow frame: something was lost, and the run goes on."""
-        self.report(title, rows, style="yellow")
-
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -301,7 +286,8 @@ class ConsoleReporter(observer.Console):
 
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
-        numbers = {key: plain_number(value) for key, value in values.items()}
+        large = {key for key, value in values.items() if math.isfinite(value) and abs(value) >= 10_000}
+        numbers = {key: f"{value:.0f}" if key in large else f"{float(value):.4g}" for key, value in values.items()}
         columns = self._columns.fit(metrics, sys.maxsize) or ()
         while self._columns.may_drop and sum(len(key) + 3 + _PLAIN_WIDTH for key in columns) > _PLAIN_COLUMNS:
             columns = columns[:-1]

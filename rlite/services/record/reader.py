@@ -27,21 +27,14 @@ from rlite.errors import DataError
 from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
-from rlite.services.record.files import (
-    NOT_NULL,
-    ROWS,
-    TOKENS,
-    VERSION,
-    VERSION_KEY,
-    Kind,
-    RecordFile,
-    record_files,
-)
+from rlite.services.record.files import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY, RecordFile, record_files
 
 LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
 SEGMENTS = pa.schema([ROWS.field(name) for name in ("step", "group", "sample", "segments")])
+Steps = Sequence[int] | None
+"""steps to read; None for all"""
 Place = tuple[int, int]
 """group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
@@ -104,7 +97,7 @@ class RecordReader:
         return has_news
 
     def _look(self) -> None:
-        found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        found = {}
         self.problems = {name: text for name, text in self.problems.items() if text != files.LEADS_OUT}
         for file in record_files(self.folder):
             if not files.is_inside(file.path, self.folder):
@@ -146,9 +139,7 @@ class RecordReader:
             self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
         return self._tables[source]
 
-    def segments(
-        self, source: str, steps: Sequence[int] | None = None, newest_first: bool = False
-    ) -> Iterator[pa.Table]:
+    def segments(self, source: str, steps: Steps = None, newest_first: bool = False) -> Iterator[pa.Table]:
         """Yield tables of step, group, sample and segments, one for each row group that may have the steps.
 
         Args:
@@ -156,7 +147,7 @@ class RecordReader:
             steps: steps to read; None for all.
             newest_first: True for the order from the last step to the first.
         """
-        yield from self._chosen(source, "rows", SEGMENTS, steps, newest_first=newest_first)
+        yield from self._chosen(source, SEGMENTS, steps, newest_first=newest_first)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.
@@ -166,7 +157,7 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout to return; None for all.
         """
-        return _rows(self._chosen(source, "rows", ROWS, [step], place))
+        return _rows(self._chosen(source, ROWS, [step], place))
 
     def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return the recorded sequences of a step, in the order of their numbers.
@@ -176,31 +167,25 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout whose sequences to return; None for all.
         """
-        found = self._chosen(source, "tokens", TOKENS, [step], place)
-        return sorted(_rows(found), key=lambda sequence: sequence["sequence"])
+        found = _rows(self._chosen(source, TOKENS, [step], place))
+        return sorted(found, key=lambda sequence: sequence["sequence"])
 
-    def token_table(self, source: str, steps: Sequence[int] | None = None) -> pa.Table:
+    def token_table(self, source: str, steps: Steps = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
-        return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, "tokens", TOKENS, steps)])
+        return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, TOKENS, steps)])
 
     def _chosen(
-        self,
-        source: str,
-        kind: Kind,
-        schema: pa.Schema,
-        steps: Sequence[int] | None,
-        place: Place | None = None,
-        newest_first: bool = False,
+        self, source: str, schema: pa.Schema, steps: Steps, place: Place | None = None, newest_first: bool = False
     ) -> Iterator[pa.Table]:
         """Yield tables of the rows of some steps, or of one rollout in them."""
         chosen = None if steps is None else pc.field("step").isin(list(steps))
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
-        own = self._holders(source, kind, steps)
+        own = self._holders(source, "tokens" if schema is TOKENS else "rows", steps)
         for file in reversed(own) if newest_first else own:
             yield from self._read(file, schema, chosen, newest_first)
 
-    def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
+    def _holders(self, source: str, kind: str, steps: Steps = None) -> list[RecordFile]:
         """Return the files that may have some steps."""
         own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
         if steps is not None:

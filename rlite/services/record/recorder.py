@@ -304,7 +304,7 @@ def _of_trajectory(made: Arrays) -> dict[str, Any]:
         "reward": made.total("rewards"),
         "reward_parts": made.parts(),
         "score": made.total("scores"),
-        "turns": sum(map(_num_runs, masks)) if turns is None else turns,
+        "turns": sum(int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum()) for mask in masks) if turns is None else turns,
         "tool_calls": made.count("num_tool_calls"),
         "tool_errors": made.count("num_tool_errors"),
         "prompt_tokens": int(first.argmax()) if first.any() else len(first),
@@ -313,11 +313,6 @@ def _of_trajectory(made: Arrays) -> dict[str, Any]:
         "version_min": int(versions.min()) if len(versions) else None,
         "version_max": int(versions.max()) if len(versions) else None,
     }
-
-
-def _num_runs(mask: np.ndarray) -> int:
-    """Return the number of runs of ones."""
-    return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
 
 
 def _times(episode: Episode) -> dict[str, Any]:
