@@ -215,12 +215,8 @@ class Tracer:
         try:
             yield
         except OSError as error:
-            logger.warning(
-                "%s: the trace ends here, because it could not be written: %s. The program goes on without a trace; "
-                "free space before the next one",
-                self.path,
-                why_not_written(error),
-            )
+            message = f"{self.path}: the trace ends here, because it could not be written: {why_not_written(error)}. "
+            logger.warning("%sThe program goes on without a trace; free space before the next one", message)
             self._open.clear()
             with suppress(OSError):  # what is left in the buffer fails once more
                 self._file.close()

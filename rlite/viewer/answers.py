@@ -6,12 +6,11 @@ Tables of a record become columns of plain values.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -308,7 +307,9 @@ def shortened(texts: list[str]) -> list[str]:
 
 def _common_lines(texts: list[str]) -> int:
     """Return the number of characters of the whole lines with which all texts begin."""
-    return os.path.commonprefix(texts).rfind("\n") + 1
+    first, last = min(texts), max(texts)  # what these two share, all share
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return first.rfind("\n", 0, sum(1 for _ in shared)) + 1
 
 
 def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:

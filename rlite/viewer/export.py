@@ -171,7 +171,9 @@ class Answers:
         """
         size = 0
         left_out: dict[int, list[str]] = {}
-        parts = [("the rows of {}", "step", self._row_questions(), limit // 2)]
+        rows = (("rows", place) for place in self._places(()) if _question("rows", **place) not in self.found)
+        parts: list[tuple[str, str, Iterable[tuple[str, dict[str, Any]]], int]]
+        parts = [("the rows of {}", "step", rows, limit // 2)]
         parts += [("{} of the ledger", "list", self._ledger_questions(), limit // 4)]
         parts += [("the answers to {}", "prompt", self._item_questions(), limit // 4)]
         for what, noun, questions, own_limit in parts:
@@ -204,12 +206,6 @@ class Answers:
             missing[parameters["run"]] += 1
         return size, missing
 
-    def _row_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for run, source, step in self._steps(()):
-            place = {"run": run, "source": source, "step": step}
-            if _question("rows", **place) not in self.found:
-                yield "rows", place
-
     def _ledger_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for run, viewed in enumerate(self._runs):
             for source in viewed.record.sources:
@@ -238,13 +234,13 @@ class Answers:
         Raises:
             ConfigError: there are no such steps, or they do not fit.
         """
-        chosen = list(self._steps(steps))
+        chosen = self._places(steps)
         if not chosen:
             raise ConfigError(f"export_steps={list(steps)}: the record has none of these steps")
         size = number = 0
-        for run, source, step in chosen:
-            size += len(json.dumps(self.ask("rows", run=run, source=source, step=step)))
-            for question, made in self._samples(run, source, step):
+        for place in chosen:
+            size += len(json.dumps(self.ask("rows", **place)))
+            for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 number += 1
                 if size <= limit:  # else only the size is of interest
@@ -266,8 +262,8 @@ class Answers:
             The number of rollouts.
         """
         size = number = 0
-        for run, source, step in self._steps(()):
-            for question, made in self._samples(run, source, step):
+        for place in self._places(()):
+            for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 if size > limit:
                     return number
@@ -275,11 +271,13 @@ class Answers:
                 number += 1
         return number
 
-    def _steps(self, steps: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-        """Yield run, source and step of some steps, or of all steps, the newest first."""
+    def _places(self, steps: Sequence[int]) -> list[dict[str, Any]]:
+        """Return run, source and step of some steps, or of all steps, the newest first."""
         sources = [(number, source) for number, run in enumerate(self._runs) for source in run.record.sources]
         found = [(run, source, step) for run, source in sources for step in steps_of(self._runs[run], source)]
-        yield from sorted((place for place in found if not steps or place[2] in steps), key=lambda place: -place[2])
+        places = [{"run": run, "source": source, "step": step} for run, source, step in found]
+        chosen = (place for place in places if not steps or place["step"] in steps)
+        return sorted(chosen, key=lambda place: -place["step"])
 
     def _samples(self, run: int, source: str, step: int) -> Iterator[tuple[str, Any]]:
         """Yield question and answer for each rollout of a step."""

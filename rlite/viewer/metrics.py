@@ -189,9 +189,8 @@ def _shares(metrics: MetricsLog, is_uniform_useless: bool) -> Iterator[Advice]:
     """Yield the advisories on shares that are large on average."""
     uniform = "In {:.0%} of the groups of the last {} steps all rewards are equal. "
     uniform += "The prompts may be too easy or too hard, or the reward too coarse."
-    cut = (
-        "{:.0%} of the answers of the last {} steps reached a limit. Raise max_new_tokens, or reward answers that end."
-    )
+    cut = "{:.0%} of the answers of the last {} steps reached a limit. "
+    cut += "Raise max_new_tokens, or reward answers that end."
     rules = [("uniform_groups", MAX_UNIFORM, "Most groups teach nothing", uniform)] if is_uniform_useless else []
     rules.append(("truncated", MAX_TRUNCATED, "Many answers are cut off", cut))
     for metric, most, title, reason in rules:

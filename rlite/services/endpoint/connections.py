@@ -248,11 +248,10 @@ class Listener:
             try:
                 await self._make_room(self.capacity)
                 await loop.connect_accepted_socket(lambda: Connection(self, self._make_protocol()), accepted)
-            except OSError:  # it has gone already
+            except BaseException as error:
                 accepted.close()
-            except BaseException:
-                accepted.close()
-                raise
+                if not isinstance(error, OSError):  # else it has gone already
+                    raise
 
     async def _make_room(self, capacity: int) -> None:
         """Wait until fewer than `capacity` connections are open, and drop connections that do nothing for too long."""

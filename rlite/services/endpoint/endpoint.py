@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 BODY_SECONDS = 60.0
 """seconds that a client has to send the body of a request"""
 
+_Served = tuple[AgentSession, set[asyncio.Task[Any]]]
+"""a session with its requests under way"""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -38,14 +40,6 @@ class Access:
     base_url: str
     api_key: str = field(repr=False)
     model: str
-
-
-@dataclass(eq=False)
-class _ServedSession:
-    """A session with its requests under way."""
-
-    session: AgentSession
-    requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class AgentEndpoint:
@@ -80,16 +74,16 @@ class AgentEndpoint:
             The agent's access.
         """
         async with self:
-            server = self._servers[asyncio.get_running_loop()]
-            served, token = _ServedSession(session), secrets.token_urlsafe(32)
-            server.sessions[_digest(token)] = served
+            server, token = self._servers[asyncio.get_running_loop()], secrets.token_urlsafe(32)
+            requests: set[asyncio.Task[Any]] = set()
+            server.sessions[_digest(token)] = session, requests
             try:
                 yield Access(server.url, token, session.model)
             finally:
                 del server.sessions[_digest(token)]
-                for request in served.requests:
+                for request in requests:
                     request.cancel()
-                await asyncio.gather(*served.requests, return_exceptions=True)
+                await asyncio.gather(*requests, return_exceptions=True)
 
 
 class _Server:
@@ -98,7 +92,7 @@ class _Server:
     _listener: Listener
 
     def __init__(self, dropped: Counter[str]) -> None:
-        self.sessions: dict[bytes, _ServedSession] = {}
+        self.sessions: dict[bytes, _Served] = {}
         self._dropped = dropped
         self._num_users = 0
         self._turn = asyncio.Lock()
@@ -130,23 +124,23 @@ class _Server:
         return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        served, task = self._session(request), asyncio.current_task()
+        (session, requests), task = self._served(request), asyncio.current_task()
         assert task is not None
-        served.requests.add(task)
+        requests.add(task)
         try:
             with self._listener.busy(request.transport) as connection:
-                body = await _body(request, served.session.max_body_bytes)
-                reply = await served.session.answer(request.path.removeprefix("/v1"), body)
+                body = await _body(request, session.max_body_bytes)
+                reply = await session.answer(request.path.removeprefix("/v1"), body)
                 return await _send(request, reply, connection, self._listener.is_full)
         finally:
-            served.requests.discard(task)
+            requests.discard(task)
 
     async def _models(self, request: web.Request) -> web.Response:
-        served = self._session(request)
+        session, _ = self._served(request)
         with self._listener.busy(request.transport):
-            return web.json_response(served.session.models(request.match_info.get("model")))
+            return web.json_response(session.models(request.match_info.get("model")))
 
-    def _session(self, request: web.Request) -> _ServedSession:
+    def _served(self, request: web.Request) -> _Served:
         """Return the session of a request's token.
 
         Raises:

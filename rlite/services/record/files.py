@@ -54,6 +54,7 @@ def _schema(**columns: tuple[pa.DataType, str]) -> pa.Schema:
     return pa.schema(fields, metadata={VERSION_KEY: str(VERSION)})
 
 
+TEXTS_BY_NAME = pa.map_(pa.string(), pa.string())
 SEGMENT = pa.struct({"role": pa.string(), "text": pa.string()})
 EVENT = pa.struct({"name": pa.string(), "start": pa.float64(), "end": pa.float64()})
 
@@ -65,10 +66,7 @@ ROWS = _schema(
     status=(pa.string(), "one of STATUSES"),
     reason=(pa.string(), "why it was not trained on, in one line; empty if it was"),
     failed_attempts=(pa.string(), "kinds of the errors of its attempts that failed, in order, between commas"),
-    redrawn=(
-        pa.string(),
-        "kind of the failure after which the model answered anew; empty if all answers are those drawn first",
-    ),
+    redrawn=(pa.string(), "kind of the failure after which the model answered anew; empty if it did not"),
     reward=(pa.float64(), "reward of the trajectory; null if it has none"),
     reward_parts=(pa.map_(pa.string(), pa.float64()), "parts of the reward by name, before their weights"),
     score=(pa.float64(), "score by which it is evaluated; null if the workflow gives none"),
@@ -84,21 +82,12 @@ ROWS = _schema(
     version_max=(pa.int32(), "newest policy version among the tokens"),
     seconds_queue=(pa.float64(), "from the group's submission to its start"),
     seconds_generate=(pa.float64(), "in which the episode waited for the engine"),
-    seconds_environment=(
-        pa.float64(),
-        "of the episode outside of engine and reward: its environment, if it has one, and the rest",
-    ),
+    seconds_environment=(pa.float64(), "of the episode outside of engine and reward: environment and the rest"),
     seconds_reward=(pa.float64(), "in which the episode waited for rewards"),
     ended=(pa.float64(), "Unix time of the episode's end"),
     events=(pa.list_(EVENT), "queue, generate, environment and reward, in seconds after the group's submission"),
-    data=(
-        pa.map_(pa.string(), pa.string()),
-        "other columns of the data item, shortened; null if this rollout's text is not recorded",
-    ),
-    segments=(
-        pa.list_(SEGMENT),
-        "texts in order, by role: prompt, model, environment; null if this rollout's text is not recorded",
-    ),
+    data=(TEXTS_BY_NAME, "other columns of the data item, shortened; null if this rollout's text is not recorded"),
+    segments=(pa.list_(SEGMENT), "texts in order, by role (prompt, model, environment); null if they are not recorded"),
 )
 """one row for each rollout; only columns of NOT_NULL are never null"""
 
@@ -551,13 +540,8 @@ class RecordWriter:
 
     def _end(self, step: int, reason: str) -> None:
         self._gap = Gap(step, None, reason)
-        logger.warning(
-            "%s: the record ends before step %d: %s. The run goes on without it. Free space if the disk is full; a run "
-            "that is resumed is recorded again",
-            self._folder / FOLDER,
-            step,
-            reason,
-        )
+        message = f"{self._folder / FOLDER}: the record ends before step {step}: {reason}. The run goes on without it. "
+        logger.warning("%sFree space if the disk is full; a run that is resumed is recorded again", message)
 
     # -- called in the background --------------------------------------------------------------------------------
 

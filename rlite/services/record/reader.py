@@ -81,8 +81,8 @@ class RecordReader:
         self.problems: dict[str, str] = {}
         """file name -> why the file, or a part of it, is not shown"""
         self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
-        self._kept: dict[Path, pa.Table | None] = {}
-        """rows of files without their texts; None for rows that cannot be kept, and for files of tokens"""
+        self._kept: dict[Path, pa.Table] = {}
+        """rows of files without their texts; none of rows that cannot be kept, and of files of tokens"""
         self._tables: dict[str, pa.Table] = {}
         self._has_news = False
 
@@ -117,7 +117,7 @@ class RecordReader:
         """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
         for path, (file, _) in self._files.items():
             if file.kind == "tokens" and path not in self._kept:
-                self._kept[path] = None
+                self._kept[path] = SCALARS.empty_table()
                 list(self._read(file, TOKENS, pc.scalar(False)))
 
     @property
@@ -134,8 +134,7 @@ class RecordReader:
                     self._keep(file)
             if self._files is not files:  # some were merged meanwhile
                 return self.table(source)
-            parts = [part for file in own if (part := self._kept[file.path]) is not None]
-            joined = pa.concat_tables([SCALARS.empty_table(), *parts])
+            joined = pa.concat_tables([SCALARS.empty_table(), *(self._kept[file.path] for file in own)])
             self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
         return self._tables[source]
 
@@ -194,17 +193,17 @@ class RecordReader:
 
     def _keep(self, file: RecordFile) -> None:
         """Read and keep the rows of a file without their texts, if there is room for them."""
-        found: list[pa.Table] = []
-        others = sum(own.nbytes for own in self._kept.values() if own is not None)
+        found, room = [SCALARS.empty_table()], MAX_KEPT - sum(own.nbytes for own in self._kept.values())
         for table in self._read(file, SCALARS):
             found.append(table)
-            if others + sum(own.nbytes for own in found) > MAX_KEPT:
-                problem = f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
-                self.problems[file.path.name] = problem
-                found.clear()
+            if (room := room - table.nbytes) < 0:
+                self.problems[file.path.name] = (
+                    f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
+                )
+                del found[1:]
                 break
         if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
-            self._kept[file.path] = pa.concat_tables(found) if found else None
+            self._kept[file.path] = pa.concat_tables(found)
 
     def _read(
         self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None = None, last_first: bool = False
