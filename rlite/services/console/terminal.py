@@ -113,15 +113,9 @@ class Columns:
         return fitting if self.may_drop or len(fitting) == len(columns) else None
 
 
-def header(columns: Sequence[str]) -> str:
-    """Return the titles of columns, each at the right end of its column."""
-    return "".join(f"{'':{GAP}}{LABELS.get(key, key):>{_width(key)}}" for key in columns)
-
-
-def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
-    """Return the values of a step below their titles, "-" for a metric that the step does not have."""
-    cells = [number(key, values[key]) if key in values else "-" for key in columns]
-    return "".join(f"{'':{GAP}}{cell:>{_width(key)}}" for key, cell in zip(columns, cells, strict=True))
+def _aligned(columns: Sequence[str], texts: Mapping[str, str]) -> str:
+    """Return texts, each at the right end of its column, "-" in a column without a text."""
+    return "".join(f"{'':{GAP}}{texts.get(key, '-'):>{_width(key)}}" for key in columns)
 
 
 def _width(key: str) -> int:
@@ -271,15 +265,17 @@ class ConsoleReporter(observer.Console):
     def _lines(self, step: int, metrics: Mapping[str, float]) -> list[Text]:
         """Return the lines of a step for a terminal, with a header where it is due."""
         values, title = self._columns.chosen(metrics), self._step(step)
+        texts = {key: number(key, value) for key, value in values.items()}
         below = [(_lost(metrics), "yellow"), (_lagging(step, metrics), "dim")]
         notes = [Text(f"{'':{len(title)}}  {text}", style) for text, style in below if text]
         columns = self._columns.fit(metrics, self._console.width - len(title))
         if columns is None:
-            pairs = [f"{key} {number(key, value)}" for key, value in values.items()]
+            pairs = [f"{key} {text}" for key, text in texts.items()]
             return [Text(f"step {title.strip()}", "bold"), *map(Text, _grid(pairs, self._console.width)), *notes]
-        lines = [Text.assemble((title, "dim"), row(columns, values)), *notes]
+        lines = [Text.assemble((title, "dim"), _aligned(columns, texts)), *notes]
         if columns != self._shown or self._num_rows % _HEADER_EVERY == 0:
-            lines.insert(0, Text(f"{'step':>{len(title)}}{header(columns)}", "bold"))
+            labels = {key: LABELS.get(key, key) for key in columns}
+            lines.insert(0, Text(f"{'step':>{len(title)}}{_aligned(columns, labels)}", "bold"))
             self._shown, self._num_rows = columns, 0
         self._num_rows += 1
         return lines
@@ -287,13 +283,11 @@ class ConsoleReporter(observer.Console):
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
         large = {key for key, value in values.items() if math.isfinite(value) and abs(value) >= 10_000}
-        numbers = {key: f"{value:.0f}" if key in large else f"{float(value):.4g}" for key, value in values.items()}
+        texts = {key: f"{key} {value:.0f}" if key in large else f"{key} {value:.4g}" for key, value in values.items()}
         columns = self._columns.fit(metrics, sys.maxsize) or ()
         while self._columns.may_drop and sum(len(key) + 3 + _PLAIN_WIDTH for key in columns) > _PLAIN_COLUMNS:
             columns = columns[:-1]
-        pairs = [
-            f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
-        ]
+        pairs = [f"{texts.get(key, ''):<{len(key) + 1 + _PLAIN_WIDTH}}" for key in columns]
         parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), _lagging(step, metrics), self._pace()]
         return "  ".join(part for part in parts if part).rstrip()
 

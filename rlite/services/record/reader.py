@@ -41,6 +41,8 @@ Stamp = tuple[int, int]
 """time of change and size of a file"""
 Rows = tuple[pa.Table, int | None]
 """rows of a file, and the place after them; None at the end"""
+ALL = pc.scalar(True)
+"""condition that all rows meet"""
 PART = 16 << 20
 """bytes after which a part of a file ends, with its last row group"""
 MAX_PART = 128 << 20
@@ -59,8 +61,8 @@ class Part(NamedTuple):
     path: Path
     schema: pa.Schema
     """columns of the table; columns that the file lacks are null"""
-    chosen: pc.Expression | None = None
-    """condition of the rows; None for all rows. Row groups without such rows have no place"""
+    chosen: pc.Expression = ALL
+    """condition of the rows. Row groups without such rows have no place"""
     last_first: bool = False
     """begin with the last row group"""
     start: int = 0
@@ -177,7 +179,7 @@ class RecordReader:
         self, source: str, schema: pa.Schema, steps: Steps, place: Place | None = None, newest_first: bool = False
     ) -> Iterator[pa.Table]:
         """Yield tables of the rows of some steps, or of one rollout in them."""
-        chosen = None if steps is None else pc.field("step").isin(list(steps))
+        chosen = ALL if steps is None else pc.field("step").isin(list(steps))
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
         own = self._holders(source, "tokens" if schema is TOKENS else "rows", steps)
@@ -197,16 +199,15 @@ class RecordReader:
         for table in self._read(file, SCALARS):
             found.append(table)
             if (room := room - table.nbytes) < 0:
-                self.problems[file.path.name] = (
-                    f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
-                )
+                problem = f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
+                self.problems[file.path.name] = problem
                 del found[1:]
                 break
         if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
             self._kept[file.path] = pa.concat_tables(found)
 
     def _read(
-        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None = None, last_first: bool = False
+        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression = ALL, last_first: bool = False
     ) -> Iterator[pa.Table]:
         """Yield columns of a file in the form of `schema`, one table for each row group that may have the chosen rows.
 
@@ -219,8 +220,7 @@ class RecordReader:
                 yield table
             return
         self._look()
-        own = (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
-        chosen = own if chosen is None else chosen & own
+        chosen &= (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
         for wide in self._holders(file.source, file.kind, [file.first]):
             with suppress(FileNotFoundError):
                 for table in self._read_file(Part(wide.path, schema, chosen, last_first)):
@@ -255,16 +255,14 @@ def read_file_part(part: Part) -> Rows:
     try:
         footer = _footer(part.path)
         _check_version(footer.physical_schema)
-        groups = [group.id for group in (footer if part.chosen is None else footer.subset(part.chosen)).row_groups]
-        if part.last_first:
-            groups.reverse()
+        groups = [group.id for group in footer.subset(part.chosen).row_groups][:: -1 if part.last_first else 1]
         for group in groups[part.start :]:
             end += 1
             for table in _batches(part.path, footer, group, part.schema):
                 size += table.nbytes
                 if size > MAX_PART:
                     raise DataError(TOO_LARGE)
-                tables.append(table if part.chosen is None else table.filter(part.chosen))
+                tables.append(table.filter(part.chosen))
             if size >= PART or part.last_first:  # the caller stops as soon as it has enough
                 break
     except FileNotFoundError:

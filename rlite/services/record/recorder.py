@@ -12,6 +12,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +45,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-        self._pieces: dict[int, str] = {}
+        self._piece = cache(lambda token: self._decode([token]))
 
     def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Return the text of a sequence, and the place at which each token begins, in characters.
@@ -55,11 +56,6 @@ class TokenTexts:
         if "".join(pieces) != self._decode(ids):  # text that depends on neighbours, such as parts of a character
             pieces = self._in_context(ids)
         return "".join(pieces), [*accumulate(map(len, pieces), initial=0)][:-1]
-
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = self._decode([token])
-        return self._pieces[token]
 
     def _in_context(self, ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds to the text before it."""
@@ -101,6 +97,8 @@ TRAINED = {
     "entropies": "entropy",
 }
 """columns of tokens that the trainer makes, by the keys of a batch; a later key counts more than an earlier one"""
+TOKEN_TYPES = {field.name: field.type.value_type.to_pandas_dtype() for field in TOKENS if pa.types.is_list(field.type)}
+"""types of the columns of tokens, for NumPy"""
 SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
 """columns of tokens that a trajectory has, by their keys"""
 INTEGERS = ("turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "version_min", "version_max")
@@ -238,11 +236,10 @@ def make_tables(
         data = [(_clean(name), _clean(value)) for name, value in group.columns.items()]
         for number, episode in enumerate(group.episodes):
             key = {"step": step, "group": group.group, "sample": group.first_sample + number}
-            columns: dict[str, Any] = {}
-            own: list[dict[str, Any]] = []
             try:
                 columns, own = _read(key, episode, place in shown, texts, trained)
             except Exception as error:  # a workflow's keys may hold anything
+                columns, own = {}, []
                 place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
                 warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
@@ -351,14 +348,9 @@ def _tokens(
     for number, sequence in enumerate(trajectory.sequences):
         text, offsets = texts.decode(sequence["ids"].tolist())
         made = {} if trained is None else trained.columns(key["group"], key["sample"], number, len(offsets))
-        rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **_typed(sequence | made)})
+        typed = {name: column.astype(TOKEN_TYPES[name]) for name, column in (sequence | made).items()}
+        rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **typed})
     return rows
-
-
-def _typed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        name: column.astype(TOKENS.field(name).type.value_type.to_pandas_dtype()) for name, column in columns.items()
-    }
 
 
 def _segments(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

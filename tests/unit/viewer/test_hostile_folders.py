@@ -18,7 +18,7 @@ from rlite.files import MAX_LINE
 from rlite.runtime.sandbox.calls import Code
 from rlite.services.record import reader
 from rlite.services.record.files import ROWS, TOKENS
-from rlite.services.record.reader import Part, read_file_part, read_part_aside
+from rlite.services.record.reader import ALL, Part, read_file_part, read_part_aside
 from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 from tests.hostile_runs import lead_out, often, texts_often, write_bomb
@@ -96,14 +96,14 @@ def test_the_rows_of_many_files_stay_within_a_budget(run: Path, monkeypatch: pyt
 def test_the_process_reads_what_this_process_would_read(run: Path, schema: pa.Schema, last_first: bool) -> None:
     kind = "rows" if schema is ROWS else "tokens"
     path = run / "record" / f"train-00000001.{kind}.parquet"
-    for chosen in (None, pa.compute.field("sample") == 1):
+    for chosen in (ALL, pa.compute.field("sample") == 1):
         place: int | None = 0
         while place is not None:
             part = Part(path, schema, chosen, last_first, place)
             (table, place), expected = read_part_aside(part), read_file_part(part)
             assert (table, place) == expected
     with pytest.raises(FileNotFoundError):
-        read_part_aside(Part(run / "none", schema, None, last_first))
+        read_part_aside(Part(run / "none", schema, ALL, last_first))
 
 
 @pytest.mark.parametrize(
