@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from rlite.errors import why_not_written, writing
-from rlite.observability.stats_tracker import NoTracer, complete, finish, is_traced, span, stage, task, trace_by, tracer
+from rlite.observability.stats_tracker import NoTracer, complete, finish, span, stage, task, trace_by, tracer
+from rlite.observability.stats_tracker import is_traced as is_on
 
 logger = logging.getLogger(__name__)
 MAX_EVENTS = 2_000_000
@@ -271,18 +272,15 @@ class Tracer:
             process = self._process(track[0])
             row = sum(other == process for other, _ in self._rows.values()) + 1
             self._rows[track] = process, row
-            self._name("thread_name", process, row, track[1])
+            self._hold({"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": track[1]}})
         return self._rows[track]
 
     def _process(self, name: str) -> int:
         if name not in self._processes:
-            self._processes[name] = len(self._processes) + 1
+            number = self._processes[name] = len(self._processes) + 1
             label = f"{name} (process {os.getpid()})" if name == THREADS else name
-            self._name("process_name", self._processes[name], 0, label)
+            self._hold({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": label}})
         return self._processes[name]
-
-    def _name(self, what: str, process: int, row: int, name: str) -> None:
-        self._hold({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
 
 
 def earlier_traces(path: Path) -> list[Path]:
@@ -345,7 +343,5 @@ def flush() -> None:
     """Write the events recorded so far."""
     tracer().flush()
 
-
-is_on = is_traced
 
 __all__ = ["Tracer", "complete", "finish", "flush", "instant", "is_on", "span", "stage", "start", "stop", "task"]

@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,9 +151,8 @@ class Answers:
     def ask_overview(self) -> None:
         """Keep everything but rows, texts and tokens."""
         for number, run in enumerate(self.ask("runs")):
-            self.ask("overview", run=number)
-            self.ask("config", run=number)
-            self.ask("timeline", run=number)
+            for name in ("overview", "config", "timeline"):
+                self.ask(name, run=number)
             self.ask("items", run=number, text="")
             for name in run["metrics"]:
                 self.ask("series", run=number, names=name)
@@ -169,8 +168,7 @@ class Answers:
         Returns:
             The size in bytes, and by run what is left out.
         """
-        size = 0
-        left_out: dict[int, list[str]] = {}
+        size, left_out = 0, defaultdict[int, list[str]](list)
         rows = (("rows", place) for place in self._places(()) if _question("rows", **place) not in self.found)
         parts: list[tuple[str, str, Iterable[tuple[str, dict[str, Any]]], int]]
         parts = [("the rows of {}", "step", rows, limit // 2)]
@@ -181,7 +179,7 @@ class Answers:
             size += own
             for run, number in missing.items():
                 told = f"this file leaves out {what.format(counted(number, noun))}; raise export_mb"
-                left_out.setdefault(run, []).append(told)
+                left_out[run].append(told)
         return size, left_out
 
     def _ask_within(self, questions: Iterable[tuple[str, dict[str, Any]]], limit: int) -> tuple[int, Counter[int]]:
@@ -196,14 +194,12 @@ class Answers:
         """
         size, missing, is_full = 0, Counter[int](), False
         for name, parameters in questions:
-            if not is_full:
-                own = len(json.dumps(self.ask(name, **parameters)))
-                is_full = size + own > limit
-                if not is_full:
-                    size += own
-                    continue
-                del self.found[_question(name, **parameters)]
-            missing[parameters["run"]] += 1
+            own = 0 if is_full else len(json.dumps(self.ask(name, **parameters)))
+            if is_full := is_full or size + own > limit:
+                self.found.pop(_question(name, **parameters), None)
+                missing[parameters["run"]] += 1
+            else:
+                size += own
         return size, missing
 
     def _ledger_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -282,13 +278,13 @@ class Answers:
     def _samples(self, run: int, source: str, step: int) -> Iterator[tuple[str, Any]]:
         """Yield question and answer for each rollout of a step."""
         record = self._runs[run].record
-        sequences: dict[Place, list[Any]] = {}
+        sequences: dict[Place, list[Any]] = defaultdict(list)
         for sequence in record.tokens(source, step):
-            sequences.setdefault((sequence["group"], sequence["sample"]), []).append(sequence)
+            sequences[sequence["group"], sequence["sample"]].append(sequence)
         for row in record.rollouts(source, step):
             group, sample = row["group"], row["sample"]
             question = _question("sample", run=run, source=source, step=step, group=group, sample=sample)
-            yield question, sample_answer(row, sequences.get((group, sample), []))
+            yield question, sample_answer(row, sequences[group, sample])
 
 
 def _question(name: str, **parameters: Any) -> str:

@@ -269,10 +269,10 @@ class Listener:
             await asyncio.sleep(0)  # its descriptor is closed by the loop
 
     def _drop(self, connection: Connection, reason: str) -> None:
-        if not self._dropped[reason]:
+        self._dropped[reason] += 1
+        if self._dropped[reason] == 1:
             advice = self._words.advice + self._words.of_connections
             logger.warning("%s dropped a connection: %s; %s", self._words.owner, reason, advice)
-        self._dropped[reason] += 1
         self.ended(connection)
         connection.transport.abort()
 
@@ -372,8 +372,7 @@ def find_capacity(owner: str = "the agent endpoint") -> int:
     num_open = len(os.listdir("/dev/fd"))
     free = MAX_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - num_open
     if free // 2 < MIN_CONNECTIONS:
-        raise ConfigError(
-            f"{owner} needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open "
-            f"{soft}, and {num_open} are open: raise the hard limit before the start, such as with `ulimit -n 4096`"
-        )
+        needs = f"{owner} needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open {soft}"
+        remedy = "raise the hard limit before the start, such as with `ulimit -n 4096`"
+        raise ConfigError(f"{needs}, and {num_open} are open: {remedy}")
     return min(MAX_CONNECTIONS, free // 2)

@@ -79,13 +79,7 @@ class ApiError(RliteError, RuntimeError):
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, status, param, code)
-        self.message = message
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def __str__(self) -> str:
-        return self.message
+        self.message, self.status, self.param, self.code = message, status, param, code
 
     def body(self) -> dict[str, Any]:
         """Return the JSON of the response."""
@@ -554,11 +548,8 @@ class ChatPrompts:
 
 def _begins_with(prompt: str, turn: Turn) -> bool:
     """Return whether a prompt is a turn's text, with the stop string that ended it, and more."""
-    start = len(turn.prompt_text)
-    said = turn.text + turn.stop_text
-    if not turn.prompt_text or len(prompt) <= start + len(said):
-        return False
-    return prompt.startswith(turn.prompt_text) and prompt.startswith(said, start)
+    whole = turn.prompt_text + turn.text + turn.stop_text
+    return bool(turn.prompt_text) and len(prompt) > len(whole) and prompt.startswith(whole)
 
 
 def _check_text(text: str, what: str) -> None:

@@ -70,15 +70,12 @@ class AgentSession(RecordingOwner):
         self._limit = limit = context_length(engine, max_length)
         self._prompts = requests.ChatPrompts(tokenizer, chat_template_options, limit)
         self._end_ids = end_ids(engine, tokenizer)
-        self.max_body_bytes = MAX_BODY_BYTES
+        wanted = MAX_BODY_BYTES if limit is None else BODY_BYTES_PER_TOKEN * limit
+        self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, wanted))
         """the longest request that is read"""
-        if limit is not None:
-            self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * limit))
         self._find_format = partial(tool_call_format, tool_format, tokenizer, chat_template_options)
         self._tool_format = self._find_format() if tool_format is not None else None
-        self._max_length = max_length
-        self._is_sampling_fixed = is_sampling_fixed
-        self._is_recording = is_recording
+        self._max_length, self._is_sampling_fixed, self._is_recording = max_length, is_sampling_fixed, is_recording
         self._rid = uuid.uuid4().hex
         self._call_numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -128,8 +128,6 @@ class TrainedBatch:
         for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
             samples[group] += sequence == 0
             self._rows[group, samples[group]].append(row)
-        self.groups = frozenset(samples)
-        """numbers of the groups that the batch holds"""
 
     def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
         """Return the trainer's columns of a sequence, one value for each token; {} if it was not trained on.
