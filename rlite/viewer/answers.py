@@ -619,9 +619,9 @@ def _source(run: ViewedRun, query: Query) -> str:
     return source
 
 
-_ANSWERS = (_overview, _series, _rows, _sample, _group, _search, items, item, _config, _timeline)
-_ANSWERS += (_ledger, _ledger_reasons, _ledger_rows)
-QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {own.__name__.lstrip("_"): own for own in _ANSWERS}
+_ANSWERS: list[Callable[[ViewedRun, Query], Any]] = [_overview, _series, _rows, _sample, _group, _search, items, item]
+_ANSWERS += [_config, _timeline, _ledger, _ledger_reasons, _ledger_rows]
+QUESTIONS = {own.__name__.lstrip("_"): own for own in _ANSWERS}
 """questions about one run"""
 OF_TRACE = ("timeline",)
 """questions that read the trace of a run and nothing else"""

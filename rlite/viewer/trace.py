@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,8 +85,8 @@ class Layout:
     @cached_property
     def whole(self) -> Window:
         """The window from the start of the first span to the end of the last."""
-        rows = [*(lane.spans for lane in self.lanes), *self.flights.values()]
-        times = [span[:2] for row in rows for span in row]
+        times = [span[:2] for lane in self.lanes for span in lane.spans]
+        times += chain.from_iterable(self.flights.values())
         return Window(min((start for start, _ in times), default=0.0), max((end for _, end in times), default=0.0))
 
 

@@ -392,7 +392,8 @@ def _on_workloads(state: JobState, event: WorkloadsFailed, policy: FailoverPolic
     state, delay_s = _back_off(state, event.at, policy)
     actions: list[Action] = []
     for role, level in levels.items():
-        own, restarts = [workload for workload in failed if workload.role == role], []
+        own = [workload for workload in failed if workload.role == role]
+        restarts: list[Action] = []
         if level == "ignore":
             state = _lose(state, own)
         elif level == "role":
@@ -440,7 +441,8 @@ def _restart_workloads(
     known = state.roles.get(role, _UNTOUCHED)
     renewed = {rank: known.incarnations.get(rank, 0) + 1 for rank in ranks}
     restarted = replace(known, incarnations={**known.incarnations, **renewed}, restarts=known.restarts + 1)
-    state, actions = _with_role(state, role, restarted), []
+    state = _with_role(state, role, restarted)
+    actions: list[Action] = []
     for rank in ranks:
         state, ticket = _issue(state, f"{role}/{rank}")
         actions.append(RestartWorkload(ticket, state.life(role, rank), delay_s))
