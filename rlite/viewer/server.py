@@ -95,26 +95,30 @@ class PageServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Return the answer with its headers. Requests to another name, or without the token, are refused."""
         try:
-            response = await self._admit(request, handler)
+            self._check(request)
+            with self._listener.busy(request.transport):
+                response = await handler(request)
+            if self._listener.is_full:  # the place is another client's turn
+                response.force_close()
         except web.HTTPException as error:
             response = web.json_response({"error": error.text or error.reason}, status=error.status)
         if not response.prepared:
             response.headers.update({**HEADERS, "Content-Security-Policy": self._policy})
         return response
 
-    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _check(self, request: web.Request) -> None:
+        """Check that a request is for this machine and has the token.
+
+        Raises:
+            HTTPForbidden: the request is for another name.
+            HTTPUnauthorized: the token is wrong or missing.
+        """
         if request.host.rpartition(":")[0] not in HOSTS and request.host not in HOSTS:
-            return web.json_response({"error": "this page is served to its own machine alone"}, status=403)
+            raise web.HTTPForbidden(text="this page is served to its own machine alone")
         told = (request.query.get("token"), request.cookies.get(self._cookie), request.headers.get("X-Token"))
         given = next(filter(None, told), "")
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
-            hint = "wrong or missing token: open the address that `rlite view` has printed"
-            return web.json_response({"error": hint}, status=401)
-        with self._listener.busy(request.transport):
-            response = await handler(request)
-        if self._listener.is_full:  # the place is another client's turn
-            response.force_close()
-        return response
+            raise web.HTTPUnauthorized(text="wrong or missing token: open the address that `rlite view` has printed")
 
     @property
     def _cookie(self) -> str:

@@ -199,9 +199,7 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         if isinstance(event, Delta):
             tokens += zip(event.chunk.token_ids, event.chunk.logprobs, strict=True)
             num_output += len(event.chunk.token_ids)
-            text = event.text
-        else:
-            text = event.rest
+        text = event.text if isinstance(event, Delta) else event.rest
         if event.index not in begun and exchange.request.is_chat:
             begun.add(event.index)
             yield _chunk(exchange, event.index, {"role": "assistant", "content": ""})
