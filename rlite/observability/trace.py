@@ -120,30 +120,18 @@ class Tracer:
 
     def task(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context that records the block's time on its own row."""
-        return _ending(functools.partial(self.end, self.begin(name, args)))
+        with self._lock:
+            key = (name, next(self._ids))
+            self._begin(key, name, args)
+        return _ending(functools.partial(self.end, key))
 
     def instant(self, name: str, /, **args: Any) -> None:
         """Record an event of this moment, drawn across all rows; `args` are shown with it."""
         with self._lock:
             self._add("i", name, time.perf_counter(), self._row(None), args, s="g")
 
-    def begin(self, name: str, args: Mapping[str, Any]) -> Key:
-        """Begin a span that belongs to no thread.
-
-        Args:
-            name: name of the span and of its row.
-            args: shown with the span.
-
-        Returns:
-            The key for `end`.
-        """
-        with self._lock:
-            key = (name, next(self._ids))
-            self._begin(key, name, args)
-            return key
-
     def end(self, key: Key, **args: Any) -> None:
-        """End a span that `begin` began, or an item and its current stage; `args` are shown at the end."""
+        """End a task, or an item and its current stage; `args` are shown at the end."""
         with self._lock:
             self._leave(key, 0, args)
 
