@@ -10,9 +10,4 @@ from rlite import imports
 if TYPE_CHECKING:
     from rlite.viewer.frames import RunFrames, load
 
-__all__, __getattr__, __dir__ = imports.exports(
-    __name__,
-    {
-        "rlite.viewer.frames": "RunFrames load",
-    },
-)
+__all__, __getattr__, __dir__ = imports.exports(__name__, {"rlite.viewer.frames": "RunFrames load"})

@@ -10,7 +10,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from itertools import chain, groupby, islice, takewhile
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,6 @@ from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_noth
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
 
-N = TypeVar("N", int, float)
 MAX_WHOLE = 2**63 - 1
 """largest number of a group"""
 
@@ -44,17 +45,13 @@ class Query:
         for name, value in parameters:
             self._values[name].append(value.encode(errors="replace").decode())  # halves of surrogate pairs
 
-    def has(self, name: str) -> bool:
-        """Return whether a parameter is given."""
-        return name in self._values
+    def texts(self, name: str) -> list[str]:
+        """Return all values of a parameter."""
+        return self._values[name]
 
     def text(self, name: str) -> str:
         """Return a parameter; an empty text if it is not given."""
-        return self._values[name][0] if self.has(name) else ""
-
-    def texts(self, name: str) -> list[str]:
-        """Return all values of a parameter."""
-        return self._values.get(name, [])
+        return next(iter(self.texts(name)), "")
 
     def whole(self, name: str) -> int:
         """Return a parameter that is a whole number from 0 to MAX_WHOLE.
@@ -62,7 +59,10 @@ class Query:
         Raises:
             DataError: it is missing, or no such number.
         """
-        return self._checked(name, int, lambda found: 0 <= found <= MAX_WHOLE, "a whole number from 0 on")
+        with suppress(ValueError):
+            if 0 <= (found := int(self.text(name))) <= MAX_WHOLE:
+                return found
+        raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
 
     def number(self, name: str) -> float | None:
         """Return a parameter that is a number, or None if it is not given.
@@ -70,13 +70,12 @@ class Query:
         Raises:
             DataError: it is no finite number.
         """
-        return self._checked(name, float, math.isfinite, "a number") if self.has(name) else None
-
-    def _checked(self, name: str, kind: Callable[[str], N], is_right: Callable[[N], bool], expected: str) -> N:
+        if not self.texts(name):
+            return None
         with suppress(ValueError):
-            if is_right(found := kind(self.text(name))):
+            if math.isfinite(found := float(self.text(name))):
                 return found
-        raise DataError(f"{name}: expected {expected}, found {self.text(name)[:40]!r}")
+        raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
 
 
 def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: None) -> Any:
@@ -105,26 +104,24 @@ DIGITS = 5
 
 def columns(table: pa.Table) -> dict[str, list[Any]]:
     """Return the columns of a table of rows. Parts of the reward become columns `reward/NAME`."""
-    found = {name: plain(table[name]) for name in table.column_names if name != PARTS}
-    if PARTS in table.column_names:
-        found |= {f"reward/{name}": plain(values) for name, values in reward_parts(table).items()}
-    return found
+    parts = reward_parts(table) if PARTS in table.column_names else {}
+    found = {name: table[name] for name in table.column_names if name != PARTS} | parts
+    return {name: plain(column) for name, column in found.items()}
 
 
 def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    """Return the parts of the reward by name."""
+    """Return the parts of the reward by the names of their columns."""
     parts = table[PARTS].combine_chunks()
     if isinstance(parts, pa.ChunkedArray):  # a table without rows
         return {}
     names = sorted(name for name in pc.unique(parts.keys).to_pylist() if name is not None)
-    return {name: pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
+    return {f"reward/{name}": pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
 
 
 def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     """Return the values of a column; numbers that are not finite become None."""
-    if pa.types.is_floating(column.type):
-        column = pc.if_else(pc.is_finite(column), column, None)
-    return column.to_pylist()
+    is_number = pa.types.is_floating(column.type)
+    return (pc.if_else(pc.is_finite(column), column, None) if is_number else column).to_pylist()
 
 
 def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
@@ -147,12 +144,15 @@ def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterat
     if not len(segments):
         return
     parts, parents = segments.flatten(), pc.list_parent_indices(segments)
-    is_hit = pc.match_substring(parts.field("text"), text, ignore_case=True)
-    if role is not None:
-        is_hit = pc.and_(is_hit, pc.equal(parts.field("role"), role))
-    chosen = pc.fill_null(is_hit, False)
-    for row, found in zip(parents.filter(chosen).to_pylist(), parts.field("text").filter(chosen), strict=True):
-        yield row, found.as_py()
+    found = pa.table({"row": parents, "role": parts.field("role"), "text": parts.field("text")})
+    hits = found.filter(pc.match_substring(found["text"], text, ignore_case=True))
+    for hit in (hits if role is None else select(hits, role=role)).to_pylist():
+        yield hit["row"], hit["text"]
+
+
+def steps_of(run: ViewedRun, source: str) -> list[int]:
+    """Return the steps of a source, in their order."""
+    return pc.unique(run.record.table(source)["step"]).to_pylist()
 
 
 def select(table: pa.Table, **values: Any) -> pa.Table:
@@ -220,11 +220,10 @@ def statuses_by_step(table: pa.Table) -> dict[str, Any]:
     """Return how often each status occurs in each step."""
     counts = table.group_by(["step", "status"]).aggregate([([], "count_all")]).to_pylist()
     steps = sorted({row["step"] for row in counts})
-    place = {step: index for index, step in enumerate(steps)}
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(steps, 0))
     for row in counts:
-        found.setdefault(str(row["status"]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
-    return {"steps": steps, "counts": found}
+        found[str(row["status"])][row["step"]] = row["count_all"]
+    return {"steps": steps, "counts": {status: [*own.values()] for status, own in found.items()}}
 
 
 def lost_rows(table: pa.Table) -> pa.Table:
@@ -234,11 +233,6 @@ def lost_rows(table: pa.Table) -> pa.Table:
     kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
     kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
     return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
-
-
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row with the parts of its reward, and the columns of its data item, by name."""
-    return {**row, PARTS: dict(row.get(PARTS) or ()), "data": dict(row.get("data") or ())}
 
 
 MAX_ITEMS = 500
@@ -287,11 +281,8 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     """Return the rows of one prompt, by source."""
     chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
-    return [
-        {"source": source, "columns": columns(table)}
-        for source in chosen
-        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
-    ]
+    tables = {source: select(run.record.table(source), item=query.text("item")) for source in chosen}
+    return [{"source": source, "columns": columns(table)} for source, table in tables.items() if len(table)]
 
 
 def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
@@ -299,9 +290,8 @@ def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for source in run.record.sources:
         own = _prompts_of_source(run, source)
-        found |= {
-            (run.set_of(source), name): text for name, text in zip(own, shortened(list(own.values())), strict=True)
-        }
+        places = [(run.set_of(source), name) for name in own]
+        found |= zip(places, shortened(list(own.values())), strict=True)
     return found
 
 
@@ -318,9 +308,8 @@ def shortened(texts: list[str]) -> list[str]:
 def _common_lines(texts: list[str]) -> int:
     """Return the number of characters of the whole lines with which all texts begin."""
     first, last = min(texts), max(texts)  # what these two share, all share
-    pairs = enumerate(zip(first, last, strict=False))
-    length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
-    return first.rfind("\n", 0, length) + 1
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return first.rfind("\n", 0, sum(1 for _ in shared)) + 1
 
 
 def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:
@@ -346,9 +335,8 @@ def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str],
 
 def _items_of_groups(rows: pa.Table) -> dict[tuple[int, int], str]:
     """Return the item of each group by step and group."""
-    groups = rows.group_by(["step", "group"]).aggregate([("item", "min")])
-    columns_ = (groups[name].to_pylist() for name in ("step", "group", "item_min"))
-    return {(step, group): name for step, group, name in zip(*columns_, strict=True)}
+    groups = rows.group_by(["step", "group"]).aggregate([("item", "min")]).to_pylist()
+    return {(row["step"], row["group"]): row["item_min"] for row in groups}
 
 
 def _around(prompt: str, text: str) -> str:
@@ -373,8 +361,7 @@ def _of_source(run: ViewedRun, source: str) -> pa.Table:
 
 
 def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
-    table = run.record.table(source)
-    steps = pc.unique(table["step"]).to_pylist()
+    table, steps = run.record.table(source), steps_of(run, source)
     chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
     items_of = _items_of_groups(of_steps(table, chosen))
     found: dict[str, str] = {}
@@ -393,29 +380,21 @@ MAX_DIFFERENT = 20
 
 def results(run: ViewedRun) -> dict[str, Any] | None:
     """Return metrics by model, the comparison of two models, and the prompts where they differ; None for training."""
-    if not run.results.models:
+    if not (models := run.results.models):
         return None
-    names = [name for name in run.results.models if f"eval.{name}" in run.record.sources]
-    different = differences(run, names[0], names[1]) if len(names) == 2 else []
-    return {
-        "models": run.results.models,
-        "comparison": run.results.comparison,
-        "no_comparison": run.results.no_comparison,
-        "different": different,
-    }
+    sources = [source for name in models if (source := f"eval.{name}") in run.record.sources]
+    is_comparable = len(sources) == 2 and len(set(map(run.set_of, sources))) == 1
+    about = {"comparison": run.results.comparison, "no_comparison": run.results.no_comparison}
+    return {"models": models, **about, "different": differences(run, sources) if is_comparable else []}
 
 
-def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]:
+def differences(run: ViewedRun, sources: Sequence[str]) -> list[dict[str, Any]]:
     """Return the prompts whose mean scores differ most between two models.
 
     Args:
         run: the run.
-        first: name of a model.
-        second: name of a model that answered the same questions.
+        sources: sources of two models that answered the same questions.
     """
-    sources = [f"eval.{name}" for name in (first, second)]
-    if len({run.set_of(source) for source in sources}) > 1:
-        return []
     scores = [known_scores(run.record.table(source)) for source in sources]
     is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
     worst_of = pc.max if is_lowest_best else pc.min
@@ -436,7 +415,7 @@ def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
     table = run.record.table(source)
     scores = pa.table({"item": table["item"], "score": pc.fill_null(known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])
-    return dict(zip(means["item"].to_pylist(), means["score_mean"].to_pylist(), strict=True))
+    return {row["item"]: row["score_mean"] for row in means.to_pylist()}
 
 
 TRAIN = "train"
@@ -467,18 +446,16 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
         return jsonable([_about(run) for run in runs])
     if name not in QUESTIONS:
         raise UnknownPlace(f"no question {name[:40]!r}")
-    number = query.whole("run")
-    if not 0 <= number < len(runs):
+    if (number := query.whole("run")) >= len(runs):
         raise UnknownPlace(f"run={number}: there are {len(runs)} runs")
     return jsonable(QUESTIONS[name](runs[number], query))
 
 
 def _about(run: ViewedRun) -> dict[str, Any]:
-    sources = {}
-    for source in run.record.sources:
-        table = run.record.table(source)
-        steps = pc.unique(table["step"]).to_pylist()
-        sources[source] = {"steps": steps, "rollouts": table.num_rows, "set": run.set_of(source)}
+    sources = {
+        name: {"steps": steps_of(run, name), "rollouts": len(run.record.table(name)), "set": run.set_of(name)}
+        for name in run.record.sources
+    }
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -502,34 +479,21 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
-    means = {
-        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
-        for source, table in tables.items()
-    }
+    scores = {source: (train_rewards if source == TRAIN else evaluated_scores)(own) for source, own in tables.items()}
+    means = {source: means_by_step(own, scores[source]) for source, own in tables.items()}
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
     table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
-    recent, num_steps = _recent(run, table)
+    last = run.metrics.last_step or math.inf  # the rollouts under way at the end are in the step after it
+    recent = [step for step in sorted(pc.unique(table["step"]).to_pylist()) if step <= last][-RECENT:]
+    lately, is_strict = _statuses(of_steps(table, recent)), do_equal_rewards_teach_nothing(run.folder)
     return {
         "results": results(run),
         "phases": run.metrics.phases(),
         "sources": means,
-        "statuses": dict(_value_counts(table["status"])),
+        "statuses": _statuses(table),
         "statuses_by_step": statuses_by_step(table),
-        "advisories": advisories(
-            run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
-        ),
+        "advisories": advisories(run.metrics, lately, len(recent), is_strict),
     }
-
-
-def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
-    """Return the rows of the last finished steps that have rows, and the number of these steps.
-
-    A run that ends records the rollouts under way in the step after its last.
-    """
-    steps = sorted(pc.unique(table["step"]).to_pylist())
-    last = run.metrics.last_step
-    chosen = [step for step in steps if not last or step <= last][-RECENT:]
-    return of_steps(table, chosen), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -550,39 +514,28 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
     """Return the answer to the question for one rollout, in values that JSON has."""
-    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
+    by_name = {name: dict(row.get(name) or ()) for name in (PARTS, "data")}  # they are lists of pairs
+    return jsonable({"row": {**row, **by_name}, "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     source, step, group = _source(run, query), query.whole("step"), query.whole("group")
-    found = [
-        row
-        for table in run.record.segments(source, [step])
-        for row in table.filter(pc.equal(table["group"], group)).to_pylist()
-    ]
-    return sorted(found, key=lambda row: row["sample"])
+    found = (select(table, group=group).to_pylist() for table in run.record.segments(source, [step]))
+    return sorted(chain.from_iterable(found), key=itemgetter("sample"))
 
 
 def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, text = _source(run, query), query.text("text")
-    steps = [query.whole("step")] if query.has("step") else None
-    hits: list[dict[str, Any]] = []
-    for table in run.record.segments(source, steps):
-        for hit in _hits(table, text):
-            if len(hits) == MAX_HITS:
-                return {"hits": hits, "is_cut": True}
-            hits.append(hit)
-    return {"hits": hits, "is_cut": False}
+    tables = run.record.segments(source, [query.whole("step")] if query.texts("step") else None)
+    found = list(islice((hit for table in tables for hit in _hits(table, text)), MAX_HITS + 1))
+    return {"hits": found[:MAX_HITS], "is_cut": len(found) > MAX_HITS}
 
 
 def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
     """Yield the first hit of each rollout."""
-    told: set[int] = set()
-    for row, found in segments_with(text, table) if text else ():
-        if row not in told:
-            told.add(row)
-            place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
-            yield {**place, "snippet": _snippet(found, text)}
+    for row, hits in groupby(segments_with(text, table) if text else (), key=itemgetter(0)):
+        place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
+        yield {**place, "snippet": _snippet(next(hits)[1], text)}
 
 
 def _snippet(found: str, text: str) -> list[str]:
@@ -608,27 +561,25 @@ def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = run.record.table(_source(run, query))
     lost = lost_rows(table)
     kinds = _amounts(lost, "kind")
-    return {
-        "rollouts": table.num_rows,
-        "lost": lost.num_rows,
-        "statuses": dict(_value_counts(table["status"])),
-        "by_step": statuses_by_step(table),
-        "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
-        "num_kinds": kinds.num_rows,
-    }
+    numbers = {"rollouts": table.num_rows, "lost": lost.num_rows, "num_kinds": kinds.num_rows}
+    statuses = {"statuses": _statuses(table), "by_step": statuses_by_step(table)}
+    return {**numbers, **statuses, "kinds": _with_steps(kinds.slice(0, MAX_KINDS))}
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
-    lost = lost_rows(run.record.table(_source(run, query)))
-    reasons = _amounts(select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    reasons = _amounts(_lost(run, query, "kind"), "reason")
     return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
 
 
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = lost_rows(run.record.table(_source(run, query)))
-    own = select(table, status=query.text("status"), reason=query.text("reason"))
-    offset = query.whole("offset")
-    return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
+    own = _lost(run, query, "reason")
+    return {"columns": columns(own.slice(query.whole("offset"), PAGE)), "number": own.num_rows}
+
+
+def _lost(run: ViewedRun, query: Query, key: str) -> pa.Table:
+    """Return the rows of the ledger that have the status and another value of a query."""
+    lost = lost_rows(run.record.table(_source(run, query)))
+    return select(lost, status=query.text("status"), **{key: query.text(key)})
 
 
 def _amounts(lost: pa.Table, key: str) -> pa.Table:
@@ -640,15 +591,15 @@ def _amounts(lost: pa.Table, key: str) -> pa.Table:
 
 
 def _with_steps(amounts: pa.Table) -> list[dict[str, Any]]:
-    rows = amounts.drop_columns(["step_list"]).to_pylist()
-    for row, steps in zip(rows, amounts["step_list"], strict=True):
-        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    rows = amounts.to_pylist()
+    for row in rows:
+        row["steps"] = dict(sorted(Counter(row.pop("step_list")).items()))
     return rows
 
 
-def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
-    for each in pc.value_counts(column).to_pylist():
-        yield str(each["values"]), each["counts"]
+def _statuses(table: pa.Table) -> dict[str, int]:
+    """Return how often each status occurs."""
+    return {str(each["values"]): each["counts"] for each in pc.value_counts(table["status"]).to_pylist()}
 
 
 def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
@@ -668,21 +619,9 @@ def _source(run: ViewedRun, query: Query) -> str:
     return source
 
 
-QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
-    "overview": _overview,
-    "series": _series,
-    "rows": _rows,
-    "sample": _sample,
-    "group": _group,
-    "search": _search,
-    "items": items,
-    "item": item,
-    "config": _config,
-    "timeline": _timeline,
-    "ledger": _ledger,
-    "ledger_reasons": _ledger_reasons,
-    "ledger_rows": _ledger_rows,
-}
+_ANSWERS: list[Callable[[ViewedRun, Query], Any]] = [_overview, _series, _rows, _sample, _group, _search, items, item]
+_ANSWERS += [_config, _timeline, _ledger, _ledger_reasons, _ledger_rows]
+QUESTIONS = {own.__name__.lstrip("_"): own for own in _ANSWERS}
 """questions about one run"""
 OF_TRACE = ("timeline",)
 """questions that read the trace of a run and nothing else"""

@@ -11,17 +11,15 @@ import gzip
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
 from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.services.record.reader import Place
-from rlite.viewer.answers import Query, answer, sample_answer
+from rlite.viewer.answers import Query, answer, sample_answer, steps_of
 from rlite.viewer.run import ViewedRun
 from rlite.wording import counted
 
@@ -129,12 +127,8 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     with writing(path):
         files.replace(path, content)
     rollouts = sum(run.record.table(source).num_rows for run in runs for source in run.record.sources)
-    return {
-        "rollouts": rollouts,
-        "texts": num_texts,
-        "left_out": [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own],
-        "bytes": len(content),
-    }
+    told = [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own]
+    return {"rollouts": rollouts, "texts": num_texts, "left_out": told, "bytes": len(content)}
 
 
 class Answers:
@@ -157,9 +151,8 @@ class Answers:
     def ask_overview(self) -> None:
         """Keep everything but rows, texts and tokens."""
         for number, run in enumerate(self.ask("runs")):
-            self.ask("overview", run=number)
-            self.ask("config", run=number)
-            self.ask("timeline", run=number)
+            for name in ("overview", "config", "timeline"):
+                self.ask(name, run=number)
             self.ask("items", run=number, text="")
             for name in run["metrics"]:
                 self.ask("series", run=number, names=name)
@@ -175,9 +168,10 @@ class Answers:
         Returns:
             The size in bytes, and by run what is left out.
         """
-        size = 0
-        left_out: dict[int, list[str]] = {}
-        parts = [("the rows of {}", "step", self._row_questions(), limit // 2)]
+        size, left_out = 0, defaultdict[int, list[str]](list)
+        rows = (("rows", place) for place in self._places(()) if _question("rows", **place) not in self.found)
+        parts: list[tuple[str, str, Iterable[tuple[str, dict[str, Any]]], int]]
+        parts = [("the rows of {}", "step", rows, limit // 2)]
         parts += [("{} of the ledger", "list", self._ledger_questions(), limit // 4)]
         parts += [("the answers to {}", "prompt", self._item_questions(), limit // 4)]
         for what, noun, questions, own_limit in parts:
@@ -185,7 +179,7 @@ class Answers:
             size += own
             for run, number in missing.items():
                 told = f"this file leaves out {what.format(counted(number, noun))}; raise export_mb"
-                left_out.setdefault(run, []).append(told)
+                left_out[run].append(told)
         return size, left_out
 
     def _ask_within(self, questions: Iterable[tuple[str, dict[str, Any]]], limit: int) -> tuple[int, Counter[int]]:
@@ -200,21 +194,13 @@ class Answers:
         """
         size, missing, is_full = 0, Counter[int](), False
         for name, parameters in questions:
-            if not is_full:
-                own = len(json.dumps(self.ask(name, **parameters)))
-                is_full = size + own > limit
-                if not is_full:
-                    size += own
-                    continue
-                del self.found[_question(name, **parameters)]
-            missing[parameters["run"]] += 1
+            own = 0 if is_full else len(json.dumps(self.ask(name, **parameters)))
+            if is_full := is_full or size + own > limit:
+                self.found.pop(_question(name, **parameters), None)
+                missing[parameters["run"]] += 1
+            else:
+                size += own
         return size, missing
-
-    def _row_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for run, source, step in self._steps(()):
-            place = {"run": run, "source": source, "step": step}
-            if _question("rows", **place) not in self.found:
-                yield "rows", place
 
     def _ledger_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for run, viewed in enumerate(self._runs):
@@ -244,13 +230,13 @@ class Answers:
         Raises:
             ConfigError: there are no such steps, or they do not fit.
         """
-        chosen = list(self._steps(steps))
+        chosen = self._places(steps)
         if not chosen:
             raise ConfigError(f"export_steps={list(steps)}: the record has none of these steps")
         size = number = 0
-        for run, source, step in chosen:
-            size += len(json.dumps(self.ask("rows", run=run, source=source, step=step)))
-            for question, made in self._samples(run, source, step):
+        for place in chosen:
+            size += len(json.dumps(self.ask("rows", **place)))
+            for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 number += 1
                 if size <= limit:  # else only the size is of interest
@@ -272,8 +258,8 @@ class Answers:
             The number of rollouts.
         """
         size = number = 0
-        for run, source, step in self._steps(()):
-            for question, made in self._samples(run, source, step):
+        for place in self._places(()):
+            for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 if size > limit:
                     return number
@@ -281,27 +267,24 @@ class Answers:
                 number += 1
         return number
 
-    def _steps(self, steps: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-        """Yield run, source and step of some steps, or of all steps, the newest first."""
-        found = [
-            (number, source, step)
-            for number, run in enumerate(self._runs)
-            for source in run.record.sources
-            for step in pc.unique(run.record.table(source)["step"]).to_pylist()
-            if not steps or step in steps
-        ]
-        yield from sorted(found, key=lambda place: -place[2])
+    def _places(self, steps: Sequence[int]) -> list[dict[str, Any]]:
+        """Return run, source and step of some steps, or of all steps, the newest first."""
+        sources = [(number, source) for number, run in enumerate(self._runs) for source in run.record.sources]
+        found = [(run, source, step) for run, source in sources for step in steps_of(self._runs[run], source)]
+        places = [{"run": run, "source": source, "step": step} for run, source, step in found]
+        chosen = (place for place in places if not steps or place["step"] in steps)
+        return sorted(chosen, key=lambda place: -place["step"])
 
     def _samples(self, run: int, source: str, step: int) -> Iterator[tuple[str, Any]]:
         """Yield question and answer for each rollout of a step."""
         record = self._runs[run].record
-        sequences: dict[Place, list[Any]] = {}
+        sequences: dict[Place, list[Any]] = defaultdict(list)
         for sequence in record.tokens(source, step):
-            sequences.setdefault((sequence["group"], sequence["sample"]), []).append(sequence)
+            sequences[sequence["group"], sequence["sample"]].append(sequence)
         for row in record.rollouts(source, step):
             group, sample = row["group"], row["sample"]
             question = _question("sample", run=run, source=source, step=step, group=group, sample=sample)
-            yield question, sample_answer(row, sequences.get((group, sample), []))
+            yield question, sample_answer(row, sequences[group, sample])
 
 
 def _question(name: str, **parameters: Any) -> str:

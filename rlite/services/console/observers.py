@@ -95,15 +95,12 @@ class StepTrace(Observer):
         if step >= self._last:
             trace.stop()
         elif step + 1 >= self._first and not trace.is_on():
-            self._start()
+            try:
+                trace.start(self._path)
+            except StorageError as error:  # no trace is worth a run
+                logger.warning("this run is not traced: %s", error)
+                self._is_wanted = False
         trace.flush()
-
-    def _start(self) -> None:
-        try:
-            trace.start(self._path)
-        except StorageError as error:  # no trace is worth a run
-            logger.warning("this run is not traced: %s", error)
-            self._is_wanted = False
 
     def close(self, run: TrainingRun, error: BaseException | None) -> None:
         """End the trace, if the options ask for one."""
@@ -297,9 +294,7 @@ def training_flops(size: ModelSize, lengths: Iterable[int]) -> float:
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 FLOP/s of a device by torch's name; None if unknown (a slice of a GPU, a CPU)."""
     words = set(device_name.replace("-", " ").split())
-    if "MIG" in words:
-        return None
-    names = ((name, peak) for peak, names in PEAK_TFLOPS.items() for name in names)
+    names = ((name, peak) for peak, names in PEAK_TFLOPS.items() for name in names if "MIG" not in words)
     return next((1e12 * peak for name, peak in names if words.issuperset(name.split())), None)
 
 
@@ -334,9 +329,9 @@ def usage_metrics(
             known.
     """
     size = ModelSize.of(module)
-    metrics = {"memory_gib": max(each.peak_bytes for each in usage) / 2**30}
     share = None if size is None else mfu(size, lengths, seconds, [each.name for each in usage])
-    return metrics if share is None else {**metrics, "mfu": share}
+    metrics = {"memory_gib": max(each.peak_bytes for each in usage) / 2**30, "mfu": share}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 LOST = "rollout/lost/"
@@ -387,12 +382,11 @@ class Alarms(Observer):
             first_losses: an example of each cause of lost groups.
             selection: what failures have done to the answers of the step.
         """
-        step = run.step
         self._look_at_losses(run, metrics, first_losses)
         for cause, rows in (*self._of_metrics(metrics), *(selection or Selection()).alarms()):
-            if step - self._given_at.get(cause, step - REPEAT_AFTER) >= REPEAT_AFTER:
-                self._given_at[cause] = step
-                run.console.alarm(f"ALARM at step {step}: {cause}", rows)
+            if run.step >= self._given_at.get(cause, -REPEAT_AFTER) + REPEAT_AFTER:
+                self._given_at[cause] = run.step
+                run.console.alarm(f"ALARM at step {run.step}: {cause}", rows)
 
     def _of_metrics(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield a cause, without numbers, and the facts of each alarm about the metrics of a step."""
@@ -412,19 +406,13 @@ class Alarms(Observer):
 
     def _look_at_losses(self, run: TrainingRun, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
         lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}
-        news = {
-            key: [cause for cause in first_losses if f"{LOST}{kind_of(cause)}" == key and cause not in self._told]
-            for key in lost
-        }
-        if not any(news.values()):
+        news = {cause: f"{LOST}{kind_of(cause)}" for cause in first_losses if cause not in self._told}
+        if not lost.keys() & news.values():
             return
-        self._told |= {cause for causes in news.values() for cause in causes}
+        self._told |= {cause for cause, key in news.items() if key in lost}
         num_lost, num_whole = sum(lost.values()), metrics.get("rollout/num_groups", 0)
-        run.console.warn(
-            f"step {run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
-            f"on; the metrics {LOST}... count on",
-            [
-                (f"{number:g} x", "\n".join(first_losses[cause] for cause in news[key]) or key.removeprefix(LOST))
-                for key, number in lost.items()
-            ],
-        )
+        title = f"step {run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
+        title += f"on; the metrics {LOST}... count on"
+        examples = {key: "\n".join(first_losses[cause] for cause in news if news[cause] == key) for key in lost}
+        rows = [(f"{number:g} x", examples[key] or key.removeprefix(LOST)) for key, number in lost.items()]
+        run.console.warn(title, rows)

@@ -135,9 +135,7 @@ def _number(value: Any) -> float:
 
 
 def _jsonable(value: float) -> float | int | str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    number = float(value)
+    number = _number(value)
     return number if math.isfinite(number) else str(number)
 
 

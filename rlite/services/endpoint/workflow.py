@@ -119,9 +119,8 @@ class AgentWorkflow(RolloutWorkflow):
                 session.set_reward(interaction_id, reward)
         elif worth is not None:
             if as_number(worth) is None:
-                raise DataError(
-                    f"the agent returned {worth!r}; expected a finite reward, rewards by interaction id, or None"
-                )
+                expected = "expected a finite reward, rewards by interaction id, or None"
+                raise DataError(f"the agent returned {worth!r}; {expected}")
             session.set_last_reward(worth)
         if not session.recording.has_reward():
             return None
@@ -132,10 +131,8 @@ class AgentWorkflow(RolloutWorkflow):
 
 def _running(answer: Awaitable[Worth]) -> Awaitable[Worth]:
     if not inspect.isawaitable(answer):
-        raise ConfigError(
-            f"the agent returned {answer!r} and nothing to await: expected an async function; synchronous code belongs "
-            "into asyncio.to_thread"
-        )
+        expected = "expected an async function; synchronous code belongs into asyncio.to_thread"
+        raise ConfigError(f"the agent returned {answer!r} and nothing to await: {expected}")
     return answer
 
 

@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -55,6 +54,7 @@ def _schema(**columns: tuple[pa.DataType, str]) -> pa.Schema:
     return pa.schema(fields, metadata={VERSION_KEY: str(VERSION)})
 
 
+TEXTS_BY_NAME = pa.map_(pa.string(), pa.string())
 SEGMENT = pa.struct({"role": pa.string(), "text": pa.string()})
 EVENT = pa.struct({"name": pa.string(), "start": pa.float64(), "end": pa.float64()})
 
@@ -66,10 +66,7 @@ ROWS = _schema(
     status=(pa.string(), "one of STATUSES"),
     reason=(pa.string(), "why it was not trained on, in one line; empty if it was"),
     failed_attempts=(pa.string(), "kinds of the errors of its attempts that failed, in order, between commas"),
-    redrawn=(
-        pa.string(),
-        "kind of the failure after which the model answered anew; empty if all answers are those drawn first",
-    ),
+    redrawn=(pa.string(), "kind of the failure after which the model answered anew; empty if it did not"),
     reward=(pa.float64(), "reward of the trajectory; null if it has none"),
     reward_parts=(pa.map_(pa.string(), pa.float64()), "parts of the reward by name, before their weights"),
     score=(pa.float64(), "score by which it is evaluated; null if the workflow gives none"),
@@ -85,21 +82,12 @@ ROWS = _schema(
     version_max=(pa.int32(), "newest policy version among the tokens"),
     seconds_queue=(pa.float64(), "from the group's submission to its start"),
     seconds_generate=(pa.float64(), "in which the episode waited for the engine"),
-    seconds_environment=(
-        pa.float64(),
-        "of the episode outside of engine and reward: its environment, if it has one, and the rest",
-    ),
+    seconds_environment=(pa.float64(), "of the episode outside of engine and reward: environment and the rest"),
     seconds_reward=(pa.float64(), "in which the episode waited for rewards"),
     ended=(pa.float64(), "Unix time of the episode's end"),
     events=(pa.list_(EVENT), "queue, generate, environment and reward, in seconds after the group's submission"),
-    data=(
-        pa.map_(pa.string(), pa.string()),
-        "other columns of the data item, shortened; null if this rollout's text is not recorded",
-    ),
-    segments=(
-        pa.list_(SEGMENT),
-        "texts in order, by role: prompt, model, environment; null if this rollout's text is not recorded",
-    ),
+    data=(TEXTS_BY_NAME, "other columns of the data item, shortened; null if this rollout's text is not recorded"),
+    segments=(pa.list_(SEGMENT), "texts in order, by role (prompt, model, environment); null if they are not recorded"),
 )
 """one row for each rollout; only columns of NOT_NULL are never null"""
 
@@ -143,8 +131,7 @@ Kind = Literal["rows", "tokens"]
 _NAME = re.compile(r"(train|eval\.[\w.-]+)-([0-9]{8,})(?:_([0-9]{8,}))?\.(rows|tokens)\.parquet")
 
 
-@dataclass(frozen=True)
-class RecordFile:
+class RecordFile(NamedTuple):
     """One file of a record."""
 
     path: Path
@@ -175,11 +162,11 @@ def all_files(folder: Path) -> list[RecordFile]:
     return found
 
 
-def record_files(folder: Path) -> Iterator[RecordFile]:
-    """Yield the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
+def record_files(folder: Path) -> list[RecordFile]:
+    """Return the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
     found = all_files(folder)
     compacted = [file for file in found if file.first < file.last]
-    yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
+    return [file for file in found if not any(wide.covers(file) for wide in compacted)]
 
 
 def used_bytes(folder: Path) -> int:
@@ -366,9 +353,7 @@ def strip(file: RecordFile) -> bool:
     """
     if file.kind == "tokens":
         return delete([file.path])
-    if not _has_texts(file.path):
-        return False
-    return _rewrite([file.path], file.path, _without_texts)
+    return _has_texts(file.path) and _rewrite([file.path], file.path, _without_texts)
 
 
 def delete(paths: Iterable[Path]) -> bool:
@@ -397,10 +382,8 @@ def _has_texts(path: Path) -> bool:
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
-    for place, name in enumerate(table.column_names):
-        if name in TEXTS:
-            field = ROWS.field(name)
-            table = table.set_column(place, field, pa.nulls(len(table), field.type))
+    for field in map(ROWS.field, {*TEXTS}.intersection(table.column_names)):
+        table = table.set_column(table.column_names.index(field.name), field, pa.nulls(len(table), field.type))
     return table
 
 
@@ -431,7 +414,7 @@ def _rewrite(
 
 
 def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    schemas: list[pa.Schema] = []
+    schemas = []
     for source in sources:
         with _reading(source):
             schemas.append(pq.read_schema(source))
@@ -507,12 +490,8 @@ class RecordWriter:
         self._gap: Gap | None = None
         self._is_noted = False
         self._size = used_bytes(folder)
-        self._removed = threading.Event()
-
-    @property
-    def has_removed(self) -> bool:
-        """True as soon as something was removed because of the limit."""
-        return self._removed.is_set()
+        self.has_removed = False
+        """true as soon as something was removed because of the limit"""
 
     def write(self, source: str, step: int, make: Callable[[], Tables]) -> None:
         """Write the tables of a step. An older table of the same step is replaced, or deleted if the new one is empty.
@@ -560,13 +539,8 @@ class RecordWriter:
 
     def _end(self, step: int, reason: str) -> None:
         self._gap = Gap(step, None, reason)
-        logger.warning(
-            "%s: the record ends before step %d: %s. The run goes on without it. Free space if the disk is full; a run "
-            "that is resumed is recorded again",
-            self._folder / FOLDER,
-            step,
-            reason,
-        )
+        message = f"{self._folder / FOLDER}: the record ends before step {step}: {reason}. The run goes on without it. "
+        logger.warning("%sFree space if the disk is full; a run that is resumed is recorded again", message)
 
     # -- called in the background --------------------------------------------------------------------------------
 
@@ -618,7 +592,7 @@ class RecordWriter:
             before = size_of(path)
             if before and remove():
                 self._size -= before - size_of(path)
-                self._removed.set()
+                self.has_removed = True
 
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""

@@ -161,9 +161,8 @@ def load_record(store: StateStore, job: str) -> JobRecord | None:
     try:
         return _JSON.validate_json(text)
     except ValidationError as error:
-        raise RliteError(
-            f"the stored state of job {job!r} cannot be read; remove it: {shorten(str(error), 200)}"
-        ) from error
+        reason = shorten(str(error), 200)
+        raise RliteError(f"the stored state of job {job!r} cannot be read; remove it: {reason}") from error
 
 
 def forget_old(store: StateStore) -> None:

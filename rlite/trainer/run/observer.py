@@ -81,9 +81,11 @@ class Console:
 
     def alarm(self, title: str, rows: Rows) -> None:
         """Show that something is wrong with the run."""
+        self.report(title, rows, style="red")
 
     def warn(self, title: str, rows: Rows) -> None:
         """Show that something was lost, and the run goes on."""
+        self.report(title, rows, style="yellow")
 
     def note(self, text: str) -> None:
         """Show how far the work under way is."""
