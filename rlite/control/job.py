@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import time
@@ -63,9 +64,9 @@ class JobHandle:
     """
 
     def __init__(self, name: str, submission: str = "", store: str = "ray") -> None:
-        self.name = name
-        self._submission, self._store = submission, store
+        self.name, self._submission, self._store = name, submission, store
         self._fleet = _ray("fleet")
+        self._processes = self._fleet.Fleet(name)
 
     def record(self) -> JobRecord:
         """Return the job's state and log, which a store may keep after the end."""
@@ -91,7 +92,7 @@ class JobHandle:
 
     def orphans(self) -> list[str]:
         """Return the names of the job's processes that have no master."""
-        names = self._fleet.Fleet(self.name).names()
+        names = self._processes.names()
         return [] if "master" in names else names
 
     def stop(self, why: str = "stopped on request", is_now: bool = False) -> None:
@@ -109,7 +110,7 @@ class JobHandle:
         except JobNotFound:
             if not self.orphans():
                 raise
-            self._fleet.Fleet(self.name).end()
+            self._processes.end()
             store = self._fleet.make_store(self._store)
             record = load_record(store, self.name) or JobRecord(self._submission)
             state = replace(record.state, stage="STOPPED", error=f"{why}; its master was gone")
@@ -127,22 +128,18 @@ class JobHandle:
         Raises:
             CallTimeout: the job still runs.
         """
-        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while True:
-            left = max(deadline - time.monotonic(), 0.0)
-            record = self._record("wait", min(WAIT_S, left))
-            if record.state.has_ended:
-                break
+        left = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + left
+        while not (record := self._record("wait", min(WAIT_S, left))).state.has_ended:
             if left == 0.0:
                 raise CallTimeout(f"job {self.name!r} still runs after {timeout:g} s; stop() ends it")
-        processes = self._fleet.Fleet(self.name)
-        processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
-        processes.end()
+            left = max(deadline - time.monotonic(), 0.0)
+        self._processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
+        self._processes.end()
         self._fleet.drop_plan(self.name, record.submission)
         keep_record(self.name, record)
-        state = record.state
-        is_stopped = state.stage == "STOPPED"
-        return JobResult(state.stage == "FINISHED", state.restarts, record.log, state.error, is_stopped)
+        stage, state = record.state.stage, record.state
+        return JobResult(stage == "FINISHED", state.restarts, record.log, state.error, stage == "STOPPED")
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._fleet.Service(self.name).ask(method, *args)
@@ -183,8 +180,7 @@ class RLJob:
             raise ConfigError(f"job_max_restart={job_max_restart!r}: expected a number of restarts, 0 or more")
         connect(self.spec, address)
         fleet = _ray("fleet")
-        kind = self.spec.device_type
-        check_capacity(self.layout, fleet.capacities(self.spec.device_kind), kind)
+        check_capacity(self.layout, fleet.capacities(self.spec.device_kind), self.spec.device_type)
         processes = fleet.Fleet(job_name)
         if processes.names():
             raise ConfigError(f"job_name={job_name!r}: {fleet.TAKEN}")
@@ -225,7 +221,6 @@ class RLJob:
 
     def _entry(self, plan: JobPlan) -> JobEntry:
         address = _ray("fleet").cluster_address()
-        is_own = _ray("connection").is_started_here(address)
         trainer = self.spec.config.get("trainer") if self.spec.is_program else None
         folder = trainer.get("save_dir") if isinstance(trainer, dict) else None
         return JobEntry(
@@ -234,7 +229,7 @@ class RLJob:
             address=address,
             store=self.spec.store,
             run_folder=os.path.realpath(folder) if isinstance(folder, str) else "",
-            owner=Owner.of_this_process() if is_own else None,
+            owner=Owner.of_this_process() if _ray("connection").is_started_here(address) else None,
         )
 
     def _end(self, handle: JobHandle) -> str:
@@ -360,13 +355,8 @@ def _imported(where: str, given: Any) -> Any:
     return getattr(module, name)
 
 
-def check_ray() -> None:
-    """Check that Ray is installed.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
-    require("the control plane needs", "ray", "ray")
+NEEDS_RAY = ("the control plane needs", "ray", "ray")
+"""arguments of `require` for Ray"""
 
 
 def connect(spec: JobSpec | None, address: str | None) -> None:
@@ -379,12 +369,12 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.
     """
-    check_ray()
-    connection = _ray("connection")
+    require(*NEEDS_RAY)
+    make = _ray("connection").RayConnection
     if spec is None:
-        made = connection.RayConnection("cpu", None, address, may_start=False)
+        made = make("cpu", None, address, may_start=False)
     else:
-        made = connection.RayConnection(spec.device_kind, spec.node_num * spec.device_per_node, address)
+        made = make(spec.device_kind, spec.node_num * spec.device_per_node, address)
     importlib.import_module("rlite.runtime.cluster.session").at_shutdown(made.close)
 
 
@@ -396,9 +386,9 @@ def _ray(module: str) -> Any:
 class RoleBuilder:
     """Options of one role. `end()` returns to the job."""
 
-    def __init__(self, job: RLJobBuilder, values: dict[str, Any]) -> None:
-        self._job = job
-        self._values = values
+    def __init__(self, job: RLJobBuilder, workload: Any) -> None:
+        self._job, self._workload = job, workload
+        self._values: dict[str, Any] = {}
 
     def total(self, total: int) -> RoleBuilder:
         """Set the number of workloads."""
@@ -440,8 +430,7 @@ class RLJobBuilder:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._trainer: Any = None
-        self._roles: dict[RLRoleType, dict[str, Any]] = {}
-        self._classes: dict[RLRoleType, Any] = {}
+        self._roles: dict[RLRoleType, RoleBuilder] = {}
         self._collocations: list[list[str]] = []
 
     def node_num(self, num: int) -> RLJobBuilder:
@@ -522,9 +511,9 @@ class RLJobBuilder:
             raise ConfigError("a job needs a trainer: .trainer(MyTrainer)")
         if RLRoleType.ACTOR not in self._roles:
             raise ConfigError("a job needs an actor: .actor(MyActor).total(N).per_node(N).end()")
-        workloads = {role: workload_class(role, self._classes[role]) for role in self._roles}
+        workloads = {role: workload_class(role, own._workload) for role, own in self._roles.items()}
         trainer = trainer_class(self._trainer)
-        roles = {role.lower(): {"workload": workloads[role].label, **values} for role, values in self._roles.items()}
+        roles = {role.lower(): {"workload": workloads[role].label, **own._values} for role, own in self._roles.items()}
         rest = {"trainer": label_of(trainer), "collocations": self._collocations}
         spec = JobSpec(**{**self._values, **roles, **rest})
         return RLJob(spec, JobClasses(cloudpickle.dumps(trainer), workloads))
@@ -532,9 +521,8 @@ class RLJobBuilder:
     def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
         if role in self._roles:
             raise ConfigError(f"{role} is already in the job")
-        self._classes[role] = _given(workload, class_name)
-        self._roles[role] = {}
-        return RoleBuilder(self, self._roles[role])
+        self._roles[role] = RoleBuilder(self, _given(workload, class_name))
+        return self._roles[role]
 
     def _with(self, name: str, value: Any) -> RLJobBuilder:
         self._values[name] = value

@@ -144,8 +144,7 @@ class Master:
         self._keep(replace(self._record.noted(entry), state=decision.state))
         self._judge.forget(lambda life: not self._is_wanted(life))
         for action in decision.actions:
-            if not isinstance(action, failover.EndJob):
-                self._in_thread(self._perform, action)
+            self._in_thread(self._perform, action)
 
     def _is_wanted(self, life: WorkloadId) -> bool:
         return life == trainer_life(self._state.run) if life.role == TRAINER else self._state.is_current(life)
@@ -166,12 +165,13 @@ class Master:
     # Actions
 
     def _perform(self, action: failover.Action) -> None:
-        if isinstance(action, failover.StartTrainer):
-            self._start_trainer(action)
-        elif isinstance(action, failover.InterruptTrainer):
-            self._processes.interrupt_trainer()
-        elif not isinstance(action, failover.EndJob):
-            self._recover(action)
+        match action:
+            case failover.StartTrainer():
+                self._start_trainer(action)
+            case failover.InterruptTrainer():
+                self._processes.interrupt_trainer()
+            case failover.CreateJob() | failover.RestartRole() | failover.RestartWorkload():
+                self._recover(action)
 
     def _recover(self, action: failover.CreateJob | failover.RestartRole | failover.RestartWorkload) -> None:
         try:

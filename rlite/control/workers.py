@@ -140,36 +140,33 @@ class BaseWorkload:
         return self._place
 
 
-@dataclass(frozen=True)
-class WorkloadFactory:
-    """Maker of a role's workloads, called in their processes."""
+def make_workload(
+    pickled: bytes,
+    role: RLRoleType,
+    config: Mapping[str, Any],
+    master: Any,
+    local_ranks: Sequence[tuple[int, int]],
+    rendezvous: tuple[str, int],
+    collocation: str | None,
+    context: WorkerContext,
+) -> BaseWorkload:
+    """Return the workload of a rank, in its process. Its place is set before its constructor runs.
 
-    workload: bytes
-    """the pickled class"""
-    role: RLRoleType
-    config: Mapping[str, Any]
-    master: Any
-    local_ranks: tuple[tuple[int, int], ...]
-    """by rank: local rank and local world size"""
-    rendezvous: tuple[str, int]
-    collocation: str | None
-
-    def __call__(self, context: WorkerContext) -> BaseWorkload:
-        """Return the workload of a rank. Its place is set before its constructor runs."""
-        workload = object.__new__(cloudpickle.loads(self.workload))
-        local_rank, local_world_size = self.local_ranks[context.rank]
-        workload._place = WorkloadPlace(
-            f"{self.role}-{context.rank}",
-            self.role,
-            context.rank,
-            context.world_size,
-            local_rank,
-            local_world_size,
-            *self.rendezvous,
-            self.collocation,
-        )
-        workload.__init__(self.master, OmegaConf.create(dict(self.config)))
-        return workload
+    Args:
+        pickled: the class.
+        role: the role.
+        config: the job's configuration.
+        master: Ray actor handle of the job's master.
+        local_ranks: local rank and local world size, by rank.
+        rendezvous: address and port of rank 0.
+        collocation: roles that share the devices.
+        context: place of the process.
+    """
+    workload = object.__new__(cloudpickle.loads(pickled))
+    own = (role, context.rank, context.world_size, *local_ranks[context.rank], *rendezvous, collocation)
+    workload._place = WorkloadPlace(f"{role}-{context.rank}", *own)
+    workload.__init__(master, OmegaConf.create(dict(config)))
+    return workload
 
 
 def _handles_of(role: RLRoleType, meaning: str) -> Any:
@@ -286,22 +283,6 @@ class TrainerOutcome:
     """every restart would repeat the error"""
 
 
-@dataclass(frozen=True)
-class TrainerFactory:
-    """Maker of a trainer's process."""
-
-    plan: JobPlan
-    roles: Mapping[RLRoleType, RoleActors]
-    make_handle: Callable[[Any, str], Any]
-    """makes a worker handle of an actor and its name"""
-    report_late: Callable[[str, list[int], str, float], None]
-    """tells the master that calls are late"""
-
-    def __call__(self, context: WorkerContext) -> TrainerProcess:
-        """Return the process's worker."""
-        return TrainerProcess(self)
-
-
 class TrainerRun(ABC):
     """Worker of a trainer's process. `run` is called in order, the other methods beside it."""
 
@@ -330,29 +311,42 @@ class TrainerRun(ABC):
 
 
 class TrainerProcess(TrainerRun):
-    """Worker of the process of a user's trainer."""
+    """Worker of the process of a user's trainer.
 
-    def __init__(self, factory: TrainerFactory) -> None:
+    Args:
+        plan: plan of the job.
+        roles: processes of the workloads, by role.
+        make_handle: makes a worker handle of an actor and its name.
+        report_late: tells the master that calls are late.
+        context: place of the process.
+    """
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        roles: Mapping[RLRoleType, RoleActors],
+        make_handle: Callable[[Any, str], Any],
+        report_late: Callable[[str, list[int], str, float], None],
+        context: WorkerContext,
+    ) -> None:
         super().__init__()
-        self._factory, plan = factory, factory.plan
+        self._make_handle, self._call_timeout = make_handle, plan.spec.call_timeout
         cls: type[BaseTrainer] = cloudpickle.loads(plan.classes.trainer)
         classes = {role: cloudpickle.loads(each.pickled) for role, each in plan.classes.workloads.items()}
-        groups = {
-            role: RoleGroup(role, classes[role], self._group(actors), factory.report_late)
-            for role, actors in factory.roles.items()
+        self._groups = {
+            role: RoleGroup(role, classes[role], self._group(own), report_late) for role, own in roles.items()
         }
-        handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
+        handles, config = (
+            {role: list(own.actors) for role, own in roles.items()},
+            OmegaConf.create({**plan.spec.config}),
+        )
         self._trainer = cls.__new__(cls)
         self._trainer._resources = {role: plan.spec.resource_of(role) for role in plan.spec.roles()}
-        self._trainer.__init__(  # type: ignore[misc]
-            handles, classes, OmegaConf.create(dict(plan.spec.config))
-        )
-        self._groups = groups
-        self._trainer._groups = role_groups(groups.values())
+        self._trainer.__init__(handles, classes, config)  # type: ignore[misc]
+        self._trainer._groups = role_groups(self._groups.values())
         if not hasattr(self._trainer, "_actor_handles"):
-            raise RliteError(
-                f"{cls.__name__}.__init__ has to call super().__init__(actor_handles, actor_classes, config)"
-            )
+            call = "super().__init__(actor_handles, actor_classes, config)"
+            raise RliteError(f"{cls.__name__}.__init__ has to call {call}")
 
     def _run(self) -> str:
         self._trainer.init()
@@ -371,8 +365,8 @@ class TrainerProcess(TrainerRun):
 
     def _group(self, role: RoleActors) -> WorkerGroup:
         names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
-        handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
-        group = WorkerGroup(role.name, role.devices, handles, self._factory.plan.spec.call_timeout)
+        handles: Sequence[Any] = list(map(self._make_handle, role.actors, names))
+        group = WorkerGroup(role.name, role.devices, handles, self._call_timeout)
         group.divide(1)
         return group
 
@@ -385,36 +379,19 @@ TAIL_LINES = 40
 NODE = "here"
 
 
-@dataclass(frozen=True)
-class Program:
-    """Program of a job."""
-
-    plan: JobPlan
-    """plan of the job: `spec.trainer` is run as `python -m MODULE --config FILE`, and `spec.config` is the FILE"""
-    ray_address: str
-    has_begun: bool
-    """an earlier start of the program has reported"""
-
-    def __call__(self, context: WorkerContext) -> ProgramProcess:
-        """Return the worker of the trainer's process."""
-        return ProgramProcess(self)
-
-    def command(self, file: Path) -> list[str]:
-        """Return the command of the program, whose options are in a file."""
-        spec = self.plan.spec
-        program = ["-m", spec.trainer, "--config", str(file)]
-        if spec.num_processes == 1:
-            return [sys.executable, *program]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={spec.num_processes}"]
-        return [sys.executable, *torchrun, *program]
-
-
 class ProgramProcess(TrainerRun):
-    """Worker of the trainer's process of a program."""
+    """Worker of the trainer's process of a program: `python -m MODULE --config FILE`.
 
-    def __init__(self, program: Program) -> None:
+    Args:
+        plan: plan of the job: `spec.trainer` is the MODULE, and `spec.config` is the FILE.
+        ray_address: address of the cluster.
+        has_begun: an earlier start of the program has reported.
+        context: place of the process.
+    """
+
+    def __init__(self, plan: JobPlan, ray_address: str, has_begun: bool, context: WorkerContext) -> None:
         super().__init__()
-        self._program, self._plan = program, program.plan
+        self._plan, self._ray_address, self._has_begun = plan, ray_address, has_begun
         self._is_interrupted = False
         self._process: subprocess.Popen[str] | None = None
         self._report: record.TrainerReport | None = None
@@ -434,9 +411,10 @@ class ProgramProcess(TrainerRun):
         """Return the state of the program, at its end or after `wait_s` seconds."""
         self._ended.wait(wait_s)
         report = self._report
-        is_final = self._progress == "raised" and report is not None and bool(report.final_error)
-        trace = "\n".join(self._tail) if self._progress == "raised" else ""
-        return TrainerOutcome(self._progress, True, self._error, trace, report, is_final)
+        if self._progress != "raised":
+            return TrainerOutcome(self._progress, True, report=report)
+        is_final = report is not None and bool(report.final_error)
+        return TrainerOutcome("raised", True, self._error, "\n".join(self._tail), report, is_final)
 
     def interrupt(self) -> None:
         """Let the program save and end, as after SIGTERM without a control plane."""
@@ -457,7 +435,7 @@ class ProgramProcess(TrainerRun):
         options, report_file = folder / "config.yaml", folder / "report.json"
         options.write_text(yaml.safe_dump(dict(self._plan.spec.config), sort_keys=False))
         process = self._process = subprocess.Popen(
-            self._program.command(options),
+            self._command(options),
             env=self._environment(report_file, guard),
             cwd=self._plan.folder if os.path.isdir(self._plan.folder) else None,
             stdin=subprocess.DEVNULL,
@@ -483,9 +461,15 @@ class ProgramProcess(TrainerRun):
         process.wait()
         reader.join(LOOK_S)
         self._report = record.read(report_file) or self._report
-        if self._report is not None and self._report.final_error:
-            return self._report.final_error
-        return error or _end_of(self._plan.spec.trainer, process.returncode)
+        final_error = "" if self._report is None else self._report.final_error
+        return final_error or error or _end_of(self._plan.spec.trainer, process.returncode)
+
+    def _command(self, file: Path) -> list[str]:
+        """Return the command of the program, whose options are in a file."""
+        spec, torchrun = self._plan.spec, list[str]()
+        if spec.num_processes > 1:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={spec.num_processes}"]
+        return [sys.executable, *torchrun, "-m", spec.trainer, "--config", str(file)]
 
     def _environment(self, report_file: Path, guard: Guard) -> dict[str, str]:
         plan, spec = self._plan, self._plan.spec
@@ -496,11 +480,11 @@ class ProgramProcess(TrainerRun):
             **os.environ,
             **threads,
             **guard.mark,
-            **record.environment(report_file, self._program.has_begun),
+            **record.environment(report_file, self._has_begun),
             SUBMISSION: plan.submission,
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
-            "RAY_ADDRESS": self._program.ray_address,
+            "RAY_ADDRESS": self._ray_address,
         }
 
     def _pass_on(self, process: subprocess.Popen[str]) -> None:
@@ -547,9 +531,8 @@ class ProgramWatch:
 
 def _end_of(module: str, status: int) -> str:
     """Return how a program failed, in words; "" if it did not."""
-    if status == 0:
-        return ""
     if status < 0:
         return f"{module} was killed by {signal.Signals(-status).name}"
-    name = signal.Signals(status - 128).name if status in (130, 143) else ""
-    return f"{module} was ended by {name}" if name else f"{module} ended with status {status}"
+    if status in (130, 143):
+        return f"{module} was ended by {signal.Signals(status - 128).name}"
+    return f"{module} ended with status {status}" if status else ""
