@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -111,12 +111,12 @@ class EvaluationRequest:
         found: dict[str, str] = {}
         for name, own in options.reward.items():
             file = Path(own.path.rpartition(":")[0])
-            if file.is_file() and name not in functions:
-                found[str(file)] = digest([file.read_bytes()])
-            else:
+            if name in functions or not file.is_file():
                 found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
-        if options.env_path is not None and Path(options.env_path).is_file():
-            found[options.env_path] = digest([Path(options.env_path).read_bytes()])
+            else:
+                found[str(file)] = digest([file.read_bytes()])
+        if options.env_path is not None and (file := Path(options.env_path)).is_file():
+            found[options.env_path] = digest([file.read_bytes()])
         if options.workflow is not None:
             found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
         return found
@@ -432,10 +432,9 @@ class PromptAnswers:
     def __init__(self, candidate: Candidate, questions: Questions, request: EvaluationRequest) -> None:
         self.candidate, self._questions, self._options = candidate, questions, (options := request.options)
         done = {(line["group"], line["sample"]) for line in candidate.lines}
-        self._num_expected = len(questions.items) * options.samples
-        self.missing = [
-            place for place in product(range(len(questions.items)), range(options.samples)) if place not in done
-        ]
+        places = list(product(range(len(questions.items)), range(options.samples)))
+        self._num_expected = len(places)
+        self.missing = [place for place in places if place not in done]
         """samples that are missing"""
         self._held: list[Row] = []
         self._has_succeeded = any(line["status"] == "evaluated" for line in candidate.lines)
@@ -447,9 +446,8 @@ class PromptAnswers:
             if_unknown = functools.cache(lambda: request.unknown_context(model, limit))
             workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
             self._set = EvaluationSet(candidate.name, questions.items, workflow, options.samples)
-            self._context = context_to_serve(
-                workflow, questions.items, limit, request.where, if_unknown, vocab_size_of(model)
-            )
+            items, vocab_size = questions.items, vocab_size_of(model)
+            self._context = context_to_serve(workflow, items, limit, request.where, if_unknown, vocab_size)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -548,11 +546,8 @@ class TaskAnswers:
 
     def _do(self, name: str, model: Any) -> None:
         """Do the missing samples of a task. The first one shows whether there are others."""
-        num_samples, sample, what = (
-            self._num_samples.get(name, 1),
-            self._done[name],
-            f"{self.candidate.name}, task {name}",
-        )
+        num_samples, sample = self._num_samples.get(name, 1), self._done[name]
+        what = f"{self.candidate.name}, task {name}"
         continuing(what, sample, num_samples, "samples")
         num_cut = model.num_cut
         while sample < num_samples:
@@ -598,22 +593,18 @@ class TaskAnswers:
         }
 
 
-@contextmanager
-def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
+def showing_progress(progress: Callable[[], str]) -> closing[ConsoleReporter]:
     """Show the progress of the evaluation until the end of the block.
 
     Args:
         progress: returns it in words; called in another thread.
 
-    Yields:
-        None.
+    Returns:
+        The block's context manager.
     """
     console = ConsoleReporter(file=sys.stderr, quiet_s=QUIET_S)
     console.follow(progress)
-    try:
-        yield
-    finally:
-        console.close()
+    return closing(console)
 
 
 def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
