@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlite import config
 from rlite.algorithms import is_selective
+from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import LearningFacts, Recording, RunRecord, run_observers
 from rlite.assembly.plans import BatchPlan
@@ -29,7 +29,6 @@ from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session, shutdown
 from rlite.services.console.observers import Alarms, Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out import ACCURACIES as ACCURACIES
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
 from rlite.trainer.options import TrainerOptions
@@ -239,18 +238,19 @@ def read_prompts(
     return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
 
 
-def main(trainer: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
-    trainer.train(config.load(trainer.config_class, argv, aliases=trainer.config_class.aliases))
-
-
-def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+def train(cls: type[Any], options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
 
     Args:
-        trainer: a class of trainers.
+        cls: a class of trainers.
         options: the run's config.
         given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
+
+    Raises:
+        ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
     """
     options.check_complete()
     serve_if_worker(options)
@@ -263,11 +263,9 @@ def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict
 
         def fit(run: TrainerOptions) -> dict[str, float]:
             with session_of(options):
-                own, training = (
-                    options.model_copy(update={"trainer": run}),
-                    workflow(options.rollout.train_sampling_params),
-                )
-                return dict(trainer(own, training, train_rows, test_rows, testing, given.callbacks).fit())
+                own = options.model_copy(update={"trainer": run})
+                training = workflow(options.rollout.train_sampling_params)
+                return dict(cls(own, training, train_rows, test_rows, testing, given.callbacks).fit())
 
         return fit(options.trainer) if has_session() else fit_again(fit, options.trainer)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import rlite
-from rlite import config
+from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import Recording, run_observers
 from rlite.assembly.plans import data_plan, model_plan
@@ -75,28 +75,24 @@ def make_plan(trainer: Any) -> dict[str, str]:
     }
 
 
-def main(trainer: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
-    trainer.train(config.load(trainer.config_class, argv))
-
-
-def train(trainer: type[Any], options: SupervisedConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+def train(cls: type[Any], options: SupervisedConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
 
     Args:
-        trainer: a class of trainers.
+        cls: a class of trainers.
         options: the trainer's config.
         given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
     """
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
-        model_name = getattr(options, trainer.key).model_name
-        rows, test_rows = read_tokens(
-            options.data, options.test_data, model_name, trainer.tokenise, trainer.kind, given
-        )
-        further = trainer.read_further(options, given)
+        model_name = getattr(options, cls.key).model_name
+        rows, test_rows = read_tokens(options.data, options.test_data, model_name, cls.tokenise, cls.kind, given)
+        further = cls.read_further(options, given)
         with session_of(options):
-            return dict(trainer(options, rows, test_rows, given.callbacks, **further).fit())
+            return dict(cls(options, rows, test_rows, given.callbacks, **further).fit())
 
 
 def read_tokens(

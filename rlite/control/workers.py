@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,9 +61,9 @@ class WorkloadPlace:
     collocation: str | None
 
 
-def _placed(name: str, meaning: str) -> Any:
-    """Return a property that reads a field of the workload's place."""
-    return property(lambda workload: getattr(workload._where, name), doc=meaning)
+def _read(path: str, meaning: str) -> Any:
+    """Return a property that reads an attribute, or an attribute of an attribute."""
+    return property(attrgetter(path), doc=meaning)
 
 
 class BaseWorkload:
@@ -80,29 +81,20 @@ class BaseWorkload:
             master_handle: Ray actor handle of the job's master.
             config: the job's configuration.
         """
-        self._master_handle = master_handle
-        self._config = config
+        self._master_handle, self._config = master_handle, config
 
-    @property
-    def master_handle(self) -> Any:
-        """Ray actor handle of the job's master."""
-        return self._master_handle
-
-    @property
-    def config(self) -> DictConfig:
-        """Configuration of the job."""
-        return self._config
-
-    name: str = _placed("name", 'Unique name of the workload: "ACTOR-0".')
-    role: RLRoleType = _placed("role", "Role of the workload.")
-    rank: int = _placed("rank", "Rank among the workloads of the role.")
-    world_size: int = _placed("world_size", "Number of the role's workloads.")
-    word_size: int = _placed("world_size", "Same as `world_size`, in DLRover's spelling.")
-    local_rank: int = _placed("local_rank", "Rank among the role's workloads on this node.")
-    local_world_size: int = _placed("local_world_size", "Number of the role's workloads on this node.")
-    torch_master_addr: str = _placed("torch_master_addr", "Address of rank 0, for torch.distributed's rendezvous.")
-    torch_master_port: int = _placed(
-        "torch_master_port",
+    master_handle: Any = _read("_master_handle", "Ray actor handle of the job's master.")
+    config: DictConfig = _read("_config", "Configuration of the job.")
+    name: str = _read("_where.name", 'Unique name of the workload: "ACTOR-0".')
+    role: RLRoleType = _read("_where.role", "Role of the workload.")
+    rank: int = _read("_where.rank", "Rank among the workloads of the role.")
+    world_size: int = _read("_where.world_size", "Number of the role's workloads.")
+    word_size: int = _read("_where.world_size", "Same as `world_size`, in DLRover's spelling.")
+    local_rank: int = _read("_where.local_rank", "Rank among the role's workloads on this node.")
+    local_world_size: int = _read("_where.local_world_size", "Number of the role's workloads on this node.")
+    torch_master_addr: str = _read("_where.torch_master_addr", "Address of rank 0, for torch.distributed's rendezvous.")
+    torch_master_port: int = _read(
+        "_where.torch_master_port",
         "Port at rank 0, for torch.distributed's rendezvous. No other program gets it while the role lives.",
     )
 
@@ -197,9 +189,7 @@ class BaseTrainer(ABC):
             actor_classes: classes of the workloads, by role.
             config: the job's configuration.
         """
-        self._actor_handles = actor_handles
-        self._actor_classes = actor_classes
-        self._config = config
+        self._actor_handles, self._actor_classes, self._config = actor_handles, actor_classes, config
 
     @abstractmethod
     def init(self) -> None:
@@ -213,21 +203,11 @@ class BaseTrainer(ABC):
         """Return True if `init` and `fit` may run again beside the same workloads when the trainer's process ended."""
         return False
 
-    @property
-    def config(self) -> DictConfig:
-        """Configuration of the job."""
-        return self._config
-
-    @property
-    def actor_handles(self) -> dict[RLRoleType, list[Any]]:
-        """Ray actor handles of all workloads, by role, in rank order."""
-        return self._actor_handles
-
-    @property
-    def actor_classes(self) -> dict[RLRoleType, type]:
-        """Classes of the workloads, by role."""
-        return self._actor_classes
-
+    config: DictConfig = _read("_config", "Configuration of the job.")
+    actor_handles: dict[RLRoleType, list[Any]] = _read(
+        "_actor_handles", "Ray actor handles of all workloads, by role, in rank order."
+    )
+    actor_classes: dict[RLRoleType, type] = _read("_actor_classes", "Classes of the workloads, by role.")
     actors: list[Any] = _handles_of(RLRoleType.ACTOR, "Ray actor handles of the actors.")
     references: list[Any] = _handles_of(RLRoleType.REFERENCE, "Ray actor handles of the reference workloads.")
     rollouts: list[Any] = _handles_of(RLRoleType.ROLLOUT, "Ray actor handles of the rollout workloads.")
@@ -246,9 +226,8 @@ class BaseTrainer(ABC):
         if not name.startswith("RG_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self._groups is None:
-            raise UnboundGroup(
-                f"{name} does not exist in __init__, which only sets attributes; use it in init() or fit()"
-            )
+            why = "does not exist in __init__, which only sets attributes; use it in init() or fit()"
+            raise UnboundGroup(f"{name} {why}")
         if name not in self._groups:
             raise UnboundGroup(f"{name}: the job has no such role; it has {', '.join(self._groups)}")
         return self._groups[name]
@@ -336,10 +315,8 @@ class TrainerProcess(TrainerRun):
         self._groups = {
             role: RoleGroup(role, classes[role], self._group(own), report_late) for role, own in roles.items()
         }
-        handles, config = (
-            {role: list(own.actors) for role, own in roles.items()},
-            OmegaConf.create({**plan.spec.config}),
-        )
+        handles = {role: list(own.actors) for role, own in roles.items()}
+        config = OmegaConf.create(dict(plan.spec.config))
         self._trainer = cls.__new__(cls)
         self._trainer._resources = {role: plan.spec.resource_of(role) for role in plan.spec.roles()}
         self._trainer.__init__(handles, classes, config)  # type: ignore[misc]

@@ -583,7 +583,8 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
         ConfigError: settings or lines have another form, or a line occurs twice.
     """
     expected = _checked(_Settings, settings, f"{path}: settings")
-    shape, missing = _Task if expected.tasks.tasks else _Row, expected.places
+    shape: type[_Task | _Row] = _Task if expected.tasks.tasks else _Row
+    missing = expected.places
     for number, line in enumerate(lines, 2):
         place, *further = _checked(shape, line, f"{path}, line {number}").places
         if place not in missing:
