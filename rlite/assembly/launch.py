@@ -16,7 +16,7 @@ from rlite.trainer.options import LaunchOptions
 
 
 def main(cls: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
+    """Run the trainer from the command line."""
     cls.train(config.load(cls.config_class, argv, aliases=cls.config_class.aliases))
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlite.algorithms import is_selective
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import LearningFacts, Recording, RunRecord, run_observers
+from rlite.assembly.observers import LearningFacts, RunRecord, run_observers
 from rlite.assembly.plans import BatchPlan
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
@@ -179,17 +179,10 @@ class PartsMaker:
             workflow: runs the episodes.
             prompts: yields the items.
         """
-        options = self.options
-        kind = RolloutsAhead if options.rollout.max_head_offpolicyness else Rollouts
-        return kind(
-            options.rollout,
-            engines.rollout,
-            workflow,
-            prompts,
-            options.train_data.prompts_per_rollout,
-            options.responses_per_prompt,
-            options.has_dynamic_filtering,
-        )
+        options, rollout = self.options, self.options.rollout
+        sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
+        kind = RolloutsAhead if rollout.max_head_offpolicyness else Rollouts
+        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering)
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
@@ -202,14 +195,10 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     parts: Parts = trainer.parts
     options, rollout = parts.options, parts.engines.rollout
     record = RunRecord(options.trainer, parts.run, rollout, options.has_dynamic_filtering)
-    before = [
-        UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps),
-        Recording(record, record.begin),
-    ]
-    equal = options.equal_rewards
-    after = [Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach), LearningFacts(equal)]
-    progress = rollout.rollout_progress
-    return run_observers(parts.run, parts.reported, trainer.name, trainer.plan, progress, before, after)
+    usage, equal = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps), options.equal_rewards
+    own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
+    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach)
+    return [usage, record, *own, alarms, LearningFacts(equal)]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:

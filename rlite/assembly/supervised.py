@@ -9,7 +9,7 @@ from typing import Any
 import rlite
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import Recording, run_observers
+from rlite.assembly.observers import run_observers
 from rlite.assembly.plans import data_plan, model_plan
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
@@ -37,16 +37,8 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         repeated: returns the result of a call of the engine.
         record: record of evaluations by answers, if the trainer makes some.
     """
-    before: list[Observer] = [UsageReport(trainer.engine, repeated)]
-    if record is not None:
-        before.append(Recording(record, lambda: begin_record(trainer, record)))
-    return run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan, before=before)
-
-
-def begin_record(trainer: Any, record: EvaluationRecord) -> None:
-    """Begin a record, if there are sets that the model answers."""
-    if trainer.generated:
-        record.open(load_tokenizer(trainer.model.model_name))
+    own = run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan)
+    return [UsageReport(trainer.engine, repeated), *filter(None, [record]), *own]
 
 
 def make_plan(trainer: Any) -> dict[str, str]:

@@ -58,9 +58,7 @@ class Context:
     def describe(self, max_new_tokens: int) -> str:
         """Return what fits, in words and numbers."""
         room = self.length - self.longest_prompt
-        prompts = (
-            f"prompts of at most {self.longest_prompt}" if self.longest_prompt else "prompts that are not known yet"
-        )
+        prompts = f"prompts {f'of at most {self.longest_prompt}' if self.longest_prompt else 'that are not known yet'}"
         if room >= max_new_tokens:
             return f"at most {self.length} tokens; {prompts}"
         return f"at most {self.length} tokens; {prompts}, after which {room} of {max_new_tokens} new tokens fit"

@@ -209,15 +209,8 @@ class RLJob:
 
     def plan(self, job_name: str, job_max_restart: int) -> JobPlan:
         """Return what the master of a new submission needs."""
-        return JobPlan(
-            name=job_name,
-            submission=uuid.uuid4().hex,
-            spec=self.spec,
-            classes=self.classes,
-            layout=self.layout,
-            policy=self.spec.policy(job_max_restart),
-            folder=os.getcwd(),
-        )
+        policy = self.spec.policy(job_max_restart)
+        return JobPlan(job_name, uuid.uuid4().hex, self.spec, self.classes, self.layout, policy, os.getcwd())
 
     def _entry(self, plan: JobPlan) -> JobEntry:
         address = _ray("fleet").cluster_address()

@@ -354,13 +354,9 @@ class JobSpec(Options):
         Args:
             max_job_restarts: restarts of the job, after which a failure ends it.
         """
-        return FailoverPolicy(
-            roles={str(role): RolePolicy(spec.on_failure, spec.max_restarts) for role, spec in self.roles().items()},
-            max_job_restarts=max_job_restarts,
-            max_trainer_restarts=self.max_trainer_restarts,
-            max_node_faults=self.max_node_faults,
-            backoff_s=self.backoff,
-        )
+        roles = {str(role): RolePolicy(spec.on_failure, spec.max_restarts) for role, spec in self.roles().items()}
+        limits = max_job_restarts, self.max_trainer_restarts, self.max_node_faults
+        return FailoverPolicy(roles, *limits, backoff_s=self.backoff)
 
     @property
     def device_kind(self) -> DeviceKind:

@@ -200,12 +200,7 @@ SAMPLES = "samples"
 CACHE = "cache"
 """folder of answers to tasks that have not ended"""
 LOCK = ".eval.lock"
-_OF_OTHERS = {
-    "config.yaml": "training run",
-    "metrics.jsonl": "training run",
-    "state": "training run",
-    "config.json": "model",
-}
+_OF_OTHERS = dict.fromkeys(("config.yaml", "metrics.jsonl", "state"), "training run") | {"config.json": "model"}
 """files of the folder of a run or a model, where results would hide its curves or count as its files"""
 
 

@@ -177,12 +177,8 @@ def main(argv: Sequence[str]) -> None:
     summary = reinforce(options, folder, warm, train, held_out)
     rlite.shutdown()
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_learning_curve(
-        folder / "metrics.jsonl",
-        folder / "learning_curve.png",
-        metrics=("accuracy", "reward"),
-        title="Spelling backwards, learned by GRPO",
-    )
+    curve, title = folder / "learning_curve.png", "Spelling backwards, learned by GRPO"
+    plot_learning_curve(folder / "metrics.jsonl", curve, metrics=("accuracy", "reward"), title=title)
     ConsoleReporter().report("quickstart is done", report_rows(folder, summary))
 
 
