@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlite.errors import DataError
-from rlite.evaluation.statistics import (
-    Floats,
-    clustered_standard_error,
-    difference_interval,
-    score_limits,
-    sign_flip_p_value,
-    wrong_score,
-)
+from rlite.evaluation import statistics
 from rlite.rollout.collector.lost_groups import Selection, kind_of
 from rlite.services.record.recorder import SEPARATOR
 from rlite.trainer.held_out import SOLVED_AT, reaches
@@ -111,7 +104,7 @@ def summary(
     with_error = partial(_with_error, confidence=confidence)
     items = _by_item(samples, ks)
     finished = finished_scores(samples)
-    wrong = wrong_score(finished)
+    wrong = statistics.wrong_score(finished)
     metrics = with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
         metrics["accuracy_finished"] = fmean(finished)
@@ -225,15 +218,15 @@ def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: floa
     mean = fmean(values)
     if len(clusters) == 1:
         return {name: mean}
-    error, n = clustered_standard_error(clusters), float(len(clusters))
+    error, n = statistics.clustered_standard_error(clusters), float(len(clusters))
     if mean in {0.0, 1.0} and len(set(values)) == 1:
-        low, high = score_limits(mean, 0.0, n, 1.0)
+        low, high = statistics.score_limits(mean, 0.0, n, 1.0)
         error = (high - low) / 2
     elif error:
         n *= mean * (1 - mean) / error**2 / (n - 1)
     metrics = {name: mean, standard_error_of(name): error}
     if confidence is not None and min(values) >= 0 and max(values) <= 1:
-        low, high = score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
+        low, high = statistics.score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
         metrics |= {f"{name}_low": max(low, 0.0), f"{name}_high": min(high, 1.0)}
     return metrics
 
@@ -292,11 +285,11 @@ def compare(
     """
     differences = paired_differences(first, second, lower_is_better)
     gains = -differences if lower_is_better else differences
-    p_value = sign_flip_p_value(differences, seed)
+    p_value = statistics.sign_flip_p_value(differences, seed)
     low, high = None, None
     if len(differences) > 1:
         scores = [0.0, *finished_scores([*first, *second])]
-        low, high = difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
+        low, high = statistics.difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
         low, high = _agreeing(low, high, differences.mean(), p_value < 1 - confidence)
     mean, better, worse = float(differences.mean()), int((gains > 0).sum()), int((gains < 0).sum())
     return Comparison(mean, low, high, confidence, p_value, len(differences), better, worse, lower_is_better)
@@ -312,7 +305,9 @@ def _agreeing(low: float, high: float, difference: float, is_significant: bool) 
     return (max(low, NEAREST), high) if difference > 0 else (low, min(high, -NEAREST))
 
 
-def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False) -> Floats:
+def paired_differences(
+    first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False
+) -> statistics.Floats:
     """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
 
     Args:
@@ -323,7 +318,7 @@ def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_
     Raises:
         DataError: there are no samples, or the items of the two differ.
     """
-    wrong = wrong_score(finished_scores([*first, *second]), lower_is_better)
+    wrong = statistics.wrong_score(finished_scores([*first, *second]), lower_is_better)
     before, after = mean_scores(first, wrong), mean_scores(second, wrong)
     if before.keys() != after.keys():
         unshared = {"first": before.keys() - after.keys(), "second": after.keys() - before.keys()}
@@ -446,7 +441,7 @@ def _error(name: str, runs: Lines) -> float | None:
         len(own) > 1 and math.isclose(math.fsum(own) / len(own), run["metrics"][name], rel_tol=1e-9, abs_tol=1e-12)
         for own, run in zip(values, runs, strict=True)
     ]
-    return clustered_standard_error(list(zip(*values, strict=True))) if all(is_mean) else None
+    return statistics.clustered_standard_error(list(zip(*values, strict=True))) if all(is_mean) else None
 
 
 def _passes(runs: Lines, k: int | None) -> Iterator[tuple[str, float]]:
