@@ -216,14 +216,9 @@ class RLJob:
         address = _ray("fleet").cluster_address()
         trainer = self.spec.config.get("trainer") if self.spec.is_program else None
         folder = trainer.get("save_dir") if isinstance(trainer, dict) else None
-        return JobEntry(
-            name=plan.name,
-            submission=plan.submission,
-            address=address,
-            store=self.spec.store,
-            run_folder=os.path.realpath(folder) if isinstance(folder, str) else "",
-            owner=Owner.of_this_process() if _ray("connection").is_started_here(address) else None,
-        )
+        run_folder = os.path.realpath(folder) if isinstance(folder, str) else ""
+        owner = Owner.of_this_process() if _ray("connection").is_started_here(address) else None
+        return JobEntry(plan.name, plan.submission, address, self.spec.store, run_folder, owner)
 
     def _end(self, handle: JobHandle) -> str:
         """Let a job whose submitter was interrupted save and end. A second interruption ends it at once.

@@ -293,16 +293,9 @@ class JobProcesses:
     def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Make the workloads in started processes."""
         plan, count = self._plan, len(group)
-        factory = partial(
-            make_workload,
-            plan.classes.workloads[role].pickled,
-            role,
-            plan.spec.config,
-            fleet.Service(plan.name).actor,
-            plan.layout.local_ranks(role),
-            self._rendezvous.known[role],
-            plan.spec.collocation_of(role),
-        )
+        own = plan.classes.workloads[role].pickled, role, plan.spec.config, fleet.Service(plan.name).actor
+        place = plan.layout.local_ranks(role), self._rendezvous.known[role], plan.spec.collocation_of(role)
+        factory = partial(make_workload, *own, *place)
         devices = ["cpu" if plan.spec.device_kind == "cpu" else "cuda:0"] * count
         timeout = plan.spec.start_timeout
         group.create(self._in_job(role, factory), devices, [0] * count, range(count), timeout, list(ranks))

@@ -177,10 +177,7 @@ class BaseTrainer(ABC):
     _resources: Mapping[RLRoleType, Mapping[str, float]] = {}
 
     def __init__(
-        self,
-        actor_handles: dict[RLRoleType, list[Any]],
-        actor_classes: dict[RLRoleType, type],
-        config: DictConfig,
+        self, actor_handles: dict[RLRoleType, list[Any]], actor_classes: dict[RLRoleType, type], config: DictConfig
     ) -> None:
         """Keep the arguments.
 
@@ -268,12 +265,23 @@ class TrainerRun(ABC):
     def __init__(self) -> None:
         self._progress: Progress = "new"
         self._error = self._trace = ""
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._report: TrainerReport | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
 
     @abstractmethod
     def _run(self) -> str:
         """Run to the end. Return why the trainer failed, or ""."""
+
+    def _is_recoverable(self) -> bool:
+        """Return True if a new process may run the trainer again beside the same workloads."""
+        return True
+
+    def outcome(self, wait_s: float) -> TrainerOutcome:
+        """Return the state of the run, at its end or after `wait_s` seconds."""
+        self._ended.wait(wait_s)
+        report, recoverable = self._report, self._is_recoverable()
+        is_final = self._progress == "raised" and report is not None and bool(report.final_error)
+        return TrainerOutcome(self._progress, recoverable, self._error, self._trace, report, is_final)
 
     def run(self) -> None:
         """Run to the end, once."""
@@ -330,10 +338,8 @@ class TrainerProcess(TrainerRun):
         self._trainer.fit()
         return ""
 
-    def outcome(self, wait_s: float) -> TrainerOutcome:
-        """Return the state of the run, at its end or after `wait_s` seconds."""
-        self._ended.wait(wait_s)
-        return TrainerOutcome(self._progress, self._trainer.is_recoverable(), self._error, self._trace)
+    def _is_recoverable(self) -> bool:
+        return self._trainer.is_recoverable()
 
     def renew(self, role: RLRoleType, actors: RoleActors) -> None:
         """Use new processes of a role."""
@@ -371,7 +377,6 @@ class ProgramProcess(TrainerRun):
         self._plan, self._ray_address, self._has_begun = plan, ray_address, has_begun
         self._is_interrupted = False
         self._process: subprocess.Popen[str] | None = None
-        self._report: record.TrainerReport | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def _run(self) -> str:
@@ -379,19 +384,12 @@ class ProgramProcess(TrainerRun):
         guard = Guard()
         try:
             with tempfile.TemporaryDirectory(prefix="rlite-program-") as folder:
-                return self._run_in(Path(folder), guard)
+                error = self._run_in(Path(folder), guard)
         finally:
             guard.end()
             guard.close()
-
-    def outcome(self, wait_s: float) -> TrainerOutcome:
-        """Return the state of the program, at its end or after `wait_s` seconds."""
-        self._ended.wait(wait_s)
-        report = self._report
-        if self._progress != "raised":
-            return TrainerOutcome(self._progress, True, report=report)
-        is_final = report is not None and bool(report.final_error)
-        return TrainerOutcome("raised", True, self._error, "\n".join(self._tail), report, is_final)
+        self._trace = "\n".join(self._tail) if error else ""
+        return error
 
     def interrupt(self) -> None:
         """Let the program save and end, as after SIGTERM without a control plane."""
