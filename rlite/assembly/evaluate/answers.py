@@ -83,16 +83,6 @@ QUIET_S = 10.0
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The items, and how they are asked and scored."""
-
-    items: Items
-    ids: Sequence[str]
-    """id of each item"""
-    make_workflow: MakeWorkflow
-
-
-@dataclass(frozen=True)
 class EvaluationRequest:
     """What a command asks of its models."""
 
@@ -173,8 +163,8 @@ class EvaluationRequest:
         time = None if journal.is_new else time_of(journal.path)
         return Candidate(name, model, own, journal.lines, time, journal=journal)
 
-    def questions(self) -> Questions:
-        """Return the items that the options name, and the maker of their workflow.
+    def questions(self) -> tuple[Items, MakeWorkflow]:
+        """Return the items that the options name, and the maker of the workflow that asks and scores them.
 
         Raises:
             ConfigError: a source of items is missing, or a source of items or scores cannot be used.
@@ -186,8 +176,7 @@ class EvaluationRequest:
             items: Items = [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
         else:
             items = read_source(self.given.source(options.data.source()), "prompts")[: options.limit]
-        make = self._workflow_maker(items)
-        return Questions(items, item_ids(items, self.where), make)
+        return items, self._workflow_maker(items)
 
     @property
     def where(self) -> str:
@@ -421,7 +410,8 @@ class PromptAnswers:
 
     Args:
         candidate: the model, and the samples that it has.
-        questions: the items, and how they are asked.
+        items: rows of the data.
+        make_workflow: makes the workflow that asks the items.
         request: what the command asks.
 
     Raises:
@@ -429,10 +419,13 @@ class PromptAnswers:
         DataError: a prompt cannot be asked.
     """
 
-    def __init__(self, candidate: Candidate, questions: Questions, request: EvaluationRequest) -> None:
-        self.candidate, self._questions, self._options = candidate, questions, (options := request.options)
+    def __init__(
+        self, candidate: Candidate, items: Items, make_workflow: MakeWorkflow, request: EvaluationRequest
+    ) -> None:
+        self.candidate, self._options = candidate, (options := request.options)
+        self._ids = item_ids(items, request.where)
         done = {(line["group"], line["sample"]) for line in candidate.lines}
-        places = list(product(range(len(questions.items)), range(options.samples)))
+        places = list(product(range(len(items)), range(options.samples)))
         self._num_expected = len(places)
         self.missing = [place for place in places if place not in done]
         """samples that are missing"""
@@ -444,10 +437,10 @@ class PromptAnswers:
             self._texts = TokenTexts(request.tokenizer(model))
             limit = request.context_limit(model)
             if_unknown = functools.cache(lambda: request.unknown_context(model, limit))
-            workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
-            self._set = EvaluationSet(candidate.name, questions.items, workflow, options.samples)
-            items, vocab_size = questions.items, vocab_size_of(model)
-            self._context = context_to_serve(workflow, items, limit, request.where, if_unknown, vocab_size)
+            workflow = make_workflow(options.sampling, tokenizer, if_unknown)
+            self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
+            where, vocab_size = request.where, vocab_size_of(model)
+            self._context = context_to_serve(workflow, items, limit, where, if_unknown, vocab_size)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -481,7 +474,7 @@ class PromptAnswers:
             RolloutError: all samples failed.
         """
         has_tokens = ended.group < self._options.record_tokens
-        self._held.append(row_of(ended, self._questions.ids[ended.group], self._texts, has_tokens))
+        self._held.append(row_of(ended, self._ids[ended.group], self._texts, has_tokens))
         self._has_succeeded |= ended.status == "evaluated"
         if self._has_succeeded:
             while self._held:

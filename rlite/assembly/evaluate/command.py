@@ -144,8 +144,8 @@ def _source(request: EvaluationRequest, folder: Path) -> tuple[Items, Callable[[
     if request.options.tasks:
         manager = request.find_tasks()
         return [], lambda model: TaskAnswers(model, manager, request, folder)
-    questions = request.questions()
-    return questions.items, lambda model: PromptAnswers(model, questions, request)
+    items, make_workflow = request.questions()
+    return items, lambda model: PromptAnswers(model, items, make_workflow, request)
 
 
 def _generate(answers: Sequence[Answers], folder: Path | None, overwrites: bool, options: LaunchOptions) -> None:
