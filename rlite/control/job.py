@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -67,6 +67,7 @@ class JobHandle:
         self.name, self._submission, self._store = name, submission, store
         self._fleet = _ray("fleet")
         self._processes = self._fleet.Fleet(name)
+        self._ask: Callable[..., Any] = self._fleet.Service(name).ask
 
     def record(self) -> JobRecord:
         """Return the job's state and log, which a store may keep after the end."""
@@ -141,24 +142,15 @@ class JobHandle:
         stage, state = record.state.stage, record.state
         return JobResult(stage == "FINISHED", state.restarts, record.log, state.error, stage == "STOPPED")
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._fleet.Service(self.name).ask(method, *args)
-
 
 class RLJob:
     """A job that was checked. `RLJobBuilder` makes it, and `job_of` from a spec."""
 
     def __init__(self, spec: JobSpec, classes: JobClasses) -> None:
-        self.spec = spec
-        self.classes = classes
-        self.layout = spec.layout()
+        self.spec, self.classes, self.layout = spec, classes, spec.layout()
 
     def submit(
-        self,
-        job_name: str = "rlite-job",
-        blocking: bool = True,
-        job_max_restart: int = 10,
-        address: str | None = None,
+        self, job_name: str = "rlite-job", blocking: bool = True, job_max_restart: int = 10, address: str | None = None
     ) -> JobResult | JobHandle:
         """Run the job on a Ray cluster: the connected one, the one at `address`, or one that is started for it.
 
@@ -308,9 +300,8 @@ def check_program(module: str) -> None:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"trainer: {module!r} cannot be found: {error}") from error
     if found is None:
-        raise ConfigError(
-            f"trainer: no module {module!r}; expected a module such as rlite.trainer.ppo, or module:Class"
-        )
+        expected = "expected a module such as rlite.trainer.ppo, or module:Class"
+        raise ConfigError(f"trainer: no module {module!r}; {expected}")
 
 
 def _subclass(where: str, given: Any, base: type) -> tuple[Any, dict[str, Any]]:

@@ -52,8 +52,7 @@ class JobProcesses:
     """All processes of a job. Threads of several actions may use it at the same time."""
 
     def __init__(self, plan: JobPlan, own: fleet.Fleet) -> None:
-        self._plan = plan
-        self._fleet = own
+        self._plan, self._fleet = plan, own
         self._reserved: dict[int, fleet.Reserved] = {}
         self._groups: dict[RLRoleType, WorkerGroup] = {}
         self._rendezvous = Rendezvous(plan.spec.start_timeout)

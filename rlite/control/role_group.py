@@ -106,10 +106,7 @@ class RoleGroup:
             group: their processes.
             on_late: called before CallTimeout is raised.
         """
-        self._role = role
-        self._cls = cls
-        self._group = group
-        self._on_late = on_late
+        self._role, self._cls, self._group, self._on_late = role, cls, group, on_late
         self._is_whole = threading.Event()
         self._is_whole.set()
 

@@ -122,16 +122,11 @@ def summary(
 
 def selection_of(samples: Sequence[Sample]) -> Selection:
     """Return what failures have done to the answers of an evaluation."""
-    failed_attempts = Counter(kind for sample in samples for kind in sample.failed_attempts)
+    attempts = Counter(kind for sample in samples for kind in sample.failed_attempts)
+    redrawn = Counter(sample.redrawn for sample in samples if sample.redrawn)
+    failed = Counter(sample.length for sample in samples if sample.score is None and sample.length)
     kept = Counter(sample.length for sample in samples if sample.score is not None)
-    return Selection(
-        num_groups=len(samples),
-        num_attempts=failed_attempts.total() + kept.total(),
-        failed_attempts=failed_attempts,
-        redrawn=Counter(sample.redrawn for sample in samples if sample.redrawn),
-        failed=Counter(sample.length for sample in samples if sample.score is None and sample.length),
-        kept=kept,
-    )
+    return Selection(len(samples), attempts.total() + kept.total(), attempts, redrawn, failed, kept)
 
 
 def standard_error_of(metric: str) -> str:

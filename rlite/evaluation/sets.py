@@ -151,15 +151,12 @@ def make_sets(
     by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
     own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
     if unknown := own.keys() - by_name.keys():
-        raise ConfigError(
-            f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
-        )
+        there = ", ".join(by_name) or "no set"
+        raise ConfigError(f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {there}")
     asked = {name for name, chosen in options.items() if name != UNNAMED or chosen.path is not None}
     if unknown := asked - by_name.keys():
-        key = key_of(sorted(unknown)[0])
-        raise ConfigError(
-            f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"
-        )
+        key, there = key_of(sorted(unknown)[0]), ", ".join(map(key_of, by_name)) or "no set"
+        raise ConfigError(f"{key}: there are rows of {there}; expected some of {key}")
     found = {}
     for name, table in by_name.items():
         check_name(KEY, name)
