@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -233,11 +234,9 @@ class RLJob:
 
     def _abandon(self, handle: JobHandle) -> None:
         """End a job whose submitter no longer waits."""
-        try:
+        with suppress(RliteError):  # the cluster is gone, or does not answer; the first error counts
             handle.stop("its submitter was interrupted", is_now=True)
             handle.result(timeout=60.0)
-        except RliteError:  # the cluster is gone, or does not answer; the first error counts
-            return
 
 
 def make_master(job: str, submission: str) -> Any:

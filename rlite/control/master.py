@@ -57,7 +57,8 @@ class Master:
             Fleet(job).end()
             why = f"the master cannot read its state: {type(error).__name__}: {error}"
             logger.error("job %s: %s", job, why)
-            self._record = _failed(submission, why)
+            ended = JobRecord(submission, failover.JobState(stage="ERROR", error=why))
+            self._record = ended.noted(LogEntry(time.time(), "ERROR", why, "end the job"))
             with suppress(OSError):  # the end then stands in memory alone
                 save_record(self._store, job, self._record)
                 keep_record(job, self._record)
@@ -344,11 +345,6 @@ def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, 
         lost = f"the record of an earlier submission is replaced, which had not ended ({stored.state.stage})"
         own = own.noted(LogEntry(time.time(), "INIT", lost))
     return own, True
-
-
-def _failed(submission: str, why: str) -> JobRecord:
-    state = failover.JobState(stage="ERROR", error=why)
-    return JobRecord(submission, state).noted(LogEntry(time.time(), "ERROR", why, "end the job"))
 
 
 def _detail(event: failover.Event) -> str:

@@ -24,6 +24,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -428,10 +429,8 @@ class ProgramProcess(TrainerRun):
         while process.poll() is None and not error:
             self._report = record.read(report_file) or self._report
             error = watch.look(self._report)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(0.0 if error else LOOK_S)
-            except subprocess.TimeoutExpired:
-                continue
         guard.end()  # all that the program left, and a stopped or hung program itself
         process.wait()
         reader.join(LOOK_S)

@@ -291,10 +291,8 @@ class EvaluationResult:
     def to_json(self) -> dict[str, Any]:
         """Return metrics and comparison as values of JSON."""
         models = {each.name: each.to_json() for each in self.models}
-        comparison = None
-        if self.comparison is not None:
-            first, second = (each.name for each in self.models)
-            comparison = {"first": first, "second": second, **asdict(self.comparison)}
+        names = dict(zip(("first", "second"), models, strict=False))
+        comparison = None if self.comparison is None else names | asdict(self.comparison)
         reason = {"no_comparison": self.no_comparison} if self.no_comparison else {}
         return {"models": models, "comparison": comparison, **reason}
 
