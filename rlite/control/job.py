@@ -370,35 +370,34 @@ class RoleBuilder:
 
     def total(self, total: int) -> RoleBuilder:
         """Set the number of workloads."""
-        return self._with("total", total)
+        return self._with(total=total)
 
     def per_node(self, per_node: int) -> RoleBuilder:
         """Set the number of workloads on one node."""
-        return self._with("per_node", per_node)
+        return self._with(per_node=per_node)
 
     def env(self, env: Mapping[str, Any]) -> RoleBuilder:
         """Set environment variables of the workloads."""
-        return self._with("env", dict(env))
+        return self._with(env=dict(env))
 
     def resource(self, resource: Mapping[str, float] | None = None, **more: float) -> RoleBuilder:
         """Set the Ray resources of one workload: `resource(GPU=0.5)` or `resource({"GPU": 0.5})`."""
         given = {**(resource or {}), **more}
-        return self._with("resource", {name: float(amount) for name, amount in given.items()})
+        return self._with(resource={name: float(amount) for name, amount in given.items()})
 
     def on_failure(
         self, level: Literal["ignore", "workload", "role", "job"], max_restarts: int | None = None
     ) -> RoleBuilder:
         """Set the failure scope and restart limit."""
-        if max_restarts is not None:
-            self._with("max_restarts", max_restarts)
-        return self._with("on_failure", level)
+        limit = {} if max_restarts is None else {"max_restarts": max_restarts}
+        return self._with(on_failure=level, **limit)
 
     def end(self) -> RLJobBuilder:
         """Return to the job."""
         return self._job
 
-    def _with(self, name: str, value: Any) -> RoleBuilder:
-        self._values[name] = value
+    def _with(self, **values: Any) -> RoleBuilder:
+        self._values.update(values)
         return self
 
 
@@ -413,15 +412,15 @@ class RLJobBuilder:
 
     def node_num(self, num: int) -> RLJobBuilder:
         """Set the number of nodes."""
-        return self._with("node_num", num)
+        return self.options(node_num=num)
 
     def device_per_node(self, num: int) -> RLJobBuilder:
         """Set the number of devices on each node."""
-        return self._with("device_per_node", num)
+        return self.options(device_per_node=num)
 
     def device_type(self, kind: str) -> RLJobBuilder:
         """Set the kind of the devices: "CPU" or "GPU"."""
-        return self._with("device_type", str(kind).upper())
+        return self.options(device_type=str(kind).upper())
 
     def config(self, config: Mapping[str, Any] | DictConfig) -> RLJobBuilder:
         """Set the configuration of the trainer and the workloads.
@@ -433,11 +432,11 @@ class RLJobBuilder:
             config = OmegaConf.to_container(config)  # type: ignore[assignment]
         if not isinstance(config, Mapping):
             raise ConfigError(f"config: expected a mapping, found a {type(config).__name__}")
-        return self._with("config", dict(config))
+        return self.options(config=dict(config))
 
     def global_env(self, env: Mapping[str, Any]) -> RLJobBuilder:
         """Set environment variables of the trainer and all workloads."""
-        return self._with("global_env", dict(env))
+        return self.options(global_env=dict(env))
 
     def options(self, **options: Any) -> RLJobBuilder:
         """Set further options of `JobSpec`, such as `start_timeout`."""
@@ -501,10 +500,6 @@ class RLJobBuilder:
             raise ConfigError(f"{role} is already in the job")
         self._roles[role] = RoleBuilder(self, _given(workload, class_name))
         return self._roles[role]
-
-    def _with(self, name: str, value: Any) -> RLJobBuilder:
-        self._values[name] = value
-        return self
 
 
 def _given(given: Any, class_name: str | None) -> Any:
