@@ -90,9 +90,8 @@ class Parts:
         tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
         self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
-        self.prompts = prompt_stream(
-            train_rows, options.train_data.prompts_per_rollout, trainer.seed, self.data.mixture
-        )
+        num_prompts = options.train_data.prompts_per_rollout
+        self.prompts = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
         self.loss = maker.policy_loss()
         self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
         self.placement = Placement(options, self.context.length)

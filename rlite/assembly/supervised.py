@@ -108,11 +108,8 @@ def read_tokens(
     tokenizer = load_tokenizer(model_name)
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
-    template_options = {
-        **data.chat_template_options,
-        **({"last_turn_only": True} if data.last_turn_only else {}),
-        "escape_special_tokens": data.escape_special_tokens,
-    }
+    turns = {"last_turn_only": True} if data.last_turn_only else {}
+    template_options = {**data.chat_template_options, **turns, "escape_special_tokens": data.escape_special_tokens}
 
     def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
@@ -132,6 +129,5 @@ def read_tokens(
     ends.is_settled = True
     sets = {name: each for name, each in test_data.items() if not each.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
-    return replace(rows, ends=ends), {
-        name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()
-    }
+    test_rows = {name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()}
+    return replace(rows, ends=ends), test_rows

@@ -411,9 +411,8 @@ class JobPlan:
         kind: str = self.spec.device_type
         if self.spec.is_program:
             return {0: [{kind: float(self.spec.device_per_node)}]}
-        bundles = {
-            node: [{kind: 1.0} for _ in range(count)] for node, count in enumerate(self.layout.num_devices) if count
-        }
+        counts = enumerate(self.layout.num_devices)
+        bundles = {node: [{kind: 1.0} for _ in range(count)] for node, count in counts if count}
         for role, seats in self.layout.seats.items():
             more = {name: amount for name, amount in self.spec.resource_of(role).items() if name != kind and amount}
             for seat in seats if more else ():

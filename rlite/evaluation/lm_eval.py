@@ -219,9 +219,8 @@ class RliteLM(TemplateLM):
         stops = [stop for stop in asked.pop("until") if stop]
         max_tokens = asked.pop("max_gen_toks")
         if not 1 <= max_tokens < self.max_length:
-            raise ConfigError(
-                f"the task asks for answers of {max_tokens} tokens; expected 1 to {self.max_length - 1}, {self._limit}"
-            )
+            expected = f"expected 1 to {self.max_length - 1}, {self._limit}"
+            raise ConfigError(f"the task asks for answers of {max_tokens} tokens; {expected}")
         if not asked.pop("do_sample"):
             asked |= {"temperature": 0.0}
         sampling = GenerationHyperparameters.from_mapping({**asked, "max_new_tokens": max_tokens, "stop": stops})

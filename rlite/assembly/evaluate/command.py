@@ -37,7 +37,6 @@ from rlite.evaluation.folder import RESULTS, Answered, Candidate, EvaluatedModel
 from rlite.evaluation.metrics import Sample, compare, selection_of, standard_error_of, summary
 from rlite.evaluation.sets import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
-from rlite.trainer.options import LaunchOptions
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.wording import counted
@@ -122,7 +121,14 @@ def _answered(request: EvaluationRequest, folder: Path, until_end: ExitStack) ->
         storage.remove_others(folder, names)
         for each in candidates:
             each.begin(folder)
-    _generate(answers, options.folder, options.overwrite, options)
+    if options.folder is not None:
+        INTERRUPTION.advice = advice(options.folder, options.overwrite)
+    pending = [own for own in answers if own.missing]
+    # one session for all; ranks that wait for a session get one in any case
+    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
+        for own in pending:
+            with nullcontext() if options.folder is None else recorded(own.candidate, folder):
+                own.run()
     return models
 
 
@@ -146,17 +152,6 @@ def _source(request: EvaluationRequest, folder: Path) -> tuple[Items, Callable[[
         return [], lambda model: TaskAnswers(model, manager, request, folder)
     items, make_workflow = request.questions()
     return items, lambda model: PromptAnswers(model, items, make_workflow, request)
-
-
-def _generate(answers: Sequence[Answers], folder: Path | None, overwrites: bool, options: LaunchOptions) -> None:
-    """Generate missing samples in one session. Ranks that wait for a session get one in any case."""
-    pending = [each for each in answers if each.missing]
-    if folder is not None:
-        INTERRUPTION.advice = advice(folder, overwrites)
-    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
-        for each in pending:
-            with nullcontext() if folder is None else recorded(each.candidate, folder):
-                each.run()
 
 
 def advice(folder: Path, overwrites: bool) -> str:
