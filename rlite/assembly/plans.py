@@ -39,7 +39,7 @@ LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's work is divided."""
+    """Division of a step's work, in words and numbers."""
 
     options: PpoConfig
     engines: Engines

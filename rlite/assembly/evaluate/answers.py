@@ -84,7 +84,7 @@ QUIET_S = 10.0
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What a command asks of its models."""
+    """Request of a command to its models."""
 
     options: EvalConfig
     given: ProgramObjects
