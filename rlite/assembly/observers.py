@@ -19,7 +19,6 @@ from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.services.console.observers import RunReport, SinkLog, StepTrace
-from rlite.services.record.files import drop_later
 from rlite.services.recovery import record
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
@@ -62,10 +61,10 @@ def run_observers(
     name: str,
     plan: Callable[[], Mapping[str, str]],
     progress: Callable[[], str] | None = None,
-    before: Sequence[Observer] = (),
-    after: Sequence[Observer] = (),
 ) -> list[Observer]:
-    """Return the observers of a run, in the order in which they are called.
+    """Return the observers that log and show a run, in the order in which they are called.
+
+    Observers before them may enter metrics. Observers after them may say something about a step.
 
     Args:
         run: the run.
@@ -73,12 +72,10 @@ def run_observers(
         name: name of the command.
         plan: returns how a step's work is divided, as text by topic.
         progress: returns the progress of the work under way, in words.
-        before: observers that enter metrics, or keep what a step has made, before it is logged.
-        after: observers that say something about a step, after it is shown.
     """
     options = run.config.trainer
     report = RunReport(options, reported, f"rlite {name}", plan, progress)
-    return [*before, SinkLog(options), report, StepTrace(options, run.folder), StepReport(), *after]
+    return [SinkLog(options), report, StepTrace(options, run.folder), StepReport()]
 
 
 EQUAL_REWARDS = "all rewards of the group are equal"
@@ -113,6 +110,11 @@ class RunRecord(EvaluationRecord):
         self._collector = self._engine.collector
         self.open(self._engine.tokenizer)
 
+    def on_train(self, run: TrainingRun, metrics: dict[str, float]) -> None:
+        """Record the rollouts of a step."""
+        if run.batch is not None:
+            self.step(run.batch)
+
     def step(self, batch: TensorDict) -> None:
         """Record the finished step.
 
@@ -128,12 +130,11 @@ class RunRecord(EvaluationRecord):
 
     def _end(self, reason: str) -> None:
         """Record the groups under way, and close."""
-        if self._collector is None:  # the run ended before it began
-            return super()._end(reason)
-        outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
-        groups = [outcome.decide(group) for group in self._collector.take_all(reason)]
-        self._recorder.record(self._run.step + 1, groups)
-        return super()._end(reason)
+        if self._collector is not None:  # else the run ended before it began
+            outcome = Outcome(is_filtering=self._is_filtering, aborted=reason)
+            groups = [outcome.decide(group) for group in self._collector.take_all(reason)]
+            self._recorder.record(self._run.step + 1, groups)
+        super()._end(reason)
 
 
 def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
@@ -184,49 +185,3 @@ class Outcome:
 def _is_uniform(group: Ended) -> bool:
     rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
     return all(reward.equal(rewards[0]) for reward in rewards)
-
-
-class Recording(Observer):
-    """Lets a record follow a run.
-
-    Args:
-        record: a record of rollouts and evaluations, or of evaluations alone.
-        begin: begins the record, after the run has opened its folder.
-    """
-
-    def __init__(self, record: EvaluationRecord, begin: Callable[[], None]) -> None:
-        self._record, self._begin = record, begin
-
-    def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Delete the records of later steps, and begin."""
-        drop_later(run.folder, run.step or -1)
-        self._begin()
-
-    def on_train(self, run: TrainingRun, metrics: dict[str, float]) -> None:
-        """Record the rollouts of a step."""
-        if isinstance(self._record, RunRecord) and run.batch is not None:
-            self._record.step(run.batch)
-
-    def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
-        """Record evaluations.
-
-        Args:
-            run: the run.
-            step: finished steps of the evaluated weights.
-            evaluations: evaluations with their episodes.
-        """
-        for each in evaluations:
-            self._record.evaluation(each.set.name, step, each.episodes)
-
-    def before_save(self, run: TrainingRun) -> None:
-        """Write everything to disk."""
-        self._record.before_checkpoint()
-
-    def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Merge the files of steps to which no checkpoint goes back."""
-        self._record.after_checkpoint()
-
-    def close(self, run: TrainingRun, error: BaseException | None) -> None:
-        """End the record, with the reason for which rollouts under way are lost."""
-        kind = None if error is None else type(error)
-        self._record.__exit__(KeyboardInterrupt if run.is_interrupted else kind, error, None)

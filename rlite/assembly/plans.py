@@ -39,7 +39,7 @@ LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of a step's work."""
+    """Division of a step's work, in words and numbers."""
 
     options: PpoConfig
     engines: Engines
@@ -77,9 +77,7 @@ class BatchPlan:
             "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
             f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
             f"{actor.max_length_per_device * dims.pack_factor} tokens",
-            "filter": "groups of equal rewards are replaced"
-            if options.has_dynamic_filtering
-            else "every group is kept",
+            "filter": EQUAL_GROUPS[options.has_dynamic_filtering],
             "rollout": f"{counted(len(engines.rollout.copies), 'replica')} of {counted(rollout.tp_size, 'device')}, "
             f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {self._pace()}",
             "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {self._advantages()}",
@@ -87,9 +85,8 @@ class BatchPlan:
         }
         plan |= {topic_of(name): self._set(each) for name, each in self.sets.items()}
         if hidden := [name for name in REWARD_ARGUMENTS if name in rows[0]]:
-            plan["hidden columns"] = (
-                f"{', '.join(hidden)}: reward functions receive values of the rollout by these names"
-            )
+            names = ", ".join(hidden)
+            plan["hidden columns"] = f"{names}: reward functions receive values of the rollout by these names"
         if unread := options.without_effect():
             plan["without effect"] = unread
         if not all(one.in_process for one in options.reward.values()):
@@ -130,10 +127,8 @@ class BatchPlan:
         mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
         deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
         critic = options.critic.model_name or "as the actor"
-        plans = {
-            "gae": f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {critic}",
-            "reinforce": f"{mean} advantages {deviation}",
-        }
+        gae = f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {critic}"
+        plans = {"gae": gae, "reinforce": f"{mean} advantages {deviation}"}
         penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
         return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
 
@@ -173,9 +168,8 @@ def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dic
         f"clipped to norm {max_grad_norm:g}",
     }
     if module.lora is not None:
-        plan["adapters"] = (
-            f"rank {module.lora.rank}, alpha {module.lora.alpha:g}, {', '.join(module.lora.target_modules)}"
-        )
+        lora = module.lora
+        plan["adapters"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.target_modules)}"
     if groups := options.parameter_groups:
         plan["parameter groups"] = "; ".join(_group(*each) for each in groups.items())
     return plan

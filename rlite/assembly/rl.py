@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlite import config
 from rlite.algorithms import is_selective
+from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import LearningFacts, Recording, RunRecord, run_observers
+from rlite.assembly.observers import LearningFacts, RunRecord, run_observers
 from rlite.assembly.plans import BatchPlan
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
@@ -29,7 +29,6 @@ from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session, shutdown
 from rlite.services.console.observers import Alarms, Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out import ACCURACIES as ACCURACIES
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
 from rlite.trainer.options import TrainerOptions
@@ -91,9 +90,8 @@ class Parts:
         tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
         self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
-        self.prompts = prompt_stream(
-            train_rows, options.train_data.prompts_per_rollout, trainer.seed, self.data.mixture
-        )
+        num_prompts = options.train_data.prompts_per_rollout
+        self.prompts = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
         self.loss = maker.policy_loss()
         self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
         self.placement = Placement(options, self.context.length)
@@ -180,17 +178,10 @@ class PartsMaker:
             workflow: runs the episodes.
             prompts: yields the items.
         """
-        options = self.options
-        kind = RolloutsAhead if options.rollout.max_head_offpolicyness else Rollouts
-        return kind(
-            options.rollout,
-            engines.rollout,
-            workflow,
-            prompts,
-            options.train_data.prompts_per_rollout,
-            options.responses_per_prompt,
-            options.has_dynamic_filtering,
-        )
+        options, rollout = self.options, self.options.rollout
+        sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
+        kind = RolloutsAhead if rollout.max_head_offpolicyness else Rollouts
+        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering)
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
@@ -203,14 +194,10 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     parts: Parts = trainer.parts
     options, rollout = parts.options, parts.engines.rollout
     record = RunRecord(options.trainer, parts.run, rollout, options.has_dynamic_filtering)
-    before = [
-        UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps),
-        Recording(record, record.begin),
-    ]
-    equal = options.equal_rewards
-    after = [Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach), LearningFacts(equal)]
-    progress = rollout.rollout_progress
-    return run_observers(parts.run, parts.reported, trainer.name, trainer.plan, progress, before, after)
+    usage, equal = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps), options.equal_rewards
+    own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
+    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach)
+    return [usage, record, *own, alarms, LearningFacts(equal)]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
@@ -239,18 +226,19 @@ def read_prompts(
     return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
 
 
-def main(trainer: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
-    trainer.train(config.load(trainer.config_class, argv, aliases=trainer.config_class.aliases))
-
-
-def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+def train(cls: type[Any], options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
 
     Args:
-        trainer: a class of trainers.
+        cls: a class of trainers.
         options: the run's config.
         given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
+
+    Raises:
+        ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
     """
     options.check_complete()
     serve_if_worker(options)
@@ -263,11 +251,9 @@ def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict
 
         def fit(run: TrainerOptions) -> dict[str, float]:
             with session_of(options):
-                own, training = (
-                    options.model_copy(update={"trainer": run}),
-                    workflow(options.rollout.train_sampling_params),
-                )
-                return dict(trainer(own, training, train_rows, test_rows, testing, given.callbacks).fit())
+                own = options.model_copy(update={"trainer": run})
+                training = workflow(options.rollout.train_sampling_params)
+                return dict(cls(own, training, train_rows, test_rows, testing, given.callbacks).fit())
 
         return fit(options.trainer) if has_session() else fit_again(fit, options.trainer)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import rlite
-from rlite import config
+from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import Recording, run_observers
+from rlite.assembly.observers import run_observers
 from rlite.assembly.plans import data_plan, model_plan
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
@@ -37,16 +37,8 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         repeated: returns the result of a call of the engine.
         record: record of evaluations by answers, if the trainer makes some.
     """
-    before: list[Observer] = [UsageReport(trainer.engine, repeated)]
-    if record is not None:
-        before.append(Recording(record, lambda: begin_record(trainer, record)))
-    return run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan, before=before)
-
-
-def begin_record(trainer: Any, record: EvaluationRecord) -> None:
-    """Begin a record, if there are sets that the model answers."""
-    if trainer.generated:
-        record.open(load_tokenizer(trainer.model.model_name))
+    own = run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan)
+    return [UsageReport(trainer.engine, repeated), *filter(None, [record]), *own]
 
 
 def make_plan(trainer: Any) -> dict[str, str]:
@@ -75,28 +67,24 @@ def make_plan(trainer: Any) -> dict[str, str]:
     }
 
 
-def main(trainer: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
-    trainer.train(config.load(trainer.config_class, argv))
-
-
-def train(trainer: type[Any], options: SupervisedConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+def train(cls: type[Any], options: SupervisedConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
 
     Args:
-        trainer: a class of trainers.
+        cls: a class of trainers.
         options: the trainer's config.
         given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
     """
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
-        model_name = getattr(options, trainer.key).model_name
-        rows, test_rows = read_tokens(
-            options.data, options.test_data, model_name, trainer.tokenise, trainer.kind, given
-        )
-        further = trainer.read_further(options, given)
+        model_name = getattr(options, cls.key).model_name
+        rows, test_rows = read_tokens(options.data, options.test_data, model_name, cls.tokenise, cls.kind, given)
+        further = cls.read_further(options, given)
         with session_of(options):
-            return dict(trainer(options, rows, test_rows, given.callbacks, **further).fit())
+            return dict(cls(options, rows, test_rows, given.callbacks, **further).fit())
 
 
 def read_tokens(
@@ -120,11 +108,8 @@ def read_tokens(
     tokenizer = load_tokenizer(model_name)
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
-    template_options = {
-        **data.chat_template_options,
-        **({"last_turn_only": True} if data.last_turn_only else {}),
-        "escape_special_tokens": data.escape_special_tokens,
-    }
+    turns = {"last_turn_only": True} if data.last_turn_only else {}
+    template_options = {**data.chat_template_options, **turns, "escape_special_tokens": data.escape_special_tokens}
 
     def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
@@ -144,6 +129,5 @@ def read_tokens(
     ends.is_settled = True
     sets = {name: each for name, each in test_data.items() if not each.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
-    return replace(rows, ends=ends), {
-        name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()
-    }
+    test_rows = {name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()}
+    return replace(rows, ends=ends), test_rows

@@ -58,9 +58,7 @@ class Context:
     def describe(self, max_new_tokens: int) -> str:
         """Return what fits, in words and numbers."""
         room = self.length - self.longest_prompt
-        prompts = (
-            f"prompts of at most {self.longest_prompt}" if self.longest_prompt else "prompts that are not known yet"
-        )
+        prompts = f"prompts {f'of at most {self.longest_prompt}' if self.longest_prompt else 'that are not known yet'}"
         if room >= max_new_tokens:
             return f"at most {self.length} tokens; {prompts}"
         return f"at most {self.length} tokens; {prompts}, after which {room} of {max_new_tokens} new tokens fit"
@@ -163,9 +161,10 @@ class RunWorkflows:
         pairs = list(prompts)
         needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in pairs]
         longest_prompt = max(longest for _, longest in pairs)
-        if (length := self.options.rollout.max_model_len) is not None:
-            return Context(length, longest_prompt)
-        return Context(min([limit, *([] if None in needs else [max(need for need in needs if need)])]), longest_prompt)
+        length = self.options.rollout.max_model_len
+        if length is None:
+            length = limit if None in needs else min(limit, max(need for need in needs if need))
+        return Context(length, longest_prompt)
 
     def maker(
         self, rewards: ChosenRewards | None, tables: Tables, workflow: str | None = None
@@ -180,17 +179,21 @@ class RunWorkflows:
         Raises:
             DataError: a row lacks a column that a reward needs.
         """
-        options = self.options
-        template_options = options.train_data.chat_template_options
+        options, rollout = self.options, self.options.rollout
+        template_options, name = options.train_data.chat_template_options, workflow or rollout.workflow
         if rewards is not None:
             make = _of_rewards(rewards, tables)
+        elif name is not None:
+            make = WORKFLOWS[name]
         else:
-            make = self._other_source() if workflow is None else WORKFLOWS[workflow]
+            assert rollout.env_path is not None
+            make = environment_workflow(rollout.env_path, **rollout.process_options)
+            make = partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
         tokenizer: Any = load_tokenizer(options.actor.model_name)
         if template_options:
             check_template_options(tokenizer, template_options, OPTIONS_KEY)
             make = partial(_taking_options(make), chat_template_options=template_options)
-        if options.rollout.escape_special_tokens:
+        if rollout.escape_special_tokens:
             tokenizer = EscapingTokenizer(tokenizer)
         return lambda sampling: make(sampling.gconfig(), tokenizer)
 
@@ -215,8 +218,7 @@ class RunWorkflows:
         """
         found = {}
         for name, rows in tables.items():
-            own, key = self.options.test_data[name], key_of(name)
-            make_own = make
+            own, key, make_own = self.options.test_data[name], key_of(name), make
             if own.reward:
                 make_own = self.maker(own_rewards(own, key, given), {key: rows})
             elif own.workflow is not None:
@@ -225,14 +227,6 @@ class RunWorkflows:
                 rewards.check_columns(rows, key)
             found[name] = make_own(self.options.rollout.sampling_of(own.sampling))
         return found
-
-    def _other_source(self) -> Callable[..., RolloutWorkflow]:
-        rollout = self.options.rollout
-        if rollout.workflow is not None:
-            return WORKFLOWS[rollout.workflow]
-        assert rollout.env_path is not None
-        make = environment_workflow(rollout.env_path, **rollout.process_options)
-        return partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
 
 
 def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from types import NoneType
 from typing import Any, Self
 
 import pyarrow as pa
@@ -28,6 +28,7 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted, writing
 from rlite.evaluation.metrics import Sample, summary
 from rlite.help import UNNAMED, check_name
+from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.bookkeeping import evaluated
 from rlite.rollout.collector.calls import RolloutCollector
@@ -37,11 +38,12 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Queue
 from rlite.rollout.episode import mix
 from rlite.runtime.replicas.engine import Engine
-from rlite.services.record.files import ROWS, TOKENS, all_files, write_table
+from rlite.services.record.files import ROWS, TOKENS, all_files, drop_later, write_table
 from rlite.services.record.recorder import NoRecorder, Recorder, TokenTexts, make_recorder, make_tables
+from rlite.trainer.callbacks import Metrics
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import RecordOptions, SamplingOptions, ServingOptions, SetSamplingOptions
-from rlite.trainer.run.observer import ReportedMetrics
+from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.schedule import interval, sampling_plan
 from rlite.trainer.run.training_run import TrainingRun
 from rlite.types import AsyncInference
@@ -149,15 +151,12 @@ def make_sets(
     by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
     own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
     if unknown := own.keys() - by_name.keys():
-        raise ConfigError(
-            f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
-        )
+        there = ", ".join(by_name) or "no set"
+        raise ConfigError(f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {there}")
     asked = {name for name, chosen in options.items() if name != UNNAMED or chosen.path is not None}
     if unknown := asked - by_name.keys():
-        key = key_of(sorted(unknown)[0])
-        raise ConfigError(
-            f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"
-        )
+        key, there = key_of(sorted(unknown)[0]), ", ".join(map(key_of, by_name)) or "no set"
+        raise ConfigError(f"{key}: there are rows of {there}; expected some of {key}")
     found = {}
     for name, table in by_name.items():
         check_name(KEY, name)
@@ -391,18 +390,19 @@ SINGLE = "test"
 """name under which a single set is recorded"""
 
 
-class EvaluationRecord:
+class EvaluationRecord(Observer):
     """Records evaluations. A run that resumes at step S deletes records of later steps.
 
-    The end of a `with` block closes the record. A record that cannot be written ends with a warning; the run goes on.
+    A record that cannot be written ends with a warning; the run goes on.
 
     Args:
         options: say how much is recorded.
         run: counts the steps, and has the folder and the console.
+        model: folder or hub name of the model, for its tokenizer; "" if nothing is recorded.
     """
 
-    def __init__(self, options: RecordOptions, run: TrainingRun) -> None:
-        self._amounts, self._run = options, run
+    def __init__(self, options: RecordOptions, run: TrainingRun, model: str = "") -> None:
+        self._amounts, self._run, self._model = options, run, model
         self._has_told = False
         self._recorder: Recorder = NoRecorder()
 
@@ -426,35 +426,52 @@ class EvaluationRecord:
         self._recorder.record_evaluation(name or SINGLE, step, episodes)
         self._tell_of_limit()
 
-    def before_checkpoint(self) -> None:
+    def begin(self) -> None:
+        """Begin, after the run has opened its folder and the engines are built."""
+        if self._model:
+            self.open(load_tokenizer(self._model))
+
+    def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Delete the records of later steps, and begin."""
+        drop_later(run.folder, run.step or -1)
+        self.begin()
+
+    def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
+        """Record evaluations.
+
+        Args:
+            run: the run.
+            step: finished steps of the evaluated weights.
+            evaluations: evaluations with their episodes.
+        """
+        for each in evaluations:
+            self.evaluation(each.set.name, step, each.episodes)
+
+    def before_save(self, run: TrainingRun) -> None:
         """Write everything to disk. A run that is resumed from the checkpoint does not record it again."""
         self._recorder.flush()
 
-    def after_checkpoint(self) -> None:
+    def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
         """Merge the files of steps to which no checkpoint goes back."""
-        if (oldest := self._run.oldest_checkpoint) is not None:
+        if (oldest := run.oldest_checkpoint) is not None:
             self._recorder.compact(oldest)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close. The block's own error comes before an error of the record."""
+    def close(self, run: TrainingRun, error: BaseException | None) -> None:
+        """End the record, with the reason for which rollouts under way are lost."""
+        kind = KeyboardInterrupt if run.is_interrupted else type(error)
         try:
-            self._end("the run ended" if kind is None else f"the run ended with {kind.__name__}")
-        except Exception:  # of any kind: the block's own error must not be hidden
+            self._end("the run ended" if kind is NoneType else f"the run ended with {kind.__name__}")
+        except Exception:  # of any kind: the run's own error must not be hidden
             if error is None:
                 raise
             logger.exception("the end of the record could not be written")
 
     def _end(self, reason: str) -> None:
-        """Close at the end of the run; `reason` says in words how it ended."""
-        self.close()
+        """Write everything to disk. Later evaluations are not recorded.
 
-    def close(self) -> None:
-        """Write everything to disk. Later evaluations are not recorded."""
+        Args:
+            reason: how the run ended, in words.
+        """
         recorder, self._recorder = self._recorder, NoRecorder()
         recorder.close()
 

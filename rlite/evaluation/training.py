@@ -295,9 +295,7 @@ class InvalidEvaluations:
         limit = self._options.get(name, GeneratedOptions()).max_error_share
         if num_errors <= limit * num_episodes:
             return True
-        causes: Counter[str] = Counter()
-        for reason, count in evaluation.lost.items():
-            causes[cause_of(reason)] += count
+        causes = Counter(map(cause_of, evaluation.lost.elements()))
         how = (
             f" is invalid, {num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); "
             "such evaluations choose no best checkpoint"

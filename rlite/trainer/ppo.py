@@ -36,7 +36,6 @@ from rlite.trainer.rl.objective import compute_advantages
 from rlite.trainer.rl.rollouts import mean_reward
 from rlite.trainer.rl.statistics import with_selected
 from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import Judged, TrainerLoop, loss_stats, step_metrics
 
 T = TypeVar("T")
@@ -253,26 +252,8 @@ class PpoTrainer(TrainerLoop):
 
     # -- the command ---------------------------------------------------------------------------------------------
 
-    @classmethod
-    def main(cls, argv: Sequence[str]) -> None:
-        """Run the trainer from the command line."""
-        assembly.main(cls, argv)
-
-    @classmethod
-    def train(cls, options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
-        """Train in the program's session, or in one of its own.
-
-        Args:
-            options: the run's config.
-            given: objects of a program, in place of what the options name.
-
-        Returns:
-            The metrics of the last step.
-
-        Raises:
-            ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
-        """
-        return assembly.train(cls, options, given)
+    main = classmethod(assembly.main)
+    train = classmethod(assembly.train)
 
 
 main = PpoTrainer.main

@@ -69,7 +69,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.generation = AnsweringEngine(
             options.generation, options.actor.model_name, options.trainer.seed, self.engine, self.generated
         )
-        self.record = EvaluationRecord(options.trainer, self.run)
+        model = options.actor.model_name if self.generated else ""
+        self.record = EvaluationRecord(options.trainer, self.run, model)
         sets = {name: own for name, own in options.test_data.items() if own.is_generated}
         self.invalid = InvalidEvaluations(sets, self.run)
         self.answered: list[Evaluation] = []

@@ -26,7 +26,7 @@ from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer, ReportedMetrics
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.run.schedule import EvaluationSchedule, losses_plan, topic_of
 from rlite.trainer.run.training_run import Judged, TrainerLoop, TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
@@ -77,8 +77,6 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
     """metrics of every step for the console"""
     headlines: ClassVar[Sequence[str]] = ("test_loss",)
     """metrics of evaluations for the console"""
-    reference: Reference | None = None
-    """the model that the loss compares with"""
 
     def __init__(
         self,
@@ -109,6 +107,7 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         every = {name: options.test_data.get(name, HeldOutOptions()).every for name in self.set_names}
         self.schedule = EvaluationSchedule(self.run, {name: own or trainer.test_freq for name, own in every.items()})
         self.build_options = self._build_options()
+        self.reference = self.make_reference()
 
     @property
     def _new_end_ids(self) -> list[int]:
@@ -118,6 +117,10 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
     @abstractmethod
     def make_loss(self) -> BatchLoss:
         """Return the loss to minimise."""
+
+    def make_reference(self) -> Reference | None:
+        """Return the model that the loss compares with, if there is one."""
+        return None
 
     def reported_metrics(self) -> ReportedMetrics:
         """Return the names of the metrics that the run shows."""
@@ -310,23 +313,8 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
 
     # -- the command ---------------------------------------------------------------------------------------------
 
-    @classmethod
-    def main(cls, argv: Sequence[str]) -> None:
-        """Run the trainer from the command line."""
-        assembly.main(cls, argv)
-
-    @classmethod
-    def train(cls, options: C, given: ProgramObjects = NOTHING) -> dict[str, float]:
-        """Train in the program's session, or in one of its own.
-
-        Args:
-            options: the trainer's config.
-            given: objects of a program, in place of what the options name.
-
-        Returns:
-            The metrics of the last step.
-        """
-        return assembly.train(cls, options, given)
+    main = classmethod(assembly.main)
+    train = classmethod(assembly.train)
 
     @classmethod
     def read_further(cls, options: C, given: ProgramObjects) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -83,16 +83,6 @@ QUIET_S = 10.0
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The items, and how they are asked and scored."""
-
-    items: Items
-    ids: Sequence[str]
-    """id of each item"""
-    make_workflow: MakeWorkflow
-
-
-@dataclass(frozen=True)
 class EvaluationRequest:
     """Request of a command to its models."""
 
@@ -111,12 +101,12 @@ class EvaluationRequest:
         found: dict[str, str] = {}
         for name, own in options.reward.items():
             file = Path(own.path.rpartition(":")[0])
-            if file.is_file() and name not in functions:
-                found[str(file)] = digest([file.read_bytes()])
-            else:
+            if name in functions or not file.is_file():
                 found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
-        if options.env_path is not None and Path(options.env_path).is_file():
-            found[options.env_path] = digest([Path(options.env_path).read_bytes()])
+            else:
+                found[str(file)] = digest([file.read_bytes()])
+        if options.env_path is not None and (file := Path(options.env_path)).is_file():
+            found[options.env_path] = digest([file.read_bytes()])
         if options.workflow is not None:
             found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
         return found
@@ -173,8 +163,8 @@ class EvaluationRequest:
         time = None if journal.is_new else time_of(journal.path)
         return Candidate(name, model, own, journal.lines, time, journal=journal)
 
-    def questions(self) -> Questions:
-        """Return the items that the options name, and the maker of their workflow.
+    def questions(self) -> tuple[Items, MakeWorkflow]:
+        """Return the items that the options name, and the maker of the workflow that asks and scores them.
 
         Raises:
             ConfigError: a source of items is missing, or a source of items or scores cannot be used.
@@ -186,8 +176,7 @@ class EvaluationRequest:
             items: Items = [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
         else:
             items = read_source(self.given.source(options.data.source()), "prompts")[: options.limit]
-        make = self._workflow_maker(items)
-        return Questions(items, item_ids(items, self.where), make)
+        return items, self._workflow_maker(items)
 
     @property
     def where(self) -> str:
@@ -421,7 +410,8 @@ class PromptAnswers:
 
     Args:
         candidate: the model, and the samples that it has.
-        questions: the items, and how they are asked.
+        items: rows of the data.
+        make_workflow: makes the workflow that asks the items.
         request: what the command asks.
 
     Raises:
@@ -429,13 +419,15 @@ class PromptAnswers:
         DataError: a prompt cannot be asked.
     """
 
-    def __init__(self, candidate: Candidate, questions: Questions, request: EvaluationRequest) -> None:
-        self.candidate, self._questions, self._options = candidate, questions, (options := request.options)
+    def __init__(
+        self, candidate: Candidate, items: Items, make_workflow: MakeWorkflow, request: EvaluationRequest
+    ) -> None:
+        self.candidate, self._options = candidate, (options := request.options)
+        self._ids = item_ids(items, request.where)
         done = {(line["group"], line["sample"]) for line in candidate.lines}
-        self._num_expected = len(questions.items) * options.samples
-        self.missing = [
-            place for place in product(range(len(questions.items)), range(options.samples)) if place not in done
-        ]
+        places = list(product(range(len(items)), range(options.samples)))
+        self._num_expected = len(places)
+        self.missing = [place for place in places if place not in done]
         """samples that are missing"""
         self._held: list[Row] = []
         self._has_succeeded = any(line["status"] == "evaluated" for line in candidate.lines)
@@ -445,11 +437,10 @@ class PromptAnswers:
             self._texts = TokenTexts(request.tokenizer(model))
             limit = request.context_limit(model)
             if_unknown = functools.cache(lambda: request.unknown_context(model, limit))
-            workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
-            self._set = EvaluationSet(candidate.name, questions.items, workflow, options.samples)
-            self._context = context_to_serve(
-                workflow, questions.items, limit, request.where, if_unknown, vocab_size_of(model)
-            )
+            workflow = make_workflow(options.sampling, tokenizer, if_unknown)
+            self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
+            where, vocab_size = request.where, vocab_size_of(model)
+            self._context = context_to_serve(workflow, items, limit, where, if_unknown, vocab_size)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -483,7 +474,7 @@ class PromptAnswers:
             RolloutError: all samples failed.
         """
         has_tokens = ended.group < self._options.record_tokens
-        self._held.append(row_of(ended, self._questions.ids[ended.group], self._texts, has_tokens))
+        self._held.append(row_of(ended, self._ids[ended.group], self._texts, has_tokens))
         self._has_succeeded |= ended.status == "evaluated"
         if self._has_succeeded:
             while self._held:
@@ -548,11 +539,8 @@ class TaskAnswers:
 
     def _do(self, name: str, model: Any) -> None:
         """Do the missing samples of a task. The first one shows whether there are others."""
-        num_samples, sample, what = (
-            self._num_samples.get(name, 1),
-            self._done[name],
-            f"{self.candidate.name}, task {name}",
-        )
+        num_samples, sample = self._num_samples.get(name, 1), self._done[name]
+        what = f"{self.candidate.name}, task {name}"
         continuing(what, sample, num_samples, "samples")
         num_cut = model.num_cut
         while sample < num_samples:
@@ -598,22 +586,18 @@ class TaskAnswers:
         }
 
 
-@contextmanager
-def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
+def showing_progress(progress: Callable[[], str]) -> closing[ConsoleReporter]:
     """Show the progress of the evaluation until the end of the block.
 
     Args:
         progress: returns it in words; called in another thread.
 
-    Yields:
-        None.
+    Returns:
+        The block's context manager.
     """
     console = ConsoleReporter(file=sys.stderr, quiet_s=QUIET_S)
     console.follow(progress)
-    try:
-        yield
-    finally:
-        console.close()
+    return closing(console)
 
 
 def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:

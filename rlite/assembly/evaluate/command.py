@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rich import box
@@ -30,30 +31,10 @@ from rlite.assembly.evaluate.options import EvalConfig, default_temperature
 from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, RliteError
-from rlite.evaluation.folder import (
-    RESULTS,
-    Answered,
-    Candidate,
-    EvaluatedModel,
-    EvaluationResult,
-    changed_settings,
-    check_alone,
-    check_no_run,
-    earlier_result,
-    held,
-    remove_others,
-    write_results,
-)
-from rlite.evaluation.metrics import (
-    Sample,
-    compare,
-    lowest_tasks,
-    selection_of,
-    standard_error_of,
-    summary,
-    summary_of_tasks,
-    task_of,
-)
+from rlite.evaluation import folder as storage
+from rlite.evaluation import metrics as measures
+from rlite.evaluation.folder import RESULTS, Answered, Candidate, EvaluatedModel, EvaluationResult
+from rlite.evaluation.metrics import Sample, compare, selection_of, standard_error_of, summary
 from rlite.evaluation.sets import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
@@ -91,47 +72,42 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
     serve_if_worker(options)
     request = EvaluationRequest(options, given)
     with evaluation_folder(options.folder) as folder, ExitStack() as until_end:
-        models = _Evaluating(request, folder).run(until_end)
+        models = _answered(request, folder, until_end)
         check_comparable(models)
         result = result_of(models, options.k, options.solved_at, options.confidence, options.seed)
         if options.folder is not None:
-            write_results(folder, models, result)
+            storage.write_results(folder, models, result)
         return result
 
 
-class _Evaluating:
-    """Collects the samples of all models in a folder."""
+def _answered(request: EvaluationRequest, folder: Path, until_end: ExitStack) -> list[Answered]:
+    """Return the models with all their samples. Those that are missing are generated now.
 
-    def __init__(self, request: EvaluationRequest, folder: Path) -> None:
-        self._request, self._options, self._folder = request, request.options, folder
+    Args:
+        request: what the command asks.
+        folder: folder of the evaluation.
+        until_end: closes the journals at its end.
 
-    def run(self, until_end: ExitStack) -> list[Answered]:
-        """Return the models with all their samples. Those that are missing are generated now.
-
-        Args:
-            until_end: closes the journals at its end.
-
-        Raises:
-            ConfigError: there is no source of scores for a model without results.
-        """
-        options, folder, names = self._options, self._folder, self._options.names
-        asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
-        if not options.overwrite:
-            check_alone(folder, names)
-        earlier = {name: found for name in names if (found := self._earlier(asked[name], name))}
-        if len(earlier) == len(asked):
-            self._generate([])
-            return list(earlier.values())
+    Raises:
+        ConfigError: there is no source of scores for a model without results.
+    """
+    options, names = request.options, request.options.names
+    asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
+    if not options.overwrite:
+        storage.check_alone(folder, names)
+    earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
+    models, answers = list(earlier.values()), list[Answers]()
+    if unanswered := [asked[name] for name in names if name not in earlier]:
         if not options.sources_of_scores:
             raise ConfigError(
-                f"missing: a source of scores for {' and '.join(asked[name] for name in names if name not in earlier)} "
-                "(reward.path=file.py:function with data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier "
-                f"evaluation that is complete, a folder with {RESULTS}, needs none; run with --help to see every option"
+                f"missing: a source of scores for {' and '.join(unanswered)} (reward.path=file.py:function with "
+                "data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier evaluation that is complete, a "
+                f"folder with {RESULTS}, needs none; run with --help to see every option"
             )
-        items, answers_of = self._source()
-        settings = self._request.settings(items)
-        models: list[Answered] = [
-            earlier[name] if name in earlier else self._request.candidate(model, name, settings, folder, until_end)
+        items, answers_of = _source(request, folder)
+        settings = request.settings(items)
+        models = [
+            earlier[name] if name in earlier else request.candidate(model, name, settings, folder, until_end)
             for name, model in asked.items()
         ]
         check_comparable(models)
@@ -142,44 +118,40 @@ class _Evaluating:
         until_end.enter_context(CLOCK.fixed(time))
         candidates = [each for each in models if isinstance(each, Candidate)]
         answers = [answers_of(each) for each in candidates]
-        remove_others(folder, names)
+        storage.remove_others(folder, names)
         for each in candidates:
             each.begin(folder)
-        self._generate(answers)
-        return models
+    if options.folder is not None:
+        INTERRUPTION.advice = advice(options.folder, options.overwrite)
+    pending = [own for own in answers if own.missing]
+    # one session for all; ranks that wait for a session get one in any case
+    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
+        for own in pending:
+            with nullcontext() if options.folder is None else recorded(own.candidate, folder):
+                own.run()
+    return models
 
-    def _earlier(self, given: str, name: str) -> Answered | None:
-        """Return the result of an earlier evaluation under a name; None if the path is none.
 
-        Raises:
-            ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
-        """
-        if (found := earlier_result(given)) is None:
-            return None
-        if self._folder.resolve() == Path(given).expanduser().resolve():
-            raise ConfigError(
-                f"out={self._folder}: it holds the earlier evaluation that is read; choose another folder"
-            )
-        return replace(found, name=name)
+def _earlier(given: str, name: str, folder: Path) -> Answered | None:
+    """Return the result of an earlier evaluation under a name; None if the path is none.
 
-    def _source(self) -> tuple[Items, Callable[[Candidate], Answers]]:
-        """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
-        if self._options.tasks:
-            manager = self._request.find_tasks()
-            return [], lambda model: TaskAnswers(model, manager, self._request, self._folder)
-        questions = self._request.questions()
-        return questions.items, lambda model: PromptAnswers(model, questions, self._request)
+    Raises:
+        ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
+    """
+    if (found := storage.earlier_result(given)) is None:
+        return None
+    if folder.resolve() == Path(given).expanduser().resolve():
+        raise ConfigError(f"out={folder}: it holds the earlier evaluation that is read; choose another folder")
+    return replace(found, name=name)
 
-    def _generate(self, answers: Sequence[Answers]) -> None:
-        """Generate missing samples in one session. Ranks that wait for a session get one in any case."""
-        options = self._options
-        pending = [each for each in answers if each.missing]
-        if options.folder is not None:
-            INTERRUPTION.advice = advice(options.folder, options.overwrite)
-        with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
-            for each in pending:
-                with nullcontext() if options.folder is None else recorded(each.candidate, options.folder):
-                    each.run()
+
+def _source(request: EvaluationRequest, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
+    """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
+    if request.options.tasks:
+        manager = request.find_tasks()
+        return [], lambda model: TaskAnswers(model, manager, request, folder)
+    items, make_workflow = request.questions()
+    return items, lambda model: PromptAnswers(model, items, make_workflow, request)
 
 
 def advice(folder: Path, overwrites: bool) -> str:
@@ -197,7 +169,7 @@ def check_comparable(models: Sequence[Answered]) -> None:
     first, *others = models
     for other in others:
         shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
-        if different := changed_settings(*shared):
+        if different := storage.changed_settings(*shared):
             raise ConfigError(
                 f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
                 "same data and the same source of scores"
@@ -223,8 +195,8 @@ def result_of(
     if len(evaluated) != 2 or not evaluated[0].samples:
         return EvaluationResult(evaluated)
     first, second = (model.samples for model in evaluated)
-    lowest = lowest_tasks([line for model in models if model.is_of_tasks for line in model.lines])
-    if highest := lowest and {task_of(sample) for sample in first} - lowest:
+    lowest = measures.lowest_tasks([line for model in models if model.is_of_tasks for line in model.lines])
+    if highest := lowest and {measures.task_of(sample) for sample in first} - lowest:
         low, high = (", ".join(sorted(tasks)) for tasks in (lowest, highest))
         reason = f"lower is better in {low}, and higher in {high}; compare tasks of one direction in a command"
         return EvaluationResult(evaluated, no_comparison=reason)
@@ -233,15 +205,13 @@ def result_of(
 
 def _evaluated(model: Answered, k: int | None, solved_at: float, confidence: float) -> EvaluatedModel:
     samples = sorted((Sample.of_row(row) for row in model.rows), key=lambda sample: sample.sample)
-    higher_is_better: dict[str, bool] = {}
+    directions = (line.get("higher_is_better", {}).items() for line in model.lines if model.is_of_tasks)
     if model.is_of_tasks:
-        metrics = summary_of_tasks(model.lines, k)
-        for line in model.lines:
-            higher_is_better |= line.get("higher_is_better", {})
+        metrics = measures.summary_of_tasks(model.lines, k)
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, k or fewest, solved_at, confidence)
-    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
+    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, dict(chain(*directions)))
 
 
 @contextmanager
@@ -263,8 +233,8 @@ def evaluation_folder(folder: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
             yield Path(temporary)
         return
-    check_no_run(folder)
-    with held(folder):
+    storage.check_no_run(folder)
+    with storage.held(folder):
         yield folder
 
 

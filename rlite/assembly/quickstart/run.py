@@ -177,12 +177,8 @@ def main(argv: Sequence[str]) -> None:
     summary = reinforce(options, folder, warm, train, held_out)
     rlite.shutdown()
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_learning_curve(
-        folder / "metrics.jsonl",
-        folder / "learning_curve.png",
-        metrics=("accuracy", "reward"),
-        title="Spelling backwards, learned by GRPO",
-    )
+    curve, title = folder / "learning_curve.png", "Spelling backwards, learned by GRPO"
+    plot_learning_curve(folder / "metrics.jsonl", curve, metrics=("accuracy", "reward"), title=title)
     ConsoleReporter().report("quickstart is done", report_rows(folder, summary))
 
 
@@ -212,10 +208,8 @@ def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) ->
     """
     blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
-    chats = [
-        {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
-        for row, answer in zip(train, answers, strict=True)
-    ]
+    turns = ({"role": "assistant", "content": answer} for answer in answers)
+    chats = [{"messages": [*row["messages"], turn]} for row, turn in zip(train, turns, strict=True)]
     rows = sft_rows(chats, load_tokenizer(blank), MAX_LENGTH)
     optimizer = OptimizerOptions(
         lr=2e-3, weight_decay=0.0, scheduler="cosine", warmup_steps=10, total_steps=options.warm_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -11,7 +12,7 @@ import pytest
 
 from rlite.control.role_group import RoleGroup, UnboundGroup, hold_port, role_groups
 from rlite.control.spec import RLRoleType
-from rlite.control.workers import BaseWorkload, WorkloadFactory
+from rlite.control.workers import BaseWorkload, make_workload
 from rlite.data.dispatch import NeedParallel
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied
 from rlite.runtime.cluster.group import WorkerGroup
@@ -29,9 +30,8 @@ def group() -> Iterator[WorkerGroup]:
     group = WorkerGroup("ACTOR", devices, [ThreadHandle() for _ in devices], 10.0)
     group.replica_size = 1
     ranks = tuple((rank, 3) for rank in range(3))
-    factory = WorkloadFactory(
-        cloudpickle.dumps(Actor), RLRoleType.ACTOR, CONFIG, "master", ranks, ("127.0.0.1", 1234), "ACTOR,ROLLOUT"
-    )
+    place = ("127.0.0.1", 1234), "ACTOR,ROLLOUT"
+    factory = partial(make_workload, cloudpickle.dumps(Actor), RLRoleType.ACTOR, CONFIG, "master", ranks, *place)
     contexts = [WorkerContext(rank, 3, device, "cpu", 0, (0, 1, 2)) for rank, device in enumerate(group.devices)]
     group.create(factory, contexts, 10.0)
     yield group
