@@ -276,9 +276,9 @@ def mixed(parts: Mapping[str, TokenRows], weights: Mapping[str, float] | None) -
         DataError: sources have other keys than others, such as a margin.
         ConfigError: a source's weight gives it no item in an epoch.
     """
-    (first, some), *others = parts.items()
-    for name, part in others:
-        if odd := some.per_row.keys() ^ part.per_row.keys():
+    first = next(iter(parts))
+    for name, part in parts.items():
+        if odd := parts[first].per_row.keys() ^ part.per_row.keys():
             raise DataError(f"mixture: one of {first} and {name} has {', '.join(sorted(odd))}, the other has none")
     sizes = {name: len(part) for name, part in parts.items()}
     mixture = Mixture(sizes, weights or sizes)
@@ -291,13 +291,11 @@ def joined(tables: Sequence[TokenRows]) -> TokenRows:
     per_row = {key: np.concatenate([part.per_row[key] for part in tables]) for key in tables[0].per_row}
     if "pair_ids" in per_row:
         per_row["pair_ids"] = np.repeat(np.arange(sum(map(len, tables))), tables[0].rows_per_item)
-    ends = np.cumsum([0, *(part.starts[-1] for part in tables)])
+    lengths = np.concatenate([part.lengths for part in tables])
     return TokenRows(
         input_ids=np.concatenate([part.input_ids for part in tables]),
         loss_mask=np.concatenate([part.loss_mask for part in tables]),
-        starts=np.concatenate(
-            [[0], *(part.starts[1:] + end for part, end in zip(tables, ends, strict=False))], dtype=np.int64
-        ),
+        starts=np.cumsum([0, *lengths], dtype=np.int64),
         source=np.concatenate([part.source for part in tables]),
         rows_per_item=tables[0].rows_per_item,
         per_row=per_row,
@@ -358,14 +356,10 @@ def answer_encoder(
     """
     end = _end_of_sequence(tokenizer, ends)
 
-    def joined(prompt: list[int], answer: list[int]) -> Tokens:
-        ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
-        return np.asarray(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt)
-
     def encode(numbers: range) -> list[list[Tokens]]:
         prompts = raw_prompts(tokenizer, [rows[number]["prompt"] for number in numbers])
         columns = [raw_tokens(tokenizer, [rows[number][name] for number in numbers]) for name in answers]
-        return [[joined(prompt, answer) for answer in own] for prompt, *own in zip(prompts, *columns, strict=True)]
+        return [[_ended(prompt, answer, end) for answer in own] for prompt, *own in zip(prompts, *columns, strict=True)]
 
     return encode
 
@@ -388,14 +382,16 @@ def text_encoder(
     """
     end = _end_of_sequence(tokenizer, ends)
 
-    def ended(ids: list[int]) -> Tokens:
-        ids = ids if ids[-1:] == [end] else [*ids, end]
-        return np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)
-
     def encode(numbers: range) -> list[list[Tokens]]:
-        return [[ended(ids)] for ids in raw_prompts(tokenizer, [rows[number]["text"] for number in numbers])]
+        return [[_ended([], ids, end)] for ids in raw_prompts(tokenizer, [rows[number]["text"] for number in numbers])]
 
     return encode
+
+
+def _ended(prompt: list[int], answer: list[int], end: int) -> Tokens:
+    """Return a prompt and its answer, which is learnt, with one end token."""
+    ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
+    return np.asarray(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt)
 
 
 def _end_of_sequence(tokenizer: PreTrainedTokenizerBase, ends: LearntEnds | None) -> int:

@@ -34,7 +34,7 @@ def prompted_answer_encoder(
 
     All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer. An
     answer is a text, or after messages a list of messages; see `check_answer`. Only the answer is learnt, with its end:
-    in a raw text, the end-of-sequence token.
+    in a raw text, the end-of-sequence token. A sequence ends with its answer.
 
     Args:
         rows: the table.
@@ -52,8 +52,11 @@ def prompted_answer_encoder(
         ConfigError: the tokenizer cannot do this.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
-    answer_types = (str, list) if is_chat else str
-    needed = {"messages" if is_chat else "prompt": list if is_chat else str, **dict.fromkeys(answers, answer_types)}
+    needed = (
+        {"messages": list, **dict.fromkeys(answers, (str, list))}
+        if is_chat
+        else dict.fromkeys(("prompt", *answers), str)
+    )
     for number, row in enumerate(rows):
         at = f"{where}, row index {number}"
         check_columns(row, {**needed, **columns}, at)
@@ -63,40 +66,49 @@ def prompted_answer_encoder(
                 check_answer(answer_messages(row[answer]), at, answer)
     if not is_chat:
         return answer_encoder(tokenizer, rows, answers, template_options.get("ends"))
-    return chat_answer_encoder(ChatEncoder(tokenizer, **template_options), rows, answers, where)
+
+    def conversations(row: Mapping[str, Any]) -> list[tuple[list[Message], int]]:
+        prompt = row["messages"]
+        return [([*prompt, *answer_messages(row[answer])], len(prompt)) for answer in answers]
+
+    return chat_encoder(ChatEncoder(tokenizer, **template_options), rows, conversations, where)
 
 
-def chat_answer_encoder(
-    encoder: ChatEncoder, rows: Sequence[Mapping[str, Any]], answers: Sequence[str], where: str
+def chat_encoder(
+    encoder: ChatEncoder,
+    rows: Sequence[Mapping[str, Any]],
+    conversations: Callable[[Mapping[str, Any]], list[tuple[list[Message], int]]],
+    where: str,
+    last_turn_only: bool = False,
+    is_cut: bool = True,
 ) -> Callable[[range], list[list[Tokens]]]:
-    """Return a function that tokenises `messages` with each of their answers.
-
-    A sequence ends with its answer. Only the assistant's messages in the answer are learnt. Text that a template writes
-    after the answer is removed, so a row ends as a generated row does.
+    """Return a function that tokenises the conversations of rows. Only messages of the assistant are learnt.
 
     Args:
         encoder: encoder of conversations.
         rows: the table.
-        answers: columns with answers, each a text or messages.
+        conversations: a row -> its conversations, each with the number of the first message that is learnt.
         where: the table's name in messages, such as "data.path=x.json".
+        last_turn_only: learn only the last of the turns.
+        is_cut: end a sequence with its last turn: text that a template writes after it is removed, so a row ends as a
+            generated row does.
 
     Returns:
-        A function: row numbers -> for each row, one sequence for each answer.
+        A function: row numbers -> for each row, one sequence for each conversation.
     """
 
     def encode(numbers: range) -> list[list[Tokens]]:
-        sides = [(number, answer_messages(rows[number][answer])) for number in numbers for answer in answers]
-        chats = [[*rows[number]["messages"], *said] for number, said in sides]
-        names = [f"{where}, row index {number}" for number, _ in sides]
-        encoded = encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides])
-        tokens = []
-        for chat, messages, (_, said), name in zip(encoded, chats, sides, names, strict=True):
-            turns = learnt_turns(chat, messages, len(messages) - len(said), name)
+        found = [(number, *each) for number in numbers for each in conversations(rows[number])]
+        names = [f"{where}, row index {number}" for number, *_ in found]
+        tools = [rows[number].get("tools") for number, *_ in found]
+        encoded = encoder.encode([messages for _, messages, _ in found], names, tools)
+        tokens: dict[int, list[Tokens]] = {number: [] for number in numbers}
+        for chat, (number, messages, first), name in zip(encoded, found, names, strict=True):
+            turns = learnt_turns(chat, messages, first, name)[-1 if last_turn_only else 0 :]
             ended = encoder.ended(chat, turns, name)
-            end = ended.turns[-1][1]
-            tokens.append((ended.input_ids[:end], ended.mask(turns)[:end]))
-        size = len(answers)
-        return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+            end = ended.turns[-1][1] if is_cut else None
+            tokens[number].append((ended.input_ids[:end], ended.mask(turns)[:end]))
+        return list(tokens.values())
 
     return encode
 
@@ -123,23 +135,21 @@ def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, whe
             if message.get(key) not in (None, 0, 1):
                 found = f"{key!r} is {message[key]!r:.100}"
                 raise DataError(f"{where}, messages[{number}]: {found}; expected 0, 1, true or false")
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    learnt = [
-        index
-        for index, number in enumerate(answers)
-        if number >= first and all(messages[number].get(key) in (None, 1) for key in WEIGHTS)
+    answers = [
+        number >= first and all(message.get(key) in (None, 1) for key in WEIGHTS)
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant"
     ]
-    shown = len(chat.turns)
+    learnt, shown = [index for index, is_learnt in enumerate(answers) if is_learnt], len(chat.turns)
     if len(answers) == shown:
         return learnt
-    if len(answers) == len(learnt):
+    if all(answers):
         return list(range(shown))
     if learnt == [len(answers) - 1] and shown:
         return [shown - 1]
-    raise DataError(
-        f"{where}: the chat template shows {shown} of {len(answers)} turns of the assistant, so "
-        f"{'the turns of the completion' if first else 'the turns to learn'} cannot be found"
-    )
+    which = "the turns of the completion" if first else "the turns to learn"
+    told = f"the chat template shows {shown} of {len(answers)} turns of the assistant, so {which} cannot be found"
+    raise DataError(f"{where}: {told}")
 
 
 def check_answer(messages: Sequence[Message], where: str, column: str) -> None:
@@ -175,10 +185,8 @@ def check_prompt(messages: Any, where: str, answers: str) -> None:
     """
     check_messages(messages, where)
     if messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: 'messages' ends with the assistant; expected the prompt alone, to which {answers} "
-            f"{'are answers' if ' ' in answers else 'is the answer'}"
-        )
+        what = f"to which {answers} {'are answers' if ' ' in answers else 'is the answer'}"
+        raise DataError(f"{where}: 'messages' ends with the assistant; expected the prompt alone, {what}")
 
 
 class AnsweredTurn(Protocol):
@@ -305,8 +313,7 @@ def tokens_after(
 
 def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     """Return the tokens of an answer without special tokens and white space at its end."""
-    special = special_ids(tokenizer)
-    end = len(tokens)
+    special, end = special_ids(tokenizer), len(tokens)
     while end and (tokens[end - 1] in special or not tokenizer.decode(tokens[end - 1 : end]).strip()):
         end -= 1
     return list(tokens[:end])
@@ -318,9 +325,8 @@ def _text_after_calls(
     """Return the same part for an answer with calls, which a template may write in other words than the model."""
     assert turn.messages is not None
     assert turn.answer is not None
-    before = template.render(
-        messages[: len(turn.messages) + 1], tools=turn.tools, add_generation_prompt=False
-    ).removesuffix(ending.tail)
+    answered = messages[: len(turn.messages) + 1]
+    before = template.render(answered, tools=turn.tools, add_generation_prompt=False).removesuffix(ending.tail)
     names = called_names(turn.answer)
     if not names or not before.endswith(ending.closing) or not text.startswith(before):
         return None

@@ -11,29 +11,21 @@ from typing import Any, Literal
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
 from rlite.data.readers.tables import (
-    MESSAGE_COLUMNS,
     NULL,
     Row,
     check_columns,
     check_text,
     is_null,
     parse_json,
-    without_nulls,
+    without_added_nulls,
 )
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
 }
 """ShareGPT's `from` -> role"""
 SYSTEM_ROLES = ("system", "developer")
@@ -170,23 +162,21 @@ def sharegpt(row: Row, where: str) -> Row:
     return {"messages": [*own, *messages], **tools_of(row, where)}
 
 
-def alpaca_prompt(row: Row, where: str) -> list[Any]:
+def instruction(row: Row, where: str) -> Row:
     """Return an instruction as messages: system, earlier turns, and the instruction with its input below it.
 
     Raises:
         DataError: `input` or `history` has another form.
     """
-    check_columns(row, {"instruction": str}, where)
     extra = row.get("input") or ""
-    if not isinstance(extra, str):
-        raise DataError(f"{where}: 'input' is {type(extra).__name__}; expected a text")
+    check_columns({**row, "input": extra}, {"instruction": str, "input": str}, where)
     earlier: list[Any] = []
     for number, turn in enumerate(row.get("history") or ()):
         if not isinstance(turn, (list, tuple)) or [type(text) for text in turn] != [str, str]:
             raise DataError(f"{where}: history[{number}] is {turn!r:.100}; expected [instruction, answer]")
         earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     question = {"role": "user", "content": f"{row['instruction']}\n{extra}" if extra else row["instruction"]}
-    return chat([*_system(row, where), *earlier, question], where, "instruction")
+    return {"messages": chat([*_system(row, where), *earlier, question], where, "instruction")}
 
 
 def conversation(row: Row, where: str) -> Row:
@@ -197,7 +187,8 @@ def conversation(row: Row, where: str) -> Row:
 def alpaca(row: Row, where: str) -> Row:
     """Return the conversation of an instruction and its output."""
     check_columns(row, {"output": str}, where)
-    return {"messages": [*alpaca_prompt(row, where), {"role": "assistant", "content": row["output"]}]}
+    answer = {"role": "assistant", "content": row["output"]}
+    return {"messages": [*instruction(row, where)["messages"], answer]}
 
 
 def completed(answer: str) -> Callable[[Row, str], Row]:
@@ -229,6 +220,15 @@ def asked(column: str) -> Callable[[Row, str], Row]:
     return convert
 
 
+def beside(convert: Callable[[Row, str], Row], *replaced: str) -> Callable[[Row, str], Row]:
+    """Return a conversion that keeps the other columns for rewards, except replaced ones."""
+
+    def converted(row: Row, where: str) -> Row:
+        return {name: value for name, value in row.items() if name not in replaced} | convert(row, where)
+
+    return converted
+
+
 def plain_text(row: Row, where: str) -> Row:
     """Return a text that is learnt whole."""
     check_columns(row, {"text": str}, where)
@@ -245,6 +245,11 @@ def pair(row: Row, where: str, messages: list[Any]) -> Row:
     """
     sides = {side: answer_of(row[side], where, side) for side in ("chosen", "rejected")}
     return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
+
+
+def pair_after(beginning: Callable[[Row, str], Row]) -> Callable[[Row, str], Row]:
+    """Return a conversion of two answers to the messages that another conversion makes."""
+    return lambda row, where: pair(row, where, beginning(row, where)["messages"])
 
 
 def _margin(row: Row) -> Row:
@@ -265,9 +270,8 @@ def prompted_pair(row: Row, where: str) -> Row:
     return pair(row, where, prompt_messages(row["prompt"], where))
 
 
-def has_implicit_prompt(row: Row) -> bool:
+def has_implicit_prompt(*sides: Any) -> bool:
     """Return whether both sides are conversations: they begin with a message that is not the assistant's."""
-    sides = [row[side] for side in ("chosen", "rejected")]
     if not all(isinstance(side, (list, tuple)) and side and isinstance(side[0], Mapping) for side in sides):
         return False
     roles = [side[0].get("role") or side[0].get("from") for side in sides]
@@ -305,33 +309,27 @@ def labelled(row: Row, where: str) -> Row:
     Raises:
         DataError: the label is no truth value.
     """
-    if isinstance(label := row["label"], str):  # as a CSV file has it
-        row = {**row, "label": {"true": True, "false": False}.get(label.lower(), label)}
-    if not isinstance(row["label"], bool):
-        raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
-    prompt, completion = row.get("prompt"), row["completion"]
-    if row.get("messages") is not None:
-        messages = chat(row["messages"], where, "messages")
-    elif isinstance(prompt, str) and isinstance(completion, str):
+    prompt, completion, label = row.get("prompt"), row["completion"], row["label"]
+    if isinstance(label, str):  # as a CSV file has it
+        label = {"true": True, "false": False}.get(label.lower(), label)
+    if not isinstance(label, bool):
+        raise DataError(f"{where}: 'label' is {label!r:.200}; expected true or false")
+    has_messages = row.get("messages") is not None
+    if not has_messages and isinstance(prompt, str) and isinstance(completion, str):
         check_columns(row, {"prompt": str, "completion": str}, where)
-        return {"prompt": prompt, "completion": completion, "label": row["label"]}
-    else:
-        messages = prompt_messages(prompt, where)
+        return {"prompt": prompt, "completion": completion, "label": label}
+    messages = chat(row["messages"], where, "messages") if has_messages else prompt_messages(prompt, where)
     answer = answer_of(completion, where, "completion")
-    return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
+    return {"messages": messages, "completion": answer, "label": label, **tools_of(row, where)}
 
 
-def has_chat(*columns: str) -> Callable[[Row], bool]:
-    """Return a function that tells whether one of the columns of a row holds messages."""
-    return lambda row: any(isinstance(row[column], (list, tuple, Mapping)) for column in columns)
+def has_chat(*values: Any) -> bool:
+    """Return whether one of the values is messages."""
+    return any(isinstance(value, (list, tuple, Mapping)) for value in values)
 
 
 RowKind = Literal["demonstrations", "preferences", "unpaired", "prompts"]
 """kinds of rows, for: sft; rm and dpo; kto; ppo"""
-
-
-def _without(column: str, row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != column}
 
 
 @dataclass(frozen=True)
@@ -346,8 +344,8 @@ class Format:
     """row, name of the row in messages -> the row in rlite's form; raises DataError"""
     reads: str = ""
     """further columns that are read"""
-    suits: Callable[[Row], bool] = lambda row: True
-    """returns True if a row that has the columns has this format"""
+    suits: Callable[..., bool] = lambda *values: True
+    """values of the columns that every row has -> whether the row has this format"""
 
     @property
     def columns(self) -> list[str]:
@@ -361,7 +359,8 @@ class Format:
 
     def fits(self, row: Row) -> bool:
         """Return whether a row has this format."""
-        return all(row.get(column) is not None for column in self.columns) and self.suits(row)
+        values = [row.get(column) for column in self.columns]
+        return all(value is not None for value in values) and self.suits(*values)
 
     def __str__(self) -> str:
         """Return the name and the columns."""
@@ -369,18 +368,16 @@ class Format:
 
 
 _ANSWERS = ("response", "completion")
-ALPACA_OPTIONAL = "input system history"
+_ALPACA = "input system history"
+_PAIR = "prompt chosen rejected"
 
 FORMATS: dict[RowKind, tuple[Format, ...]] = {
     "demonstrations": (
-        Format("conversations", "messages", conversation, reads="tools"),
-        Format("ShareGPT conversations", "conversations", sharegpt, reads="system tools"),
-        *(
-            Format(f"chat prompts and {x}s", f"prompt {x}", completed(x), reads="tools", suits=has_chat("prompt", x))
-            for x in _ANSWERS
-        ),
+        Format("conversations", "messages", conversation, "tools"),
+        Format("ShareGPT conversations", "conversations", sharegpt, "system tools"),
+        *(Format(f"chat prompts and {x}s", f"prompt {x}", completed(x), "tools", has_chat) for x in _ANSWERS),
         *(Format(f"raw prompts and {x}s", f"prompt {x}", completed(x)) for x in _ANSWERS),
-        Format("Alpaca instructions", "instruction output", alpaca, reads=ALPACA_OPTIONAL),
+        Format("Alpaca instructions", "instruction output", alpaca, _ALPACA),
         Format("plain texts", "text", plain_text),
     ),
     "preferences": (
@@ -388,64 +385,37 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
             "preferences between conversations",
             "chosen rejected",
             implicit_pair,
-            reads="prompt tools margin",
-            suits=has_implicit_prompt,
+            "prompt tools margin",
+            has_implicit_prompt,
         ),
-        Format(
-            "preferences after conversations",
-            "messages chosen rejected",
-            lambda row, where: pair(row, where, chat(row["messages"], where, "messages")),
-            reads="tools margin",
-        ),
+        Format("preferences after conversations", "messages chosen rejected", pair_after(conversation), "tools margin"),
         Format(
             "preferences after ShareGPT conversations",
             "conversations chosen rejected",
-            lambda row, where: pair(row, where, sharegpt(row, where)["messages"]),
-            reads="system tools margin",
+            pair_after(sharegpt),
+            "system tools margin",
         ),
-        Format(
-            "preferences after chat prompts",
-            "prompt chosen rejected",
-            prompted_pair,
-            reads="tools margin",
-            suits=has_chat("prompt", "chosen", "rejected"),
-        ),
-        Format("raw preferences", "prompt chosen rejected", prompted_pair, reads="margin"),
+        Format("preferences after chat prompts", _PAIR, prompted_pair, "tools margin", has_chat),
+        Format("raw preferences", _PAIR, prompted_pair, "margin"),
         Format(
             "preferences after Alpaca instructions",
             "instruction chosen rejected",
-            lambda row, where: pair(row, where, alpaca_prompt(row, where)),
-            reads=f"{ALPACA_OPTIONAL} margin",
+            pair_after(instruction),
+            f"{_ALPACA} margin",
         ),
     ),
     "unpaired": (
-        Format("labelled completions of conversations", "messages completion label", labelled, reads="tools"),
-        Format(
-            "labelled chat completions",
-            "prompt completion label",
-            labelled,
-            reads="tools",
-            suits=has_chat("prompt", "completion"),
-        ),
+        Format("labelled completions of conversations", "messages completion label", labelled, "tools"),
+        Format("labelled chat completions", "prompt completion label", labelled, "tools", has_chat),
         Format("labelled raw completions", "prompt completion label", labelled),
     ),
     "prompts": (
-        Format("conversations", "messages", asked("messages"), reads="tools"),
-        Format("chat prompts", "prompt", asked("prompt"), reads="tools", suits=has_chat("prompt")),
+        Format("conversations", "messages", asked("messages"), "tools"),
+        Format("chat prompts", "prompt", asked("prompt"), "tools", has_chat),
         Format("raw prompts", "prompt"),
         Format("tokens", "input_ids"),
-        Format(
-            "ShareGPT conversations",
-            "conversations",
-            lambda row, where: {**_without("conversations", row), **sharegpt(row, where)},
-            reads="system",
-        ),
-        Format(
-            "Alpaca instructions",
-            "instruction",
-            lambda row, where: {**row, "messages": alpaca_prompt(row, where)},
-            reads=ALPACA_OPTIONAL,
-        ),
+        Format("ShareGPT conversations", "conversations", beside(sharegpt, "conversations"), "system"),
+        Format("Alpaca instructions", "instruction", beside(instruction), _ALPACA),
     ),
 }
 """formats of each kind of rows; a row has the first one that fits"""
@@ -524,16 +494,14 @@ def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[st
             raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
         if own is not None and own not in present:
             raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
-    moved = {*columns, *(own for own in columns.values() if own is not None)}
-    return [
-        {name: value for name, value in row.items() if name not in moved}
-        | {
-            name: without_nulls(row.get(own)) if name in MESSAGE_COLUMNS else row.get(own)
-            for name, own in columns.items()
-            if own is not None
-        }
-        for row in rows
-    ]
+    taken = {name: own for name, own in columns.items() if own is not None}
+    moved = {*columns, *taken.values()}
+
+    def renamed(row: Row) -> Row:
+        made = {name: row.get(own) for name, own in taken.items()}
+        return {name: value for name, value in row.items() if name not in moved} | without_added_nulls(made)
+
+    return list(map(renamed, rows))
 
 
 def _without_nan(rows: list[Row], columns: Collection[str]) -> list[Row]:

@@ -64,13 +64,10 @@ class ProgramRows:
         Raises:
             DataError: there are fewer rows, or as for `read_from`.
         """
-        found: list[Row] = []
-        for place in places:
-            rows, _ = self.read_from(place, 1)
-            if not rows:
-                raise DataError(f"{self.name_of(place)}: no such row; it was there when the checkpoint was made")
-            found.append(rows[0][1])
-        return found
+        found = {place: row for place in places for _, row in self.read_from(place, 1)[0]}
+        if missing := [place for place in places if place not in found]:
+            raise DataError(f"{self.name_of(missing[0])}: no such row; it was there when the checkpoint was made")
+        return list(found.values())
 
     def name_of(self, place: int) -> str:
         """Return the name of a row in messages."""
@@ -139,7 +136,7 @@ class JsonLinesFile:
         Raises:
             DataError: a line is no JSON object.
         """
-        rows: list[tuple[int, Row]] = []
+        rows = []
         with self.path.open("rb") as file:
             file.seek(place)
             while len(rows) < count and (line := self._line(file, place)):
@@ -210,8 +207,7 @@ class ParquetFile:
             DataError: the file is damaged.
         """
         rows = self._rows(range(place, place + count))
-        end = place + len(rows)
-        return list(zip(range(place, end), rows, strict=True)), end
+        return list(enumerate(rows, place)), place + len(rows)
 
     def read(self, places: Sequence[int]) -> list[Row]:
         """Return the rows at these places.
@@ -233,7 +229,7 @@ class ParquetFile:
         return _digest(self.path, None)
 
     def _rows(self, places: Sequence[int]) -> list[Row]:
-        rows = read_columnar("parquet rows", self.path, self.name, list(places), first=places[0])
+        rows = read_columnar("parquet", self.path, self.name, list(places), first=places[0])
         if len(rows) > len(places):  # the reader is not trusted
             raise DataError(f"{self.name}: the reader sent {len(rows)} rows and was asked for {len(places)}")
         return rows
@@ -241,11 +237,7 @@ class ParquetFile:
 
 RowFile = JsonLinesFile | ParquetFile | ProgramRows
 """A file of rows. The place of a row is a number that finds it without reading the rows before it."""
-_KINDS: dict[str, type[JsonLinesFile] | type[ParquetFile]] = {
-    ".jsonl": JsonLinesFile,
-    ".json": JsonLinesFile,
-    ".parquet": ParquetFile,
-}
+_KINDS: Mapping[str, Any] = {".jsonl": JsonLinesFile, ".json": JsonLinesFile, ".parquet": ParquetFile}
 _IN_FOLDERS = (".jsonl", ".parquet")  # .json in a folder describes it
 
 
@@ -447,6 +439,26 @@ class StreamedTable(Generic[W]):
             raise kind(numbered.sub(name, str(error))) from error
 
 
+_OTHER_CONTENT = ("with another content of the data", "with the same data, tokenizer and max_length")
+
+
+def check_same(is_same: bool, made: str, remedy: str = "with the same data", note: str = "") -> None:
+    """Check that a checkpoint can be resumed with the present data.
+
+    Args:
+        is_same: whether it can be.
+        made: how the checkpoint was made, and what is different now.
+        remedy: how to resume.
+        note: end of the message.
+
+    Raises:
+        CheckpointError: the data differ.
+    """
+    if not is_same:
+        text = f"the checkpoint was made {made}: resume {remedy}, or start over from the weights{note}"
+        raise CheckpointError(text)
+
+
 T = TypeVar("T")
 
 
@@ -521,16 +533,10 @@ class ShuffledStream(Generic[T]):
             CheckpointError: the state is of other data.
             DataError: a row of the buffer cannot be read.
         """
-        if "order" not in state:
-            raise CheckpointError(
-                "the checkpoint was made without streaming: resume without it, or start over from the weights"
-            )
+        check_same("order" in state, "without streaming", "without it")
         table, num_files = self._table, len(state["order"])
-        if num_files != len(table.files):
-            raise CheckpointError(
-                f"the checkpoint was made with {counted(num_files, 'file')} of data; now there are {len(table.files)}: "
-                "resume with the same data, or start over from the weights"
-            )
+        made = f"with {counted(num_files, 'file')} of data; now there are {len(table.files)}"
+        check_same(num_files == len(table.files), made)
         self._seed = state["seed"]
         self._begin(state["epoch"])
         self._order = list(state["order"])
@@ -540,8 +546,7 @@ class ShuffledStream(Generic[T]):
         self._random.bit_generator.advance(self._num_dealt)  # type: ignore[attr-defined]
         places: list[Place] = [(file, place) for file, place in state["buffer"]]
         found = table.read(places)
-        if len(found) < len(places):
-            raise CheckpointError(_OTHER_CONTENT)
+        check_same(len(found) == len(places), *_OTHER_CONTENT)
         self._buffer = [(place, found[place]) for place in places]
 
     def _begin(self, epoch: int) -> None:
@@ -582,8 +587,7 @@ class ShuffledStream(Generic[T]):
         return digests
 
     def _check_unchanged(self, state: Mapping[str, Any]) -> None:
-        if state["content"] != self._table.content:
-            raise CheckpointError(_OTHER_CONTENT)
+        check_same(state["content"] == self._table.content, *_OTHER_CONTENT)
         digests = self._digests(*state["next"])
         for file, digest in state["read"].items():
             if digests[file] != digest:
@@ -591,9 +595,3 @@ class ShuffledStream(Generic[T]):
                     f"{self._table.files[int(file)].name} was changed in the part that the run has read: resume with "
                     "the same data, or start over from the weights"
                 )
-
-
-_OTHER_CONTENT = (
-    "the checkpoint was made with another content of the data: resume with the same data, tokenizer and max_length, or "
-    "start over from the weights"
-)

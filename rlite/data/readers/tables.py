@@ -45,11 +45,11 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
     of Arrow's JSON type, the type of `datasets.Json`, are read as JSON.
 
     Args:
-        kind: parquet, parquet rows, arrow or dataset.
+        kind: parquet, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
         *options: for a dataset: whether it is saved, whether it is a folder, the split or None, and the subset or None.
-            For parquet rows: the numbers of the rows to read, which ascend.
+            For parquet: optionally the numbers of the rows to read, which ascend.
         first: number of the first row that is read, for error messages.
 
     Returns:
@@ -70,7 +70,7 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
             pieces.read()  # to the reader's own end
     except (SandboxError, DataError, pa.ArrowException) as error:
         place = f"{where}: " if rows is None else f"{where}, row index {first + len(rows)} or one after it: "
-        raise DataError(f"{place}{_KINDS[kind]}: {error}") from error
+        raise DataError(f"{place}{_COLUMNAR[kind][1]}: {error}") from error
     for column in batches.schema:
         if _JSON in str(column.type):
             for number, row in enumerate(rows, first):
@@ -100,14 +100,6 @@ def _with_json(value: Any, kind: pa.DataType, where: str) -> Any:
         raise DataError(f"{where}: a column of JSON holds {value!r:.100}: {error}") from error
 
 
-_KINDS = {
-    "parquet": "not a Parquet file",
-    "parquet rows": "not a Parquet file",
-    "arrow": "not an Arrow file",
-    "dataset": "cannot be read",
-}
-
-
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Arrow's, whose messages and tools have no key that is null."""
     return {**row, **{name: without_nulls(row[name]) for name in MESSAGE_COLUMNS if name in row}}
@@ -128,16 +120,14 @@ def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Itera
         DataError: the table is damaged, or the reader's answer has the wrong form.
         SandboxError: the reader's process failed.
     """
-    is_kept = kind == "parquet rows"  # a few rows at a time, and often
+    is_kept = kind == "parquet" and bool(options)  # a few rows at a time, and often
     keywords = {"kind": kind, "path": path, "where": where, "options": list(options)}
     failure = yield from stream(send, f"the reader of {path}", is_kept, **keywords)
     match failure:
         case None:
             return
-        case ["ConfigError", str() as text]:
-            raise ConfigError(printable(text))
-        case ["DataError", str() as text]:
-            raise DataError(printable(text))
+        case ["ConfigError" | "DataError" as kind, str() as text]:
+            raise (ConfigError if kind == "ConfigError" else DataError)(printable(text))
     raise DataError(f"the reader answered {failure!r:.200}")
 
 
@@ -176,7 +166,7 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
     """Yield a table in Arrow's stream format, in pieces.
 
     Args:
-        kind: parquet, parquet rows, arrow or dataset.
+        kind: parquet, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
         options: further arguments of the kind.
@@ -185,7 +175,7 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
         The name and the text of a ConfigError, or of a DataError if the table is damaged; None if it was sent.
     """
     try:
-        for batch in _COLUMNAR_SENDERS[kind](path, where, *options):
+        for batch in _COLUMNAR[kind][0](path, where, *options):
             for start in range(0, len(batch), PIECE):
                 yield batch[start : start + PIECE]
     except ConfigError as error:
@@ -201,9 +191,8 @@ def _send_parquet(path: str, where: str, numbers: Sequence[int] | None = None) -
     Numbers past the end of the file are left out.
     """
     file = pq.ParquetFile(path)
-    yield from _sent(
-        file.schema_arrow, file.iter_batches(ROWS) if numbers is None else _rows_of(file, np.array(numbers))
-    )
+    batches = file.iter_batches(ROWS) if numbers is None else _rows_of(file, np.array(numbers))
+    yield from _sent(file.schema_arrow, batches)
 
 
 def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBatch]:
@@ -215,8 +204,7 @@ def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBat
             continue
         for batch in file.iter_batches(ROWS, row_groups=[group]):
             places = wanted[(wanted >= start) & (wanted < start + batch.num_rows)] - start
-            if places.size:
-                yield batch.take(pa.array(places))
+            yield batch.take(pa.array(places))
             start += batch.num_rows
             if start > wanted[-1]:
                 break
@@ -226,13 +214,12 @@ def _send_arrow(path: str, where: str) -> Iterator[bytes]:
     """Yield an Arrow file, of either format, in the stream format."""
     with pa.memory_map(path) as file:
         try:
-            reader = pa.ipc.open_file(file)
+            reader: Any = pa.ipc.open_file(file)
+            batches: Any = map(reader.get_batch, range(reader.num_record_batches))
         except pa.ArrowInvalid:  # without a footer: the stream format, which `datasets` writes
             file.seek(0)
-            stream_reader = pa.ipc.open_stream(file)
-            yield from _sent(stream_reader.schema, stream_reader)
-        else:
-            yield from _sent(reader.schema, map(reader.get_batch, range(reader.num_record_batches)))
+            reader = batches = pa.ipc.open_stream(file)
+        yield from _sent(reader.schema, batches)
 
 
 def _send_dataset(
@@ -289,12 +276,12 @@ def _path_in(where: str) -> str:
     return where.rpartition("@")[2] if "@" in where else where.partition("=")[2]
 
 
-_COLUMNAR_SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {
-    "parquet": _send_parquet,
-    "parquet rows": _send_parquet,
-    "arrow": _send_arrow,
-    "dataset": _send_dataset,
+_COLUMNAR: dict[str, tuple[Callable[..., Iterator[bytes]], str]] = {
+    "parquet": (_send_parquet, "not a Parquet file"),
+    "arrow": (_send_arrow, "not an Arrow file"),
+    "dataset": (_send_dataset, "cannot be read"),
 }
+"""kind of table -> the function that sends it, and what a damaged table is"""
 
 
 def _sent(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[bytes]:
@@ -467,9 +454,10 @@ def _bound(text: str | None, num_rows: int) -> int | None:
     return round(num_rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
 
-def _text(path: Path, where: str) -> str:
+def _text(path: Path, where: str, newline: str | None = None) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
 
@@ -530,20 +518,17 @@ def _deepest(text: str) -> tuple[int, int]:
 
 def _read_csv(path: Path, where: str) -> list[Row]:
     limit = csv.field_size_limit(path.stat().st_size + 1)  # a cell may hold a long document
+    reader = csv.DictReader(io.StringIO(_text(path, where, newline=""), newline=""), strict=True)
+    rows: list[Row] = []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            rows: list[Row] = []
-            for row in reader:
-                if None in row or None in row.values():
-                    columns = len(reader.fieldnames or ())
-                    raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
-                rows.append(row)
-            return rows
+        for row in reader:
+            if None in row or None in row.values():
+                columns = len(reader.fieldnames or ())
+                raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
+            rows.append(row)
+        return rows
     except csv.Error as error:
         raise DataError(f"{where}, line {reader.reader.line_num}: not valid CSV: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
     finally:
         csv.field_size_limit(limit)
 
