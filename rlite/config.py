@@ -45,22 +45,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
+from rlite import help as hints
 from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
-from rlite.help import (
-    COMMAND_LINE,
-    PRESET,
-    PROGRAM,
-    UNNAMED,
-    by_name,
-    described,
-    help_topic,
-    nearest_key,
-    set_by,
-    single_or_named,
-    text,
-    wrapped,
-)
 
 C = TypeVar("C", bound="Options")
 
@@ -133,7 +120,7 @@ class Options(BaseModel):
         if _may_be_unnamed(option):
             options = _entry_of(option.annotation).model_fields.items()  # type: ignore[union-attr]
             is_plain = {name: _is_scalar(own.annotation) for name, own in options}
-            value = by_name(value, info.field_name, is_plain, Options)
+            value = hints.by_name(value, info.field_name, is_plain, Options)
         elif isinstance(value, str):
             value = _read_text(value, _kinds(option.annotation))
         elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
@@ -220,7 +207,7 @@ def load(
             for a file that cannot be read. All wrong values and missing keys are reported together.
         ImportFailed: an item of `imports` cannot be imported.
     """
-    if (topic := help_topic(argv)) is not None:
+    if (topic := hints.help_topic(argv)) is not None:
         print(describe(cls, topic))
         sys.exit(0)
     problems = _Problems(cls, {})
@@ -258,7 +245,7 @@ def to_container(config: Any) -> Any:
             group = _select(plain, groups)
             if group is not None and group.get(name) == to_container(value):  # not replaced since
                 group[name] = source
-        return plain[UNNAMED] if [*plain] == [UNNAMED] else plain
+        return plain[hints.UNNAMED] if [*plain] == [hints.UNNAMED] else plain
     if isinstance(config, list | tuple):
         return [to_container(value) for value in config]
     return config.replace("${", r"\${") if isinstance(config, str) else config
@@ -266,12 +253,11 @@ def to_container(config: Any) -> Any:
 
 def inherit(child: C, parent: Options) -> C:
     """Return `child` with each option that is None taken from `parent`, if `parent` has it. Groups are merged."""
-    changes, theirs = {}, dict(parent)
+    changes = {}
     for name, value in child:
-        if value is None:
-            changes[name] = theirs.get(name)
-        elif isinstance(value, Options) and isinstance(theirs.get(name), Options):
-            changes[name] = inherit(value, theirs[name])
+        given = dict(parent).get(name)
+        if value is None or (isinstance(value, Options) and isinstance(given, Options)):
+            changes[name] = given if value is None else inherit(value, given)
     return child.replace(**changes)
 
 
@@ -286,7 +272,7 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    keys = {path: (option, value) for path, option, value in _keys(cls, has_entries=True)}
+    keys = {path: _describe_key(path, option, value) for path, option, value in _keys(cls, has_entries=True)}
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
     without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
     required = [path for path in without_default if f"{path}.".startswith(of_required)]
@@ -295,33 +281,25 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     usage = [f"usage: {name}{' '.join(forms)}"]
     if cls.preset_of:
         changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
-        usage += wrapped(f"preset: rlite {cls.preset_of} {' '.join(changed)}")
+        usage += hints.wrapped(f"preset: rlite {cls.preset_of} {' '.join(changed)}")
     if cls.help_example:
         usage.append(f"example: {name}{cls.help_example}")
-    return text(
-        {path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
-        {group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}},
-        list(dict.fromkeys([*required, *cls.help_first])),
-        usage,
-        topic,
-        name,
-    )
+    titles = {group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}}
+    return hints.text(keys, titles, list(dict.fromkeys([*required, *cls.help_first])), usage, topic, name)
 
 
 def _title(cls: type[Options], group: str) -> str:
     hint = _locate(cls, group.split(".")).hint if group else None
     made = _group_of(hint) or _entry_of(hint)
-    if made is None:
-        return "options"
-    sentence = (made.__doc__ or "").split("\n\n")[0]
-    return f"{group}: {' '.join(sentence.split())}"
+    sentence = (made.__doc__ or "").split("\n\n")[0] if made else ""
+    return f"{group}: {' '.join(sentence.split())}" if made else "options"
 
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
     limits = _limits(option).replace("a number ", "").replace("a finite number", "finite").replace(" of ", ", ")
     sentence = " ".join((option.description or "").split())
-    return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
+    return hints.described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
 
 def _preset_values(cls: type[Options]) -> dict[str, Any]:
@@ -367,10 +345,9 @@ def _resolved(cls: type[Options], tree: DictConfig) -> Any:
 
 def _read_text(text: str, kinds: Sequence[Any]) -> Any:
     """Return the number, truth value or None that a text means to these types, else the text."""
-    if types.NoneType in kinds and text.lower() in NULLS:
-        return None
-    if bool in kinds and text.lower() in _BOOLS:
-        return _BOOLS[text.lower()]
+    words: dict[str, Any] = dict.fromkeys(NULLS if types.NoneType in kinds else ()) | (_BOOLS if bool in kinds else {})
+    if text.lower() in words:
+        return words[text.lower()]
     for kind in (int, float):
         if kind in kinds:
             with suppress(ValueError):
@@ -422,21 +399,21 @@ class _Problems(Generic[C]):
             read = with_aliases(read_yaml(file), aliases)
             self._note_source(OmegaConf.to_container(read), file)
             tree = merged(tree, read, file, files[0])
-        values = [(key, value, COMMAND_LINE) for key, value in overrides]
-        for key, value, source in [*values, *((key, value, PROGRAM) for key, value in _flat(self.root, given))]:
+        values = [(key, value, hints.COMMAND_LINE) for key, value in overrides]
+        for key, value, source in [*values, *((key, value, hints.PROGRAM) for key, value in _flat(self.root, given))]:
             key = aliases.get(key, key)
             at = _locate(self.root, key.split("."))
             if not at.is_exact and not _is_open(at.hint):
                 self.unknown[key] = f"{_unknown(self.root, key)} ({source})"
                 continue
-            if source is COMMAND_LINE and not (at.is_exact and _is_scalar(at.hint)):
+            if source is hints.COMMAND_LINE and not (at.is_exact and _is_scalar(at.hint)):
                 value = read_value(key, value)
             enter(tree, key, value, self._source(key))
             self._note_source({key: value}, source)
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
-            self.sources[IMPORTS] = COMMAND_LINE
+            self.sources[IMPORTS] = hints.COMMAND_LINE
         return tree
 
     def _note_source(self, values: Any, source: str) -> None:
@@ -482,8 +459,8 @@ class _Problems(Generic[C]):
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
                 whole = [_prefixed(line, at, found["input"]) for line in lines]
-                setters = {**dict.fromkeys(_preset_values(self.root), PRESET), **self.sources}
-                self.wrong.update({line: f"{line}{set_by(line, at.key, setters)}" for line in whole})
+                setters = {**dict.fromkeys(_preset_values(self.root), hints.PRESET), **self.sources}
+                self.wrong.update({line: f"{line}{hints.set_by(line, at.key, setters)}" for line in whole})
             else:
                 value = found["input"] if at.is_exact else _select(self.given, at.key.split("."))
                 value = self.interpolated.get(at.key, (value,))[0]
@@ -616,7 +593,7 @@ def _unknown(cls: type[Options], key: str) -> str:
     if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
     required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
-    return f"unknown key {key!r}; {nearest_key(key, known, [*required, *cls.help_first])}"
+    return f"unknown key {key!r}; {hints.nearest_key(key, known, [*required, *cls.help_first])}"
 
 
 def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -664,7 +641,7 @@ def _entry_of(hint: Any) -> type[Options] | None:
 
 
 def _may_be_unnamed(option: FieldInfo | None) -> bool:
-    return option is not None and option.json_schema_extra is single_or_named
+    return option is not None and option.json_schema_extra is hints.single_or_named
 
 
 def _is_open(hint: Any) -> bool:

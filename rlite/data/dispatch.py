@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from rlite.errors import ConfigError, did_you_mean
 from rlite.runtime.parallel.balancing import balanced_partitions
@@ -50,10 +50,8 @@ class NeedParallel:
     def __post_init__(self) -> None:
         if self.type not in ("dp", "seq"):
             raise ConfigError(f"NeedParallel(type={self.type!r}); {did_you_mean(str(self.type), ('dp', 'seq'))}")
-        if isinstance(self.balance_by, str) and self.balance_by != "tokens":
-            raise ConfigError(
-                f"NeedParallel(balance_by={self.balance_by!r}): expected 'tokens', weights, a function, or None"
-            )
+        if isinstance(by := self.balance_by, str) and by != "tokens":
+            raise ConfigError(f"NeedParallel(balance_by={by!r}): expected 'tokens', weights, a function, or None")
         if self.type == "seq" and self.balance_by is not None:
             raise ConfigError("NeedParallel(type='seq') cuts every sequence evenly; balance_by is for type='dp'")
         if isinstance(self.value, NeedParallel) and {self.type, self.value.type} != {"dp", "seq"}:
@@ -107,8 +105,6 @@ def _piece(length: int, index: int, num_pieces: int) -> range:
 
 
 def _as_range(rows: Sequence[int]) -> Sequence[int]:
-    if isinstance(rows, range) and rows.step == 1:
-        return rows
     first = rows[0] if rows else 0
     consecutive = range(first, first + len(rows))
     return consecutive if list(rows) == list(consecutive) else tuple(rows)
@@ -180,8 +176,8 @@ def num_rows(value: Any, where: str = "value") -> int:
     """
     if _is_dict(value):
         counts = {key: num_rows(entry, _below(where, key)) for key, entry in value.items()}
-        if len(set(counts.values())) == 1:
-            return next(iter(counts.values()))
+        if len(found := {*counts.values()}) == 1:
+            return found.pop()
         raise ValueError(f"{where} is a dict whose entries must have one number of rows; found {counts or 'no entry'}")
     is_tensor = _is_array(value) or _is_tensordict(value)
     if _is_list(value) or (is_tensor and value.ndim):
@@ -224,10 +220,8 @@ def _weights(value: Any, balance_by: Sequence[float] | Callable[[Any], float] | 
         return _token_counts(value, where)
     if callable(balance_by):
         return [balance_by(_walk(lambda _, leaf, row=row: leaf[row], "", value)) for row in range(count)]
-    if len(balance_by) != count:
-        raise ValueError(
-            f"{where} has {count} rows, and balance_by has {len(balance_by)} weights; expected one per row"
-        )
+    if (found := len(balance_by)) != count:
+        raise ValueError(f"{where} has {count} rows, and balance_by has {found} weights; expected one per row")
     return balance_by
 
 
@@ -240,10 +234,9 @@ def _token_counts(value: Any, where: str) -> list[float]:
     if not isinstance(value, Mapping) and not _is_tensordict(value):
         return [_tokens(row, where) for row in value]
     keys = list(value.keys())
-    if "attention_mask" in keys:
-        return list(map(_total, value["attention_mask"]))
-    if "input_ids" in keys:
-        return list(map(len, value["input_ids"]))
+    for key, count in (("attention_mask", _total), ("input_ids", len)):
+        if key in keys:
+            return list(map(count, value[key]))
     raise ValueError(f"{where}: balance_by='tokens' needs the key attention_mask or input_ids; found {keys}")
 
 
@@ -293,9 +286,8 @@ def _cut(value: Any, index: int, num_pieces: int) -> Any:
 
     def cut(where: str, leaf: Any) -> Any:
         if _is_tensordict(leaf) and leaf.ndim == 1:
-            return leaf.clone(recurse=False).update(
-                {key: _cut(entry, index, num_pieces) for key, entry in leaf.items()}
-            )
+            entries = {key: _cut(entry, index, num_pieces) for key, entry in leaf.items()}
+            return leaf.clone(recurse=False).update(entries)
         if _sequence_lengths(leaf, "") is None:
             return leaf
         if not _is_list(leaf):
@@ -312,13 +304,12 @@ def _cut(value: Any, index: int, num_pieces: int) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Marked:
+class _Marked(NamedTuple):
     """An unwrapped `NeedParallel` argument."""
 
     where: str
     value: Any
-    types: frozenset[str]
+    types: set[str]
     balance_by: BalanceBy
 
 
@@ -332,7 +323,7 @@ def _marked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, _
         if isinstance(marker, NeedParallel):
             inner = marker.value if isinstance(marker.value, NeedParallel) else marker
             balance_by = inner.balance_by if marker.balance_by is None else marker.balance_by
-            found[key] = _Marked(f"argument {key!r}", inner.value, frozenset({marker.type, inner.type}), balance_by)
+            found[key] = _Marked(f"argument {key!r}", inner.value, {marker.type, inner.type}, balance_by)
     return found
 
 
@@ -507,8 +498,7 @@ def gathered(how: How) -> Callable[[Function], Function]:
 
 def gather_of(function: Callable[..., Any]) -> How:
     """Return how the results of a method are gathered: "list" if the method does not state it."""
-    how: How = getattr(function, "__rlite_gather__", "list")
-    return how
+    return getattr(function, "__rlite_gather__", "list")
 
 
 def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = None) -> Any:
@@ -569,9 +559,8 @@ def _concatenate(where: str, *leaves: Any) -> Any:
 def _mean(where: str, *leaves: Any) -> Any:
     for leaf in leaves:
         if not (isinstance(leaf, int | float) or _is_array(leaf) or _is_instance(leaf, "numpy", "number")):
-            raise TypeError(
-                f"{where} hold a {type(leaf).__name__}; a mean is made of numbers, tensors, or dicts of them"
-            )
+            kind = type(leaf).__name__
+            raise TypeError(f"{where} hold a {kind}; a mean is made of numbers, tensors, or dicts of them")
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     if len(set(shapes)) > 1:
         raise ValueError(f"{where} have different shapes: {shapes}")
