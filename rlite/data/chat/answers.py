@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.forms import WEIGHTS, Message
-from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
+from rlite.data.chat.masks import ChatEncoder, EncodedChat, assistant_messages, check_messages
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
 from rlite.data.prompts import bounded_tokens, end_of, special_ids
 from rlite.data.readers.tables import check_columns
@@ -52,11 +52,8 @@ def prompted_answer_encoder(
         ConfigError: the tokenizer cannot do this.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
-    needed = (
-        {"messages": list, **dict.fromkeys(answers, (str, list))}
-        if is_chat
-        else dict.fromkeys(("prompt", *answers), str)
-    )
+    needed: dict[str, Any] = dict.fromkeys(answers, (str, list) if is_chat else str)
+    needed |= {"messages": list} if is_chat else {"prompt": str}
     for number, row in enumerate(rows):
         at = f"{where}, row index {number}"
         check_columns(row, {**needed, **columns}, at)
@@ -135,15 +132,12 @@ def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, whe
             if message.get(key) not in (None, 0, 1):
                 found = f"{key!r} is {message[key]!r:.100}"
                 raise DataError(f"{where}, messages[{number}]: {found}; expected 0, 1, true or false")
-    answers = [
-        number >= first and all(message.get(key) in (None, 1) for key in WEIGHTS)
-        for number, message in enumerate(messages)
-        if message["role"] == "assistant"
-    ]
-    learnt, shown = [index for index, is_learnt in enumerate(answers) if is_learnt], len(chat.turns)
+    answers, shown = assistant_messages(messages), len(chat.turns)
+    has_weight = [all(messages[number].get(key) in (None, 1) for key in WEIGHTS) for number in answers]
+    learnt = [index for index, number in enumerate(answers) if number >= first and has_weight[index]]
     if len(answers) == shown:
         return learnt
-    if all(answers):
+    if len(answers) == len(learnt):
         return list(range(shown))
     if learnt == [len(answers) - 1] and shown:
         return [shown - 1]

@@ -213,10 +213,8 @@ class EscapingTokenizer:
         encoded: dict[str, Any] = dict(self._plain(renamed, **options))
         encoded["input_ids"] = [self._ids.get(token, token) for token in encoded["input_ids"]]
         if "offset_mapping" in encoded:
-            encoded["offset_mapping"] = [
-                (origin[start], origin[end - 1] + 1) if end > start else (origin[start], origin[start])
-                for start, end in encoded["offset_mapping"]
-            ]
+            offsets = encoded["offset_mapping"]
+            encoded["offset_mapping"] = [(origin[a], origin[b - 1] + 1 if b > a else origin[a]) for a, b in offsets]
         return encoded
 
     def _rename(self, text: str) -> tuple[str, list[int]]:
@@ -226,26 +224,18 @@ class EscapingTokenizer:
         at = 0
         for found in re.finditer(f"{BREAK}|{self._special.pattern}", text):
             start, end = found.span()
-            parts.append(text[at:start])
-            origin += range(at, start)
-            if found[0] != BREAK:
-                alias = self._aliases[found[0]]
-                parts.append(alias)
-                origin += [start] * (len(alias) - 1) + [end - 1]
+            alias = self._aliases.get(found[0], "")  # none of BREAK
+            parts += [text[at:start], alias]
+            origin += [*range(at, start), *[start] * (len(alias) - 1), *([end - 1] if alias else [])]
             at = end
         return "".join([*parts, text[at:]]), [*origin, *range(at, len(text) + 1)]
 
     def _escaped(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._escaped_text(value)
         if isinstance(value, Mapping):
             return {key: part if key == "role" else self._escaped(part) for key, part in value.items()}
-        if isinstance(value, Sequence):
-            return [self._escaped(part) for part in value]
-        return value
-
-    def _escaped_text(self, text: str) -> str:
-        text = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+        if not isinstance(value, str):
+            return [self._escaped(part) for part in value] if isinstance(value, Sequence) else value
+        text = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
         # what the template writes next to it may make a name of it
         ends = any(text.endswith(name[:size]) for name in self._names for size in range(1, len(name)))
         begins = any(text.startswith(name[-size:]) for name in self._names for size in range(1, len(name)))

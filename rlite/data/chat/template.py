@@ -220,12 +220,7 @@ class ChatTemplate:
             return None
 
     def check(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        where: str = "",
-        optional: Collection[str] = (),
-        **options: Any,
+        self, messages: Sequence[Message], text: str, where: str = "", optional: Collection[str] = (), **options: Any
     ) -> Places:
         """Check that a rendered conversation holds each part of its messages at its own place, and each tool.
 
@@ -253,22 +248,17 @@ class ChatTemplate:
                 missing = [] if is_shown else [Part(number, "'content'", "", None, None, 0)]
             if role == "assistant":
                 missing = [part for part in missing if part.name not in optional and not (optional and part.places)]
-                if missing and message is not messages[-1] and self._writes(message, options):
-                    continue
+                if missing and message is not messages[-1] and (alone := self.alone(message, **options)):
+                    missing = [] if 1 in alone.parts and not alone.missing(1) else missing  # it writes them elsewhere
             if missing:
-                of = "a part of " if missing[0].places else ""
-                is_role = role != "assistant" and not of
-                what = f"the role {role!r}, whose content would be lost" if is_role else f"{of}{missing[0].name}"
+                what = f"a part of {missing[0].name}" if missing[0].places else missing[0].name
+                if role != "assistant" and not missing[0].places:
+                    what = f"the role {role!r}, whose content would be lost"
                 place = f"{where}messages[{number}]"
                 raise DataError(f"{place}: the chat template leaves out {what}", place)
         if missing := places.missing(TOOLS):
             raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}", f"{where}tools")
         return places
-
-    def _writes(self, answer: Message, options: Mapping[str, Any]) -> bool:
-        """Return whether the template writes all parts of an answer that ends a conversation."""
-        alone = self.alone(answer, **options)
-        return alone is not None and 1 in alone.parts and not alone.missing(1)
 
     def between(self, replies: Sequence[Message]) -> str:
         """Return the text from the end of an answer's content to the beginning of the next answer.
@@ -354,9 +344,9 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
     read = _names_in(template)
     for name in options:
         if name not in read:
-            raise ConfigError(
-                f"{key}.{name}: the model's chat template reads no such variable; leave it out{_near(name, read)}"
-            )
+            near = [f", or did you mean {close!r}?" for close in get_close_matches(name, read, n=1)]
+            unread = "the model's chat template reads no such variable; leave it out"
+            raise ConfigError(f"{key}.{name}: {unread}{''.join(near)}")
 
 
 def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[str]:
@@ -374,11 +364,6 @@ def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[
 def _names_in(template: str) -> set[str]:
     """Return all names and words in the expressions of a template."""
     return set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f", or did you mean {close[0]!r}?" if close else ""
 
 
 def num_shared(*texts: str) -> int:

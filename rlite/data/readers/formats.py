@@ -10,15 +10,7 @@ from typing import Any, Literal
 
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
-from rlite.data.readers.tables import (
-    NULL,
-    Row,
-    check_columns,
-    check_text,
-    is_null,
-    parse_json,
-    without_added_nulls,
-)
+from rlite.data.readers.tables import NULL, Row, check_columns, check_text, is_null, parse_json, without_added_nulls
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
