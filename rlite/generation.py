@@ -113,9 +113,9 @@ class GenerationHyperparameters:
 
 
 def _as_texts(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return (value,) if value else ()
-    return () if value is None else tuple(value)
+    return tuple(value)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
@@ -181,19 +181,13 @@ def token_ids(value: Any, where: str) -> list[int]:
         raise DataError(f"{where} holds {rows[0]!r:.80}: expected the token ids of one prompt, found {len(value)} rows")
     if rows:
         return token_ids(rows[0], where)
+    if any(type(token).__name__ in ("bool", "bool_") for token in value):  # of Python or NumPy
+        raise DataError(f"{where} holds true or false: token ids are whole numbers")
     try:
-        ids = [operator.index(token) for token in value if not _is_bool(token)]
+        return list(map(operator.index, value))
     except TypeError as error:
         wrong = next(token for token in value if not hasattr(token, "__index__"))
         raise DataError(f"{where} holds {wrong!r}: token ids are whole numbers") from error
-    if len(ids) < len(value):
-        raise DataError(f"{where} holds true or false: token ids are whole numbers")
-    return ids
-
-
-def _is_bool(value: Any) -> bool:
-    """Return whether a value is a truth value of Python or NumPy."""
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
 @dataclass(frozen=True, kw_only=True)

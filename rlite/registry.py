@@ -43,8 +43,7 @@ class Table(dict[str, Algorithm]):
         """
 
         def enter(function: Algorithm) -> Algorithm:
-            if self.setdefault(name, function) is not function:
-                taken = self[name]
+            if (taken := self.setdefault(name, function)) is not function:
                 where = f"{taken.__module__}.{taken.__qualname__}" if hasattr(taken, "__qualname__") else repr(taken)
                 raise ConfigError(f"{name!r} is taken by {where}: choose another")
             self.needs[name] = needs
@@ -184,12 +183,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function)
 
 
-_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
-    float: ((numbers.Real,), "a number"),
-    int: ((numbers.Integral,), "a whole number"),
-    bool: ((bool,), "true or false"),
-    str: ((str,), "a text"),
-    types.NoneType: ((types.NoneType,), "null"),
+_KINDS: dict[Any, tuple[Any, str]] = {
+    float: (numbers.Real, "a number"),
+    int: (numbers.Integral, "a whole number"),
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    types.NoneType: (types.NoneType, "null"),
 }
 
 

@@ -364,17 +364,12 @@ def plan_shares(
             f"{first.where} has {count} rows for {num_ranks} data-parallel ranks, and every rank needs at least one; "
             f"pass at least {num_ranks} rows, or build with data_parallel_size of at most {max(count, 1)}"
         )
-    plans = {
-        argument.where: Shares.balanced(_weights(argument.value, argument.balance_by, argument.where), num_ranks)
-        for argument in rows
-        if argument.balance_by is not None
-    }
+    weights = {at.where: _weights(at.value, at.balance_by, at.where) for at in rows if at.balance_by is not None}
+    plans = {where: Shares.balanced(own, num_ranks) for where, own in weights.items()}
     for (where, plan), (elsewhere, another) in pairwise(plans.items()):
         if plan != another:
-            raise ValueError(
-                f"{where} and {elsewhere} are balanced by different weights, and their rows must stay together; "
-                "give balance_by to one of them"
-            )
+            odd = f"{where} and {elsewhere} are balanced by different weights, and their rows must stay together"
+            raise ValueError(f"{odd}; give balance_by to one of them")
     return next(iter(plans.values()), None) or Shares.contiguous(count, num_ranks)
 
 
@@ -384,21 +379,16 @@ def cuts_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _check_sequences(marked: Mapping[int | str, _Marked], num_seq_ranks: int, allow_empty: bool) -> None:
-    found: dict[str, list[int]] = {}
-    for argument in marked.values():
-        if "seq" not in argument.types:
-            continue
-        lengths = _sequence_lengths(argument.value, argument.where)
+    cut = {argument.where: argument.value for argument in marked.values() if "seq" in argument.types}
+    found = {where: _sequence_lengths(value, where) for where, value in cut.items()}
+    for where, lengths in found.items():
         if lengths is None:
-            raise TypeError(
-                f"{argument.where} has no sequence dimension; NeedParallel(type='seq') cuts dimension 1 of tensors, "
-                "and each inner list of a list"
-            )
-        found[argument.where] = lengths
+            how = "NeedParallel(type='seq') cuts dimension 1 of tensors, and each inner list of a list"
+            raise TypeError(f"{where} has no sequence dimension; {how}")
         if lengths and max(lengths) < num_seq_ranks and not allow_empty:
             raise ValueError(
-                f"{argument.where} has sequences of at most {max(lengths)} tokens for {num_seq_ranks} context-parallel "
-                "ranks, and every rank needs at least one; pad them, or use a smaller context-parallel group"
+                f"{where} has sequences of at most {max(lengths)} tokens for {num_seq_ranks} context-parallel ranks, "
+                "and every rank needs at least one; pad them, or use a smaller context-parallel group"
             )
     _agreed(found)
 
@@ -432,10 +422,10 @@ def scatter(
     _check_sequences(marked, num_seq_ranks, allow_empty)
 
     parts: dict[int | str, list[Any]] = {}
-    for key, argument in marked.items():
-        is_split, is_cut, pieces = "dp" in argument.types, "seq" in argument.types, range(num_seq_ranks)
-        by_rank = split(argument.value, shares) if shares and is_split else [argument.value] * num_ranks
-        parts[key] = [_cut(rows, i, num_seq_ranks) if is_cut else rows for rows in by_rank for i in pieces]
+    for key, (_, value, types, _) in marked.items():
+        by_rank = split(value, shares) if shares and "dp" in types else [value] * num_ranks
+        pieces = range(num_seq_ranks)
+        parts[key] = [_cut(rows, i, num_seq_ranks) if "seq" in types else rows for rows in by_rank for i in pieces]
     return [_with_parts(args, kwargs, parts, rank) for rank in range(num_ranks * num_seq_ranks)]
 
 
@@ -534,10 +524,9 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
         return joined
     for result, rows in zip(results, filter(None, shares.rows), strict=True):
         if (found := num_rows(result, "a result")) != len(rows):
-            raise ValueError(
-                f"a rank returned {found} rows for a share of {len(rows)}, and balanced shares can only be put back in "
-                "order row by row; return one row for each, or drop balance_by"
-            )
+            odd = f"a rank returned {found} rows for a share of {len(rows)}"
+            remedy = "return one row for each, or drop balance_by"
+            raise ValueError(f"{odd}, and balanced shares can only be put back in order row by row; {remedy}")
     return _take(joined, shares.positions)
 
 

@@ -227,21 +227,35 @@ def plain_text(row: Row, where: str) -> Row:
     return {"text": row["text"]}
 
 
-def pair(row: Row, where: str, messages: list[Any]) -> Row:
-    """Return a preference pair of a conversation and two answers.
+_SIDES = ("chosen", "rejected")
+
+
+def answered(row: Row, where: str, messages: list[Any], answers: Sequence[str], **others: Any) -> Row:
+    """Return a conversation with its answers, and the tools of the row.
 
     Args:
-        row: row with the answers, and optionally `tools` and a `margin`.
+        row: row with the answers, and optionally `tools`.
         where: the row's name in messages.
         messages: the conversation before the answers.
+        answers: columns with answers.
+        **others: further columns.
     """
-    sides = {side: answer_of(row[side], where, side) for side in ("chosen", "rejected")}
-    return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
+    made = {name: answer_of(row[name], where, name) for name in answers}
+    return {"messages": messages, **made, **others, **tools_of(row, where)}
+
+
+def prompted(row: Row, where: str, answers: Sequence[str], **others: Any) -> Row:
+    """Return a prompt with its answers: texts, or the messages of `answered` if one of them is no text."""
+    texts = {name: row[name] for name in ("prompt", *answers)}
+    if not all(isinstance(text, str) for text in texts.values()):
+        return answered(row, where, prompt_messages(row["prompt"], where), answers, **others)
+    check_columns(row, dict.fromkeys(texts, str), where)
+    return texts | others
 
 
 def pair_after(beginning: Callable[[Row, str], Row]) -> Callable[[Row, str], Row]:
     """Return a conversion of two answers to the messages that another conversion makes."""
-    return lambda row, where: pair(row, where, beginning(row, where)["messages"])
+    return lambda row, where: answered(row, where, beginning(row, where)["messages"], _SIDES, **_margin(row))
 
 
 def _margin(row: Row) -> Row:
@@ -256,10 +270,7 @@ def _margin(row: Row) -> Row:
 
 def prompted_pair(row: Row, where: str) -> Row:
     """Return the pair of a prompt and two answers, each a text or messages."""
-    texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
-    if all(isinstance(text, str) for text in texts.values()):
-        return {**texts, **_margin(row)}
-    return pair(row, where, prompt_messages(row["prompt"], where))
+    return prompted(row, where, _SIDES, **_margin(row))
 
 
 def has_implicit_prompt(*sides: Any) -> bool:
@@ -276,7 +287,7 @@ def implicit_pair(row: Row, where: str) -> Row:
     Raises:
         DataError: the conversations do not share a prompt, or go on with another message than an answer.
     """
-    chosen, rejected = (chat(row[side], where, side) for side in ("chosen", "rejected"))
+    chosen, rejected = (chat(row[side], where, side) for side in _SIDES)
     size = 0
     while size < min(len(chosen), len(rejected)) - 1 and chosen[size] == rejected[size]:
         size += 1
@@ -292,7 +303,7 @@ def implicit_pair(row: Row, where: str) -> Row:
             f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
             "the option columns.prompt=null of this data leaves the column out"
         )
-    return pair({**row, **answers}, where, shared)
+    return answered(row | answers, where, shared, _SIDES, **_margin(row))
 
 
 def labelled(row: Row, where: str) -> Row:
@@ -301,18 +312,14 @@ def labelled(row: Row, where: str) -> Row:
     Raises:
         DataError: the label is no truth value.
     """
-    prompt, completion, label = row.get("prompt"), row["completion"], row["label"]
+    label = row["label"]
     if isinstance(label, str):  # as a CSV file has it
         label = {"true": True, "false": False}.get(label.lower(), label)
     if not isinstance(label, bool):
         raise DataError(f"{where}: 'label' is {label!r:.200}; expected true or false")
-    has_messages = row.get("messages") is not None
-    if not has_messages and isinstance(prompt, str) and isinstance(completion, str):
-        check_columns(row, {"prompt": str, "completion": str}, where)
-        return {"prompt": prompt, "completion": completion, "label": label}
-    messages = chat(row["messages"], where, "messages") if has_messages else prompt_messages(prompt, where)
-    answer = answer_of(completion, where, "completion")
-    return {"messages": messages, "completion": answer, "label": label, **tools_of(row, where)}
+    if row.get("messages") is None:
+        return prompted(row, where, ["completion"], label=label)
+    return answered(row, where, chat(row["messages"], where, "messages"), ["completion"], label=label)
 
 
 def has_chat(*values: Any) -> bool:

@@ -8,7 +8,7 @@ from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
@@ -558,7 +558,7 @@ class ShuffledStream(Generic[T]):
         self._turn, self._place = 0, 0
         self._buffer = []
         self._ahead: deque[tuple[Place, T]] = deque()
-        self._whole: dict[int, str] = {}
+        self._whole = cache(lambda file: self._table.files[file].digest(None))
 
     def _read_ahead(self, count: int) -> None:
         while self.num_held < self._table.buffer_size - 1 + count and self._turn < len(self._order):
@@ -577,10 +577,7 @@ class ShuffledStream(Generic[T]):
     def _digests(self, turn: int, place: int) -> dict[str, str]:
         """Return a digest of each file's part that was read; later epochs have read all."""
         whole = range(len(self._order)) if self._epoch else self._order[:turn]
-        for file in whole:
-            if file not in self._whole:
-                self._whole[file] = self._table.files[file].digest(None)
-        digests = {str(file): self._whole[file] for file in whole}
+        digests = {str(file): self._whole(file) for file in whole}
         if not self._epoch and turn < len(self._order) and place:
             file = self._order[turn]
             digests[str(file)] = self._table.files[file].digest(place)
