@@ -274,8 +274,7 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     """
     keys = {path: _describe_key(path, option, value) for path, option, value in _keys(cls, has_entries=True)}
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
-    without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
-    required = [path for path in without_default if f"{path}.".startswith(of_required)]
+    required = [path for path in _required(cls) if f"{path}.".startswith(of_required)]
     name, own_code = f"{command} " if command else "", "[--import FILE.py]..." if IMPORTS in cls.model_fields else ""
     forms = filter(None, [cls.help_arguments, "[--config FILE.yaml]...", own_code, "[key=value]..."])
     usage = [f"usage: {name}{' '.join(forms)}"]
@@ -393,12 +392,11 @@ class _Problems(Generic[C]):
             ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
         """
         named, overrides = split_arguments(argv, IMPORTS in self.root.model_fields)
-        files = named["--config"]
         tree = OmegaConf.create({})
-        for file in files:
+        for file in named["--config"]:
             read = with_aliases(read_yaml(file), aliases)
             self._note_source(OmegaConf.to_container(read), file)
-            tree = merged(tree, read, file, files[0])
+            tree = merged(tree, read, file, named["--config"][0])
         values = [(key, value, hints.COMMAND_LINE) for key, value in overrides]
         for key, value, source in [*values, *((key, value, hints.PROGRAM) for key, value in _flat(self.root, given))]:
             key = aliases.get(key, key)
@@ -454,8 +452,7 @@ class _Problems(Generic[C]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
-                paths = [path for path, _, value in _keys(group) if value is PydanticUndefined] if group else []
-                self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
+                self.missing += [f"{at.key}.{path}" for path in _required(group)] if group else [at.key]
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
                 whole = [_prefixed(line, at, found["input"]) for line in lines]
@@ -515,28 +512,27 @@ def _joined(way: Sequence[int | str]) -> str:
 
 def _prefixed(line: str, at: _Location, value: Any) -> str:
     """Return the message of a rule with the whole key, if the message does not have it."""
-    group = _group_of(at.hint)
     if not at.key or re.match(rf"{re.escape(at.key)}[.=:]", line):
         return line
     own = re.escape(at.key.rpartition(".")[2])
     if re.match(rf"{own}[.=:]", line):
         return re.sub(rf"(?<![\w.=/]){own}(?=[.=:])", at.key, line)
-    if group is None:
+    if (group := _group_of(at.hint)) is None:
         return f"{at.key}={_show(value)}: {line}"
     return f"{at.key}.{line}" if re.split(r"[=:.]", line)[0] in group.model_fields else f"{at.key}: {line}"
 
 
 def _expected(found: Any, at: _Location) -> str:
-    if found["type"] == "string_type":
+    kind = found["type"]
+    if kind == "string_type":
         return "a string (in yaml, quote it)"
     if group := _group_of(at.hint):
         needs_keys = any(option.is_required() for option in group.model_fields.values())
         or_defaults = "" if needs_keys else ", or {} for its defaults"
         return f"keys of the group, such as {at.key}.{next(iter(group.model_fields))}=...{or_defaults}"
-    if found["type"] == "list_type":
-        return f"{_name(at.hint)}, written [a, b]"
-    is_limit = found["type"].startswith(("greater", "less", "finite", "too"))
-    return _limits(at.option) if is_limit and at.option else _name(at.hint)
+    if at.option and kind.startswith(("greater", "less", "finite", "too")):
+        return _limits(at.option)
+    return f"{_name(at.hint)}{', written [a, b]' if kind == 'list_type' else ''}"
 
 
 def _limits(option: FieldInfo) -> str:
@@ -545,10 +541,10 @@ def _limits(option: FieldInfo) -> str:
     bounds = {name: getattr(limit, name) for limit in limits for name in (*_BOUNDS, "unit") if hasattr(limit, name)}
     if "ge" in bounds and "le" in bounds:
         return f"a number between {bounds['ge']} and {bounds['le']}"
-    is_finite = any(isinstance(limit, AllowInfNan) for limit in limits)
     words = " and ".join(words.format(bounds[name]) for name, words in _BOUNDS.items() if name in bounds)
-    finite = f"a finite number{' of' if words else ''}" if is_finite else ""
-    return " ".join(filter(None, (finite, words, bounds.get("unit"))))
+    if any(isinstance(limit, AllowInfNan) for limit in limits):
+        words = f"a finite number of {words}" if words else "a finite number"
+    return " ".join(filter(None, (words, bounds.get("unit"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -573,11 +569,13 @@ def _keys(
             yield f"{prefix}{name}", option, value
         if has_entries and entry is not None:
             yield from _keys(entry, None, f"{prefix}{name}.NAME.")
-        if _may_be_unnamed(option):
-            group = entry
-        if group is not None:
-            own = value if isinstance(value, group) else None
-            yield from _keys(group, own, f"{prefix}{name}.", has_entries)
+        if (group := entry if _may_be_unnamed(option) else group) is not None:
+            yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.", has_entries)
+
+
+def _required(cls: type[Options]) -> list[str]:
+    """Return the keys that have no default."""
+    return [path for path, _, value in _keys(cls) if value is PydanticUndefined]
 
 
 def _default(option: FieldInfo) -> Any:
@@ -592,8 +590,7 @@ def _unknown(cls: type[Options], key: str) -> str:
     at = _locate(cls, key.split(".")[:-1])
     if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
-    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
-    return f"unknown key {key!r}; {hints.nearest_key(key, known, [*required, *cls.help_first])}"
+    return f"unknown key {key!r}; {hints.nearest_key(key, known, [*_required(cls), *cls.help_first])}"
 
 
 def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -59,15 +59,13 @@ class GenerationHyperparameters:
                 raise ParameterError(f"sampling parameter {name}={value!r}: expected {expected}", name) from error
         if self.temperature == 0:
             object.__setattr__(self, "greedy", True)
+        is_warm = SMALLEST <= self.temperature <= LARGEST
         rules = {
             "n_samples": (self.n_samples >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             # others are 0 or infinite in float32, and what one request computes with it would end the others' too
-            "temperature": (
-                self.temperature == 0 or SMALLEST <= self.temperature <= LARGEST,
-                f"0, or a number in [{SMALLEST:g}, {LARGEST:g}]",
-            ),
+            "temperature": (self.temperature == 0 or is_warm, f"0, or a number in [{SMALLEST:g}, {LARGEST:g}]"),
             "top_p": (SMALLEST <= self.top_p <= 1, f"in [{SMALLEST:g}, 1]"),
             "top_k": (self.top_k >= -1, "at least 1, or 0 or -1 for off"),
             "stop": (all(isinstance(s, str) and s and _is_text(s) for s in self.stop), "non-empty strings"),

@@ -123,10 +123,8 @@ def prompt_stream(
     """
     stream = stream_of(rows)
     if batch_size > len(rows) and (stream is None or stream.is_whole):
-        raise ConfigError(
-            f"train_data.prompts_per_rollout={batch_size}: there are {len(rows)} rows, so one rollout would hold a "
-            "prompt twice; lower it, or give more rows"
-        )
+        few = f"there are {len(rows)} rows, so one rollout would hold a prompt twice; lower it, or give more rows"
+        raise ConfigError(f"train_data.prompts_per_rollout={batch_size}: {few}")
     if stream is not None:
         return PromptStream(rows, batch_size, ShuffledStream(stream, seed))
     order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))

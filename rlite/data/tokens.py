@@ -144,10 +144,9 @@ class TokenRows:
             row = int(np.searchsorted(self.starts, self.input_ids.argmax(), side="right")) - 1
             raise ConfigError(f"{self._name_of(row, table)} holds {beyond_vocabulary(largest, vocab_size)}")
         if max_positions is not None and (longest := self.lengths.max()) > max_positions:
-            raise ConfigError(
-                f"{self._name_of(int(self.lengths.argmax()), table)} has {longest} tokens, and the model has positions "
-                f"for {max_positions} (max_position_embeddings of its config); lower data.max_length"
-            )
+            name = self._name_of(int(self.lengths.argmax()), table)
+            known = f"the model has positions for {max_positions} (max_position_embeddings of its config)"
+            raise ConfigError(f"{name} has {longest} tokens, and {known}; lower data.max_length")
 
     def _name_of(self, row: int, table: str) -> str:
         item = row // self.rows_per_item
@@ -167,11 +166,10 @@ class TokenRows:
         """
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
-            name_of_row = self._name_of(int(sizes.argmax()) * self.rows_per_item, table)
+            row = self._name_of(int(sizes.argmax()) * self.rows_per_item, table)
             what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
-            raise ConfigError(
-                f"{name_of_row} has {sizes.max()} {what} and {name} is {capacity}; raise that, or lower data.max_length"
-            )
+            found = f"{row} has {sizes.max()} {what} and {name} is {capacity}"
+            raise ConfigError(f"{found}; raise that, or lower data.max_length")
 
 
 def beyond_vocabulary(token_id: int, vocab_size: int) -> str:
@@ -325,8 +323,8 @@ def _fault(sequences: Sequence[Tokens], max_length: int) -> str | None:
     """Return why nothing can be learnt from an item, if so."""
     if not all(mask.any() for _, mask in sequences):
         return f"nothing to learn within max_length={max_length}"
-    first = sequences[0][0]
-    if len(sequences) > 1 and all(np.array_equal(first, ids) for ids, _ in sequences[1:]):
+    first, *others = [ids for ids, _ in sequences]
+    if others and all(np.array_equal(first, ids) for ids in others):
         return f"chosen equals rejected within max_length={max_length}"
     return None
 
@@ -421,6 +419,8 @@ class BatchLoader:
         self._batch_size = batch_size
         self._num_epochs = n_epochs
         self._order = shuffled(len(rows), rows.mixture, seed, rows.digest)
+        self.num_batches = len(self) * n_epochs
+        """batches in all epochs"""
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -431,16 +431,10 @@ class BatchLoader:
         return f"{counted(self._num_epochs, 'epoch')} of {len(self)} steps"
 
     @property
-    def num_batches(self) -> int:
-        """Batches in all epochs."""
-        return len(self) * self._num_epochs
-
-    @property
     def num_left(self) -> int:
         """Batches not yielded yet."""
-        if (epochs := self._num_epochs - self._order.epoch) < 1:
-            return 0
-        return -(-self._order.left_in_epoch // self._batch_size) + (epochs - 1) * len(self)
+        later = self._num_epochs - self._order.epoch - 1  # -1 at the end, where an epoch would begin
+        return max(0, -(-self._order.left_in_epoch // self._batch_size) + later * len(self))
 
     def __iter__(self) -> Iterator[TensorDict]:
         while self._order.epoch < self._num_epochs:

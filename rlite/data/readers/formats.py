@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -460,7 +460,8 @@ def normalise(
     if not rows:
         raise DataError(f"{where}: no rows; expected at least one")
     known = known_columns(kind) - {"margin"}
-    rows = _without_nan(_renamed(rows, kind, where, columns or {}, key), known)
+    rows = _renamed(rows, kind, where, columns or {}, key)
+    rows = [row | {name: None for name in known & row.keys() if is_null(row[name])} for row in rows]  # not pandas' NaN
     found = format_of(rows[0], kind)
     if found is None and kind == "prompts" and system_prompt is None:
         return rows, "rows without a prompt"  # an environment may begin by itself
@@ -501,12 +502,6 @@ def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[st
         return {name: value for name, value in row.items() if name not in moved} | without_added_nulls(made)
 
     return list(map(renamed, rows))
-
-
-def _without_nan(rows: list[Row], columns: Collection[str]) -> list[Row]:
-    """Return rows whose columns hold null in place of pandas' NaN."""
-    lacking = [[name for name in columns if row.get(name) is not None and is_null(row[name])] for row in rows]
-    return [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
 
 
 def _names(row: Row) -> str:

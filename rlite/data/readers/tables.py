@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -364,9 +365,8 @@ def read_rows(
         raise DataError(f"{where}: no rows; expected at least one")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(
-                f"{where}, row index {number}: expected an object of named columns, found {type_in_words(row)}"
-            )
+            found = type_in_words(row)
+            raise DataError(f"{where}, row index {number}: expected an object of named columns, found {found}")
     return rows
 
 
@@ -378,8 +378,7 @@ def check_exists(source: str | Path, key: str) -> None:
     """
     where = f"{key}={source}"
     path = parse_path(str(source), where)[1]
-    is_missing = not path.is_file() and not path.is_dir()
-    if path.suffix in _READERS and is_missing:
+    if path.suffix in _READERS and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{where}: no such file{similar_file(path)}")
     if not path.exists() and get_close_matches(path.suffix, _READERS):
         raise ConfigError(f"{where}: no such file{similar_file(path) or f'; {did_you_mean(path.suffix, _READERS)}'}")
@@ -499,21 +498,15 @@ def parse_json(text: str, place: Callable[[int], str]) -> Any:
         most = sys.get_int_max_str_digits()
         digits = re.search(rf"\d{{{most + 1},}}", text)
         position, length = (digits.start(), len(digits[0])) if digits else (0, most + 1)
-        raise DataError(
-            f"{place(position)}: a whole number of {length} digits; at most {most} are read: make it a text"
-        ) from error
+        long = f"a whole number of {length} digits; at most {most} are read: make it a text"
+        raise DataError(f"{place(position)}: {long}") from error
 
 
 def _deepest(text: str) -> tuple[int, int]:
     """Return the depth of the deepest nesting in a JSON text, and its position."""
-    depth, deepest = 0, (0, 0)
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
-        if token[0] in "[{":
-            depth += 1
-            deepest = max(deepest, (depth, -token.start()))
-        elif token[0] in "]}":
-            depth -= 1
-    return deepest[0], -deepest[1]
+    tokens = [token for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', text) if token[0] in "[{]}"]
+    depths = list(accumulate(1 if token[0] in "[{" else -1 for token in tokens))
+    return max(depths), tokens[depths.index(max(depths))].start()
 
 
 def _read_csv(path: Path, where: str) -> list[Row]:
