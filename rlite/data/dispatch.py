@@ -79,22 +79,10 @@ class Shares:
         return cls(tuple(balanced_partitions(weights, num_ranks)))
 
     @cached_property
-    def num_rows(self) -> int:
-        """Number of rows in all shares."""
-        return sum(len(rows) for rows in self.rows)
-
-    @cached_property
-    def is_contiguous(self) -> bool:
-        """True if the concatenated shares are the input."""
-        return list(chain(*self.rows)) == list(range(self.num_rows))
-
-    @cached_property
     def positions(self) -> Sequence[int]:
-        """`positions[row]` is the index of an input row in the concatenated shares."""
-        positions = [0] * self.num_rows
-        for position, row in enumerate(chain(*self.rows)):
-            positions[row] = position
-        return _as_range(positions)
+        """`positions[row]` is the index of an input row in the concatenated shares: a `range` if they are the input."""
+        order = list(chain(*self.rows))
+        return _as_range(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _piece(length: int, index: int, num_pieces: int) -> range:
@@ -437,9 +425,7 @@ def _with_parts(args: Sequence[Any], kwargs: Mapping[str, Any], parts: Mapping[A
     )
 
 
-def deal(
-    args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_shard: bool, *, allow_empty: bool = False
-) -> list[Call]:
+def deal(args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_shard: bool) -> list[Call]:
     """Return the arguments of each member of a role group.
 
     `NeedParallel` is split. With `auto_shard`, lists are split, one item per member, if every list among the other
@@ -450,7 +436,6 @@ def deal(
         kwargs: keyword arguments of the call.
         num_targets: members of the group.
         auto_shard: split lists.
-        allow_empty: give members without rows empty containers instead of refusing the call.
 
     Raises:
         ValueError: as `plan_shares`; also for `type="seq"`, because a role group has no context-parallel group.
@@ -458,7 +443,7 @@ def deal(
     for argument in _marked(args, kwargs).values():
         if "seq" in argument.types:
             raise ValueError(f"{argument.where} is NeedParallel(type='seq'); a role group splits rows only (type='dp')")
-    calls = scatter(args, kwargs, num_targets, allow_empty=allow_empty)
+    calls = scatter(args, kwargs, num_targets)
     lists = {key: value for key, value in _arguments(args, kwargs).items() if isinstance(value, list)}
     if auto_shard and all(len(items) == num_targets for items in lists.values()):
         calls = [_with_parts(*call, lists, rank) for rank, call in enumerate(calls)]
@@ -520,7 +505,7 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
     if shares is not None:
         results = [result for result, rows in zip(results, shares.rows, strict=True) if rows] or results[:1]
     joined = _walk(_mean if how == "mean" else _concatenate, "the results", *results)
-    if how == "mean" or shares is None or shares.is_contiguous:
+    if how == "mean" or shares is None or isinstance(shares.positions, range):
         return joined
     for result, rows in zip(results, filter(None, shares.rows), strict=True):
         if (found := num_rows(result, "a result")) != len(rows):

@@ -186,11 +186,11 @@ def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | N
     Raises:
         DataError: They do not fit together.
     """
-    trajectories = _with_ragged(trajectories)
-    batch = {
-        key: _join(key, [row[key] for row in trajectories], is_per_token)
-        for key, is_per_token in check_alike(trajectories).items()
-    }
+    trajectories, batch = _with_ragged(trajectories), {}
+    for key, is_per_token in check_alike(trajectories).items():
+        values, padding = [each[key] for each in trajectories], KEYS[key].padding if key in KEYS else 0
+        rows = [row for value in values for row in value]
+        batch[key] = pad_sequence(rows, True, padding) if is_per_token else torch.cat(values)
     ids = torch.tensor(range(len(trajectories)) if group_ids is None else group_ids, dtype=torch.int64)
     if len(ids) != len(trajectories):
         raise DataError(f"{len(ids)} group_ids for {len(trajectories)} trajectories; expected one each")
@@ -256,9 +256,8 @@ def trajectory_index(batch: TensorDict) -> Tensor:
 def last_rows(batch: TensorDict) -> Tensor:
     """Return the row [M] with each trajectory's outcome: the last row with an action, or the last row if none has."""
     index, rows = trajectory_index(batch), torch.arange(len(batch))
-    has_action = batch["loss_mask"].any(1)
     # any row with an action comes after all rows without
-    order = torch.where(has_action, rows + len(batch), rows)
+    order = torch.where(batch["loss_mask"].any(1), rows + len(batch), rows)
     return torch.zeros(int(index[-1]) + 1, dtype=torch.int64).scatter_reduce(0, index, order, "amax") % len(batch)
 
 
@@ -276,27 +275,17 @@ def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
-            raise DataError(
-                f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0; "
-                "expected the same type, the same dimensions and the same sizes after the second"
-            )
+            found = f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0"
+            same = "the same type, the same dimensions and the same sizes after the second"
+            raise DataError(f"{found}; expected {same}")
     widths = [] if first.dim() == 1 else [value.shape[1] for value in values]
     if widths == lengths or (key in RAGGED and widths):  # a ragged key is padded like one
         return True
     if len(set(widths)) < 2:
         return False
     index, length = next((i, own) for i, own in enumerate(lengths) if widths[i] != own)
-    raise DataError(
-        f"{key} is {_describe(values[index])} in trajectory {index}, which has {length} tokens; "
-        f"expected [1, {length}] per token, or one shape in all trajectories"
-    )
-
-
-def _join(key: str, values: list[Tensor], is_per_token: bool) -> Tensor:
-    if not is_per_token:
-        return torch.cat(values)
-    padding = KEYS[key].padding if key in KEYS else 0
-    return pad_sequence([row for value in values for row in value], batch_first=True, padding_value=padding)
+    found = f"{key} is {_describe(values[index])} in trajectory {index}, which has {length} tokens"
+    raise DataError(f"{found}; expected [1, {length}] per token, or one shape in all trajectories")
 
 
 def _describe(value: Tensor) -> str:
@@ -326,11 +315,9 @@ def check_has(batch: Any, *names: str) -> None:
     """
     for name in names:
         if name not in batch:
-            key = KEYS[name]
-            raise DataError(
-                f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
-                f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
-            )
+            key, found = KEYS[name], ", ".join(sorted(map(str, batch.keys())))
+            told = f"{key.meaning} Expected {key.dtype} {key.shape}; it has {found}"
+            raise DataError(f"the batch has no {name!r}, which the {key.writer} must return: {told}")
 
 
 def check_one_per_row(batch: Any, name: str) -> None:

@@ -142,8 +142,8 @@ def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, whe
     if learnt == [len(answers) - 1] and shown:
         return [shown - 1]
     which = "the turns of the completion" if first else "the turns to learn"
-    told = f"the chat template shows {shown} of {len(answers)} turns of the assistant, so {which} cannot be found"
-    raise DataError(f"{where}: {told}")
+    told = f"the chat template shows {shown} of {len(answers)} turns of the assistant"
+    raise DataError(f"{where}: {told}, so {which} cannot be found")
 
 
 def check_answer(messages: Sequence[Message], where: str, column: str) -> None:
@@ -160,10 +160,8 @@ def check_answer(messages: Sequence[Message], where: str, column: str) -> None:
     check_messages(messages, where, column)
     roles = [message["role"] for message in messages]
     if not roles[0] == roles[-1] == "assistant" or {*roles} & {"user", "system", "developer"}:
-        raise DataError(
-            f"{where}: {column!r} has messages of the roles {', '.join(roles)}; expected an answer: messages of the "
-            "assistant, with results of tools between them"
-        )
+        expected = "an answer: messages of the assistant, with results of tools between them"
+        raise DataError(f"{where}: {column!r} has messages of the roles {', '.join(roles)}; expected {expected}")
 
 
 def check_prompt(messages: Any, where: str, answers: str) -> None:

@@ -55,10 +55,9 @@ class LearntEnds:
         if end in self._stop_ids or end in self.new or self._choice == "keep":
             return
         if self.is_settled:
-            raise DataError(
-                f"{where}: answers end with {self._names([end])}, no end token of the model, and no earlier row "
-                "ended so; let the first rows have such an answer, or use data.end_token=keep"
-            )
+            found = f"answers end with {self._names([end])}, no end token of the model, and no earlier row ended so"
+            remedy = "let the first rows have such an answer, or use data.end_token=keep"
+            raise DataError(f"{where}: {found}; {remedy}")
         self.new.add(end)
 
     def end_turn(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, Literal
 
 from rlite.data.chat.answers import check_answer
@@ -288,21 +289,17 @@ def implicit_pair(row: Row, where: str) -> Row:
         DataError: the conversations do not share a prompt, or go on with another message than an answer.
     """
     chosen, rejected = (chat(row[side], where, side) for side in _SIDES)
-    size = 0
-    while size < min(len(chosen), len(rejected)) - 1 and chosen[size] == rejected[size]:
-        size += 1
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if size == 0:
         raise DataError(f"{where}: 'chosen' and 'rejected' begin with different messages; expected the same prompt")
     answers = {"chosen": chosen[size:], "rejected": rejected[size:]}
     for side, answer in answers.items():
         check_answer(answer, f"{where}, from message {size} of both on", side)
     prompt, shared = row.get("prompt"), chosen[:size]
-    is_same = [prompt] in ([None], [shared]) or any(prompt == message.get("content") for message in shared)
-    if not is_same:
-        raise DataError(
-            f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
-            "the option columns.prompt=null of this data leaves the column out"
-        )
+    if prompt not in (None, shared) and all(prompt != message.get("content") for message in shared):
+        found = f"'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt"
+        raise DataError(f"{where}: {found}; the option columns.prompt=null of this data leaves the column out")
     return answered(row | answers, where, shared, _SIDES, **_margin(row))
 
 
@@ -552,10 +549,8 @@ def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
     """
     column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
     if column is None:
-        raise ConfigError(
-            f"system_prompt begins conversations, and {where} holds {found.name}; leave it out, or make the "
-            "prompts messages: [{'role': 'user', 'content': ...}]"
-        )
+        remedy = "leave it out, or make the prompts messages: [{'role': 'user', 'content': ...}]"
+        raise ConfigError(f"system_prompt begins conversations, and {where} holds {found.name}; {remedy}")
     if row[column][0]["role"] in SYSTEM_ROLES:
         return row
     return {**row, column: [{"role": "system", "content": prompt}, *row[column]]}

@@ -125,10 +125,8 @@ class JsonLinesFile:
         self.name = f"{key}.path={path}"
         with path.open("rb") as file:
             if file.read(_BLOCK).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-                raise ConfigError(
-                    f"{self.name}: a JSON array is read as a whole; write one object per line to stream it, or leave "
-                    f"{key}.streaming out"
-                )
+                remedy = f"write one object per line to stream it, or leave {key}.streaming out"
+                raise ConfigError(f"{self.name}: a JSON array is read as a whole; {remedy}")
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
         """Return `count` rows with their places, or as many as are left, and the place after them.
@@ -256,9 +254,8 @@ def open_files(source: Source) -> list[RowFile]:
         return [ProgramRows(source.rows, key)]
     split, path, subset = parse_path(source.path, where)
     if subset or (split and (path.is_file() or split["start"] or split["stop"])):
-        raise ConfigError(
-            f"{where}: {key}.streaming=true reads whole files, or split@folder; leave out parts and subsets"
-        )
+        whole = f"{key}.streaming=true reads whole files, or split@folder"
+        raise ConfigError(f"{where}: {whole}; leave out parts and subsets")
     if not path.exists() and path.suffix in _KINDS:
         raise ConfigError(f"{where}: no such file")
     paths = _files_in(path, split["name"] if split else None) if path.is_dir() else [path] if path.is_file() else []
@@ -455,8 +452,8 @@ def check_same(is_same: bool, made: str, remedy: str = "with the same data", not
         CheckpointError: the data differ.
     """
     if not is_same:
-        text = f"the checkpoint was made {made}: resume {remedy}, or start over from the weights{note}"
-        raise CheckpointError(text)
+        remedy = f"resume {remedy}, or start over from the weights"
+        raise CheckpointError(f"the checkpoint was made {made}: {remedy}{note}")
 
 
 T = TypeVar("T")
@@ -588,7 +585,5 @@ class ShuffledStream(Generic[T]):
         digests = self._digests(*state["next"])
         for file, digest in state["read"].items():
             if digests[file] != digest:
-                raise CheckpointError(
-                    f"{self._table.files[int(file)].name} was changed in the part that the run has read: resume with "
-                    "the same data, or start over from the weights"
-                )
+                changed = f"{self._table.files[int(file)].name} was changed in the part that the run has read"
+                raise CheckpointError(f"{changed}: resume with the same data, or start over from the weights")
