@@ -107,11 +107,9 @@ def train(
         **{_key(name): value for name, value in options.items() if name not in of_sets},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
-    is_streamed = getattr(settings, trainer.data_key).streaming
-    rows = _rows(data, trainer.data_key, is_streamed)
+    rows = _rows(data, trainer.data_key, getattr(settings, trainer.data_key).streaming)
     test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
-    objects = ProgramObjects(rows, test_rows, functions, callbacks)
-    metrics = trainer.train(settings, objects)
+    metrics = trainer.train(settings, ProgramObjects(rows, test_rows, functions, callbacks))
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
 

@@ -253,11 +253,12 @@ def to_container(config: Any) -> Any:
 
 def inherit(child: C, parent: Options) -> C:
     """Return `child` with each option that is None taken from `parent`, if `parent` has it. Groups are merged."""
-    changes = {}
+    changes, theirs = {}, dict(parent)
     for name, value in child:
-        given = dict(parent).get(name)
-        if value is None or (isinstance(value, Options) and isinstance(given, Options)):
-            changes[name] = given if value is None else inherit(value, given)
+        if value is None:
+            changes[name] = theirs.get(name)
+        elif isinstance(value, Options) and isinstance(theirs.get(name), Options):
+            changes[name] = inherit(value, theirs[name])
     return child.replace(**changes)
 
 

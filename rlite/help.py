@@ -165,8 +165,7 @@ def _same_leaf(leaf: str, known: Sequence[str]) -> list[str]:
 
 def _with_words(leaf: str, known: Sequence[str], usual: Collection[str]) -> list[str]:
     """Return the keys whose words include those of a name, as `total_steps` includes `steps`; the usual ones if any."""
-    words = set(leaf.split("_"))
-    found = [path for path in known if words < set(_leaf(path).split("_"))]
+    found = [path for path in known if {*leaf.split("_")} < {*_leaf(path).split("_")}]
     return ([path for path in found if path in usual] or found)[:MAX_SHOWN]
 
 

@@ -160,8 +160,7 @@ def check_options(
         ConfigError: an option's value is not of the annotated kind, or the function takes other arguments.
     """
     known = {name: kind for name, kind in options_of(function).items() if name not in reserved}
-    parameters = _signature(function).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in _signature(function).parameters.values())
     for option, value in options.items():
         if option in reserved or (option not in known and not takes_any):
             hint = did_you_mean(option, known) if known else "it has none"

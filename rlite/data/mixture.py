@@ -94,8 +94,7 @@ class MixedOrder(ShuffledOrder):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch and in each source."""
-        sources = {name: order.state_dict() for name, order in self._orders.items()}
-        return {**super().state_dict(), "sources": sources}
+        return super().state_dict() | {"sources": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another order's position, with its seed. New weights apply from there on.

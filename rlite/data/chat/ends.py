@@ -61,13 +61,7 @@ class LearntEnds:
         self.new.add(end)
 
     def end_turn(
-        self,
-        ids: list[int],
-        turn: tuple[int, int],
-        known: Collection[int],
-        is_final: bool,
-        is_rewritten: bool,
-        where: str,
+        self, ids: list[int], turn: tuple[int, int], known: Sequence[int], is_last: bool, is_rewritten: bool, where: str
     ) -> tuple[list[int], int]:
         """Return a row and the end of a turn, so that the turn ends with a token at which the model stops.
 
@@ -75,7 +69,7 @@ class LearntEnds:
             ids: the row.
             turn: the turn's tokens [start, end).
             known: tokens that end answers in this chat template, the usual one first.
-            is_final: whether the row ends with the turn.
+            is_last: whether the row ends with the turn.
             is_rewritten: whether the template writes the turn otherwise when the row ends with it.
             where: the row's name in errors.
 
@@ -91,10 +85,10 @@ class LearntEnds:
         if following in self._stop_ids or following in known:
             self._num_extended += 1
             written, end = ids[end], end + 1
-        elif is_rewritten or (self._choice == "append" and not is_final):
+        elif is_rewritten or (self._choice == "append" and not is_last):
             return ids, end
         elif written not in self._special and written not in known:
-            if not is_final or not (known or self._choice == "append"):
+            if not is_last or not (known or self._choice == "append"):
                 raise ConfigError(self._no_end(ids[max(last - 8, start) : end], where))
             written = next(iter(known), self._tokenizer.eos_token_id)
             self._num_appended += 1

@@ -189,8 +189,8 @@ class ChatEncoder:
         self._ends.num_turns += len(turns)
         self._ends.num_rewritten += len({*turns} & (chat.rewritten | chat.unprompted))
         for turn in turns:
-            is_final = chat.is_answered and turn == len(found) - 1
-            ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where)
+            is_last = chat.is_answered and turn == len(found) - 1
+            ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_last, turn in chat.rewritten, where)
             found[turn] = found[turn][0], end
         return replace(chat, input_ids=np.asarray(ids, dtype=np.int32), turns=tuple(found))
 

@@ -134,7 +134,7 @@ class JsonLinesFile:
         Raises:
             DataError: a line is no JSON object.
         """
-        rows = []
+        rows: list[tuple[int, Row]] = []
         with self.path.open("rb") as file:
             file.seek(place)
             while len(rows) < count and (line := self._line(file, place)):
@@ -336,8 +336,7 @@ class StreamedTable(Generic[W]):
         self._source, self._convert, self._size = source, convert, window
         self._checks: dict[str, Callable[[W], object]] = {}
         self._reference: list[tuple[Place, Row]] = []
-        beginnings = (self._read_from(file, 0)[0] for file in range(len(self.files)))
-        rows = next(filter(None, beginnings), [])
+        rows = next(filter(None, (self._read_from(file, 0)[0] for file in range(len(self.files)))), [])
         if not rows:
             raise DataError(f"{source.where}: no rows; expected at least one")
         self.is_whole = len(self.files) == 1 and len(rows) < window
@@ -409,8 +408,7 @@ class StreamedTable(Generic[W]):
             window = self._convert([row for _, row in rows])
             for check in self._checks.values():
                 check(window)
-        items = zip(rows, window.items(), strict=True)
-        return [(place, item) for (place, _), item in items if item is not None][1:]
+        return [(place, item) for (place, _), item in zip(rows, window.items(), strict=True) if item is not None][1:]
 
     @cached_property
     def content(self) -> str:

@@ -177,8 +177,7 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
     """
     try:
         for batch in _COLUMNAR[kind][0](path, where, *options):
-            for start in range(0, len(batch), PIECE):
-                yield batch[start : start + PIECE]
+            yield from (batch[start : start + PIECE] for start in range(0, len(batch), PIECE))
     except ConfigError as error:
         return ["ConfigError", str(error)[:10_000]]
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -249,8 +248,7 @@ def _send_dataset(
     if split not in found:
         raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{_path_in(where)}")
     table = found[split].with_format("arrow")
-    batches = (batch for part in table.iter(ROWS) for batch in part.to_batches())
-    yield from _sent(table.features.arrow_schema, batches)
+    yield from _sent(table.features.arrow_schema, (batch for part in table.iter(ROWS) for batch in part.to_batches()))
 
 
 def _check_subset(datasets: Any, name: str, where: str, subset: str | None) -> None:
