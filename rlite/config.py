@@ -396,7 +396,7 @@ class _Problems(Generic[C]):
         tree = OmegaConf.create({})
         for file in named["--config"]:
             read = with_aliases(read_yaml(file), aliases)
-            self._note_source(OmegaConf.to_container(read), file)
+            self.sources |= {key: file for key, _ in flat(OmegaConf.to_container(read))}  # type: ignore[arg-type]
             tree = merged(tree, read, file, named["--config"][0])
         values = [(key, value, hints.COMMAND_LINE) for key, value in overrides]
         for key, value, source in [*values, *((key, value, hints.PROGRAM) for key, value in _flat(self.root, given))]:
@@ -408,15 +408,12 @@ class _Problems(Generic[C]):
             if source is hints.COMMAND_LINE and not (at.is_exact and _is_scalar(at.hint)):
                 value = read_value(key, value)
             enter(tree, key, value, self._source(key))
-            self._note_source({key: value}, source)
+            self.sources |= {below: source for below, _ in flat({key: value})}
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
             self.sources[IMPORTS] = hints.COMMAND_LINE
         return tree
-
-    def _note_source(self, values: Any, source: str) -> None:
-        self.sources |= {key: source for key, _ in flat(values)}
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.

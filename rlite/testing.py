@@ -107,7 +107,9 @@ class FaultBoard:
         fault = PhaseFault(**armed)
         if fault.phase != phase or fault.role not in ("", role):
             return
-        if fault.skip and self._count_visit() <= fault.skip:
+        with self._path("visits").open("a") as file:
+            file.write("x")
+        if self._path("visits").stat().st_size <= fault.skip:
             return
         try:
             os.rename(self._path("armed"), self._path("hit"))
@@ -134,11 +136,6 @@ class FaultBoard:
         with suppress(FileNotFoundError, ValueError):
             return json.loads(self._path(name).read_text())
         return None
-
-    def _count_visit(self) -> int:
-        with self._path("visits").open("a") as file:
-            file.write("x")
-        return self._path("visits").stat().st_size
 
     def _path(self, name: str) -> Path:
         return self._folder / f"fault-{name}"

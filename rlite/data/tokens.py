@@ -115,12 +115,9 @@ class TokenRows:
         rows = (np.asarray(items)[:, None] * self.rows_per_item + np.arange(self.rows_per_item)).ravel()
         lengths = self.lengths[rows]
         mask = np.arange(lengths.max()) < lengths[:, None]
-        places = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
-        input_ids = np.zeros(mask.shape, dtype=np.int64)
-        input_ids[mask] = self.input_ids[places]
-        loss_mask = np.zeros_like(mask)
-        loss_mask[mask] = self.loss_mask[places]
-        columns = {"input_ids": input_ids, "attention_mask": mask, "loss_mask": loss_mask}
+        places = np.where(mask, self.starts[rows, None] + np.arange(mask.shape[1]), 0)
+        input_ids = np.where(mask, self.input_ids[places], 0).astype(np.int64)
+        columns = {"input_ids": input_ids, "attention_mask": mask, "loss_mask": mask & self.loss_mask[places]}
         columns |= {key: values[rows] for key, values in self.per_row.items()}
         return TensorDict({key: torch.from_numpy(values) for key, values in columns.items()}, batch_size=[len(rows)])
 

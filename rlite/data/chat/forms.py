@@ -269,14 +269,8 @@ class MessageForms:
         return text
 
 
-@lru_cache(maxsize=64)
-def forms_of(source: str) -> MessageForms:
-    """Return the forms of messages that a template takes.
-
-    Args:
-        source: the template.
-    """
-    return MessageForms(source)
+forms_of = lru_cache(maxsize=64)(MessageForms)
+"""returns the forms of messages that a template takes"""
 
 
 def check_parts(parts: Sequence[Any], where: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from rlite.data.readers.tables import Row, parse_json, parse_path, read_columnar, type_in_words
+from rlite.data.readers.tables import Row, parse_object, parse_path, read_columnar, type_in_words
 from rlite.data.source import Source
 from rlite.errors import CheckpointError, ConfigError, DataError, StreamedDataError
 from rlite.wording import counted
@@ -158,12 +158,9 @@ class JsonLinesFile:
 
     def name_of(self, place: int) -> str:
         """Return the name of a row in messages, with its line, which is counted now."""
-        number = 1
         with self.path.open("rb") as file:
-            while place > 0 and (block := file.read(min(place, _BLOCK))):
-                number += block.count(b"\n")
-                place -= len(block)
-        return f"{self.name}, line {number}"
+            blocks = (file.read(min(place - start, _BLOCK)) for start in range(0, place, _BLOCK))
+            return f"{self.name}, line {1 + sum(block.count(10) for block in blocks)}"
 
     def digest(self, end: int | None) -> str:
         """Return a hash of the length and of both ends of the file's first `end` bytes; None is the whole file."""
@@ -180,10 +177,7 @@ class JsonLinesFile:
             text = (line if place else line.removeprefix(BOM_UTF8)).decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{self.name_of(place)}: not UTF-8 at byte {place + error.start}") from error
-        row = parse_json(text, lambda _: self.name_of(place))
-        if not isinstance(row, dict):
-            raise DataError(f"{self.name_of(place)}: expected an object, found {type_in_words(row)}")
-        return row
+        return parse_object(text, lambda: self.name_of(place))
 
 
 class ParquetFile:

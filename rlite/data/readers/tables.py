@@ -469,10 +469,7 @@ def _read_json(path: Path, where: str) -> list[Any]:
 def _json_lines(text: str, where: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
         if line.strip():
-            row = parse_json(line, lambda _, number=number: f"{where}, line {number}")  # type: ignore[misc]
-            if not isinstance(row, dict):
-                raise DataError(f"{where}, line {number}: expected an object, found {type_in_words(row)}")
-            yield row
+            yield parse_object(line, partial("{}, line {}".format, where, number))
 
 
 def parse_json(text: str, place: Callable[[int], str]) -> Any:
@@ -498,6 +495,22 @@ def parse_json(text: str, place: Callable[[int], str]) -> Any:
         position, length = (digits.start(), len(digits[0])) if digits else (0, most + 1)
         long = f"a whole number of {length} digits; at most {most} are read: make it a text"
         raise DataError(f"{place(position)}: {long}") from error
+
+
+def parse_object(text: str, place: Callable[[], str]) -> Row:
+    """Return the object of a JSON text.
+
+    Args:
+        text: the JSON text.
+        place: describes the text.
+
+    Raises:
+        DataError: the text is no JSON object.
+    """
+    row = parse_json(text, lambda _: place())
+    if not isinstance(row, dict):
+        raise DataError(f"{place()}: expected an object, found {type_in_words(row)}")
+    return row
 
 
 def _deepest(text: str) -> tuple[int, int]:
