@@ -180,13 +180,7 @@ def quick_checks() -> Iterator[None]:
         _is_quick.reset(token)
 
 
-def load(
-    cls: type[C],
-    argv: Sequence[str],
-    *,
-    aliases: Mapping[str, str] | None = None,
-    given: Mapping[str, Any] | None = None,
-) -> C:
+def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] = {}, given: Mapping[str, Any] = {}) -> C:
     """Read a config from `--config FILE.yaml` (repeatable, later files win) and from `a.b.c=value`, which wins.
 
     `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key, and `--help GROUP` the keys
@@ -212,7 +206,7 @@ def load(
         sys.exit(0)
     problems = _Problems(cls, {})
     try:
-        tree = problems.merge(argv, aliases or {}, given or {})
+        tree = problems.merge(argv, aliases, given)
         values = _resolved(cls, tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""

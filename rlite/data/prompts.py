@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlite.data.readers.streaming import ShuffledStream, check_same
+from rlite.data.source import Table
 from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.types import StopReason
 
@@ -206,12 +207,7 @@ class PromptStream:
         order: order of the rows, or the stream of a table that is streamed.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        batch_size: int,
-        order: ShuffledOrder | ShuffledStream[Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, rows: Table, batch_size: int, order: ShuffledOrder | ShuffledStream[Mapping[str, Any]]) -> None:
         self._rows, self._batch_size = rows, batch_size
         self.order = order
         """order of the rows; its `position` counts the rows returned so far, unless they are streamed"""

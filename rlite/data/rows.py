@@ -19,7 +19,7 @@ from rlite.data.prompts import PromptStream
 from rlite.data.readers.formats import RowKind, normalise
 from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.readers.tables import NULL, Row, check_text, is_null, read_rows, type_in_words, without_added_nulls
-from rlite.data.source import Source
+from rlite.data.source import Source, Table
 from rlite.errors import ConfigError, DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
@@ -35,7 +35,7 @@ MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 class Rows(Sequence[Mapping[str, Any]]):
     """Rows in the form that rlite reads."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Table
     form: str = ""
     """format of the table, in words; "" if it is unknown"""
     mixture: Mixture | None = None
@@ -53,7 +53,7 @@ class Rows(Sequence[Mapping[str, Any]]):
         """Return a row, or several."""
         return self.rows[number]
 
-    def items(self) -> Sequence[Mapping[str, Any]]:
+    def items(self) -> Table:
         """Return the rows."""
         return self.rows
 
@@ -97,8 +97,7 @@ def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
         source: the table.
         kind: what the rows are for.
     """
-    options: dict[str, Any] = {"columns": source.columns, "system_prompt": source.system_prompt, "key": source.key}
-    made, form = normalise(rows, kind, source.where, **options)
+    made, form = normalise(rows, kind, source)
     return Rows(made, form, paths={"": source.path} if source.rows is None else {})
 
 
@@ -107,9 +106,7 @@ def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     return rows.stream if isinstance(rows, Rows) else None
 
 
-def prompt_stream(
-    rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int, mixture: Mixture | None = None
-) -> PromptStream:
+def prompt_stream(rows: Table, batch_size: int, seed: int, mixture: Mixture | None = None) -> PromptStream:
     """Return the batches of a table's rows.
 
     Args:
@@ -182,7 +179,7 @@ def place_of(rows: Sequence[Any], number: int, where: str) -> str:
     return f"{where}, row index {number}"
 
 
-def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
+def rows_digest(rows: Table) -> str:
     """Return a hash of the rows in their order. Values that JSON cannot hold count by their type only."""
     digest = hashlib.sha256()
     for row in rows:
@@ -191,7 +188,7 @@ def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
+def check_prompts(rows: Table, where: str) -> None:
     """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`.
 
     Raises:

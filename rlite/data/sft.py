@@ -22,12 +22,13 @@ from rlite.data.chat.answers import chat_encoder, prompted_answer_encoder
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.masks import ChatEncoder, check_messages
 from rlite.data.readers.tables import check_columns
+from rlite.data.source import Table
 from rlite.data.tokens import TokenRows, answer_encoder, text_encoder, tokenise
 from rlite.errors import DataError
 
 
 def sft_rows(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Table,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     where: str = "data.path",
@@ -92,11 +93,7 @@ SIDES = ("chosen", "rejected")
 
 
 def preference_rows(
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    where: str = "data.path",
-    **template_options: Any,
+    rows: Table, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str = "data.path", **template_options: Any
 ) -> TokenRows:
     """Tokenise preference pairs for reward models and DPO.
 
@@ -136,11 +133,7 @@ def preference_rows(
 
 
 def labelled_rows(
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    where: str = "data.path",
-    **template_options: Any,
+    rows: Table, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str = "data.path", **template_options: Any
 ) -> TokenRows:
     """Tokenise labelled answers for KTO.
 

@@ -20,11 +20,14 @@ from rlite.data.chat.ends import LearntEnds
 from rlite.data.mixture import Mixture, shuffled
 from rlite.data.prompts import raw_prompts, raw_tokens
 from rlite.data.readers.streaming import ShuffledStream, StreamedTable
+from rlite.data.source import Table
 from rlite.errors import ConfigError, DataError
 from rlite.wording import counted
 
 Tokens = tuple[np.ndarray, np.ndarray]
 """(input_ids [L], loss_mask [L]) of one sequence"""
+Encode = Callable[[range], list[list[Tokens]]]
+"""numbers of rows -> for each row, its sequences"""
 
 _CHUNK = 512
 """rows that are tokenised in one call, in which the tokenizer works in parallel"""
@@ -202,13 +205,7 @@ class Tally:
         return "; ".join(parts)
 
 
-def tokenise(
-    num_rows: int,
-    encode: Callable[[range], Sequence[Sequence[Tokens]]],
-    max_length: int,
-    where: str,
-    rows_per_item: int = 1,
-) -> TokenRows:
+def tokenise(num_rows: int, encode: Encode, max_length: int, where: str, rows_per_item: int = 1) -> TokenRows:
     """Tokenise a table once, chunk by chunk, and cut rows longer than `max_length` at their end.
 
     An item is dropped, and counted, if one of its rows has nothing left to learn (the prompt alone fills `max_length`),
@@ -327,11 +324,8 @@ def _fault(sequences: Sequence[Tokens], max_length: int) -> str | None:
 
 
 def answer_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Mapping[str, Any]],
-    answers: Sequence[str],
-    ends: LearntEnds | None = None,
-) -> Callable[[range], list[list[Tokens]]]:
+    tokenizer: PreTrainedTokenizerBase, rows: Table, answers: Sequence[str], ends: LearntEnds | None = None
+) -> Encode:
     """Return a function that tokenises a raw `prompt` with each of its answers.
 
     Prompt and answer are tokenised apart, as they are when an answer is generated. An answer ends with one
@@ -359,9 +353,7 @@ def answer_encoder(
     return encode
 
 
-def text_encoder(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], ends: LearntEnds | None = None
-) -> Callable[[range], list[list[Tokens]]]:
+def text_encoder(tokenizer: PreTrainedTokenizerBase, rows: Table, ends: LearntEnds | None = None) -> Encode:
     """Return a function that tokenises the `text` of rows, with one end-of-sequence token. All tokens are learnt.
 
     Args:

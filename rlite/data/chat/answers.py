@@ -12,24 +12,28 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.forms import WEIGHTS, Message
+from rlite.data.chat.forms import WEIGHTS, Message, Messages
 from rlite.data.chat.masks import ChatEncoder, EncodedChat, assistant_messages, check_messages
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
 from rlite.data.prompts import bounded_tokens, end_of, special_ids
 from rlite.data.readers.tables import check_columns
-from rlite.data.tokens import Tokens, answer_encoder
+from rlite.data.source import Table
+from rlite.data.tokens import Encode, Tokens, answer_encoder
 from rlite.errors import DataError
 from rlite.types import StopReason
 
+Chats = Callable[[Mapping[str, Any]], list[tuple[list[Message], int]]]
+"""a row -> its conversations, each with the number of the first message that is learnt"""
+
 
 def prompted_answer_encoder(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Table,
     tokenizer: PreTrainedTokenizerBase,
     answers: Sequence[str],
     columns: Mapping[str, type | tuple[type, ...]],
     where: str,
     template_options: Mapping[str, Any],
-) -> Callable[[range], list[list[Tokens]]]:
+) -> Encode:
     """Check rows of a prompt with answers, and return a function that tokenises them.
 
     All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer. An
@@ -72,19 +76,14 @@ def prompted_answer_encoder(
 
 
 def chat_encoder(
-    encoder: ChatEncoder,
-    rows: Sequence[Mapping[str, Any]],
-    conversations: Callable[[Mapping[str, Any]], list[tuple[list[Message], int]]],
-    where: str,
-    last_turn_only: bool = False,
-    is_cut: bool = True,
-) -> Callable[[range], list[list[Tokens]]]:
+    encoder: ChatEncoder, rows: Table, chats: Chats, where: str, last_turn_only: bool = False, is_cut: bool = True
+) -> Encode:
     """Return a function that tokenises the conversations of rows. Only messages of the assistant are learnt.
 
     Args:
         encoder: encoder of conversations.
         rows: the table.
-        conversations: a row -> its conversations, each with the number of the first message that is learnt.
+        chats: returns the conversations of a row.
         where: the table's name in messages, such as "data.path=x.json".
         last_turn_only: learn only the last of the turns.
         is_cut: end a sequence with its last turn: text that a template writes after it is removed, so a row ends as a
@@ -95,7 +94,7 @@ def chat_encoder(
     """
 
     def encode(numbers: range) -> list[list[Tokens]]:
-        found = [(number, *each) for number in numbers for each in conversations(rows[number])]
+        found = [(number, *each) for number in numbers for each in chats(rows[number])]
         names = [f"{where}, row index {number}" for number, *_ in found]
         tools = [rows[number].get("tools") for number, *_ in found]
         encoded = encoder.encode([messages for _, messages, _ in found], names, tools)
@@ -110,12 +109,12 @@ def chat_encoder(
     return encode
 
 
-def answer_messages(answer: str | Sequence[Message]) -> Sequence[Message]:
+def answer_messages(answer: str | Messages) -> Messages:
     """Return an answer, a text or messages, as messages."""
     return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
-def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, where: str) -> list[int]:
+def learnt_turns(chat: EncodedChat, messages: Messages, first: int, where: str) -> list[int]:
     """Return the indexes of the assistant's turns that are learnt: from a message on, unless a weight is 0 or false.
 
     Args:
@@ -146,7 +145,7 @@ def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, whe
     raise DataError(f"{where}: {told}, so {which} cannot be found")
 
 
-def check_answer(messages: Sequence[Message], where: str, column: str) -> None:
+def check_answer(messages: Messages, where: str, column: str) -> None:
     """Check that messages answer a prompt: of the assistant, with results of tools between them.
 
     Args:
@@ -184,7 +183,7 @@ def check_prompt(messages: Any, where: str, answers: str) -> None:
 class AnsweredTurn(Protocol):
     """A conversation that a model has answered."""
 
-    messages: Sequence[Message] | None
+    messages: Messages | None
     """the conversation"""
     tools: Any
     answer: Message | None
@@ -195,7 +194,7 @@ class AnsweredTurn(Protocol):
     """the answer as the model has written it, without its end"""
 
 
-def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Message], text: str) -> str | None:
+def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str) -> str | None:
     """Return the part of a rendered conversation after the model's answer in a turn.
 
     Args:
@@ -312,7 +311,7 @@ def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
 
 
 def _text_after_calls(
-    template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Message], text: str, ending: Ending
+    template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str, ending: Ending
 ) -> str | None:
     """Return the same part for an answer with calls, which a template may write in other words than the model."""
     assert turn.messages is not None

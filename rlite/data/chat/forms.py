@@ -122,6 +122,7 @@ def _stop_slow_renderings() -> None:
 
 
 Message = Mapping[str, Any]
+Messages = Sequence[Message]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """types of parts whose `text` is all that they hold"""
@@ -143,7 +144,7 @@ class MessageForms:
         self._source = source
         self._roles: dict[tuple[str, bool], bool] = {}
 
-    def fitted(self, messages: Sequence[Message], where: str = "") -> list[Message]:
+    def fitted(self, messages: Messages, where: str = "") -> list[Message]:
         """Return messages in the forms that the template takes. What is in such a form already is unchanged.
 
         Args:
@@ -257,7 +258,7 @@ class MessageForms:
         found = {"object": has_object, "text": _TEXT in as_text and (as_text == as_object or not has_object)}
         return {form for form, is_taken in found.items() if is_taken}
 
-    def _rendered(self, messages: Sequence[Message]) -> str | None:
+    def _rendered(self, messages: Messages) -> str | None:
         """Return a conversation as text; None if the template refuses it."""
         names = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
         try:
@@ -339,7 +340,7 @@ class Marks:
         has_starts: mark the beginning of a part, too; some templates ask how a content begins.
     """
 
-    def __init__(self, messages: Sequence[Message], tools: Any, numbers: Sequence[int], has_starts: bool) -> None:
+    def __init__(self, messages: Messages, tools: Any, numbers: Sequence[int], has_starts: bool) -> None:
         self._parts: list[tuple[int, str, str]] = []
         self._has_starts, marked = has_starts, {*numbers}
         self.messages = [
@@ -408,12 +409,7 @@ class Places:
     """
 
     def __init__(
-        self,
-        text: str,
-        render: Callable[[Marks], str | None],
-        messages: Sequence[Message],
-        tools: Any,
-        only: int | None,
+        self, text: str, render: Callable[[Marks], str | None], messages: Messages, tools: Any, only: int | None
     ) -> None:
         self.text, self._render = text, render
         self.parts: dict[int, list[Part]] = {}
@@ -422,7 +418,7 @@ class Places:
         edges = [(place, number) for number, own in self.parts.items() for part in own for place in part.places]
         self._edges, self._size = sorted(edges), len(messages)
 
-    def _place(self, messages: Sequence[Message], tools: Any, numbers: Sequence[int], has_starts: bool = True) -> None:
+    def _place(self, messages: Messages, tools: Any, numbers: Sequence[int], has_starts: bool = True) -> None:
         """Mark these messages. If marks change the text, mark fewer of them, and in the end only their ends."""
         marks, half = Marks(messages, tools, numbers, has_starts), len(numbers) // 2
         found, parts = marks.read(self._render(marks) or "")

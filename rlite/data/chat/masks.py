@@ -19,12 +19,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import EscapingTokenizer, LearntEnds
-from rlite.data.chat.forms import Places, check_parts
+from rlite.data.chat.forms import Messages, Places, check_parts
 from rlite.data.chat.template import ANSWER, QUESTION, ChatTemplate, TemplateRefusal, cause, num_shared, refusal
 from rlite.data.readers.tables import check_text
 from rlite.errors import ConfigError, DataError
-
-Messages = Sequence[Mapping[str, Any]]
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")

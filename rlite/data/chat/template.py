@@ -23,6 +23,7 @@ from rlite.data.chat.forms import (
     WEIGHTS,
     Marks,
     Message,
+    Messages,
     Part,
     Places,
     check_constants,
@@ -125,7 +126,7 @@ class ChatTemplate:
         self.tokenizer: Any = tokenizer
         self._options = dict(options or {})
 
-    def apply(self, messages: Sequence[Message], **options: Any) -> Any:
+    def apply(self, messages: Messages, **options: Any) -> Any:
         """Call `apply_chat_template` of the tokenizer.
 
         Args:
@@ -150,7 +151,7 @@ class ChatTemplate:
                 f"the model's chat template {refusal(error)} a conversation of the roles {roles}: {cause(error)}"
             ) from error
 
-    def fitted(self, messages: Sequence[Message], where: str = "", tools: Any = None) -> list[Message]:
+    def fitted(self, messages: Messages, where: str = "", tools: Any = None) -> list[Message]:
         """Return messages in the forms that the template takes; see `MessageForms`.
 
         Args:
@@ -172,11 +173,11 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         return None
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Messages, **options: Any) -> str:
         """Return a conversation as text. Arguments and errors are those of `apply`."""
         return self.apply(messages, tokenize=False, **options)
 
-    def around(self, messages: Sequence[Message], number: int, **options: Any) -> list[str]:
+    def around(self, messages: Messages, number: int, **options: Any) -> list[str]:
         """Render a conversation and split the text at the content of one message.
 
         Args:
@@ -192,7 +193,7 @@ class ChatTemplate:
         variant = [*messages[:number], {**kept, "content": STAND_IN}, *messages[number + 1 :]]
         return self.render(variant, **options).split(STAND_IN)
 
-    def places(self, messages: Sequence[Message], text: str, only: int | None = None, **options: Any) -> Places:
+    def places(self, messages: Messages, text: str, only: int | None = None, **options: Any) -> Places:
         """Return the parts of messages in a rendered conversation.
 
         Args:
@@ -220,7 +221,7 @@ class ChatTemplate:
             return None
 
     def check(
-        self, messages: Sequence[Message], text: str, where: str = "", optional: Collection[str] = (), **options: Any
+        self, messages: Messages, text: str, where: str = "", optional: Collection[str] = (), **options: Any
     ) -> Places:
         """Check that a rendered conversation holds each part of its messages at its own place, and each tool.
 
@@ -260,7 +261,7 @@ class ChatTemplate:
             raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}", f"{where}tools")
         return places
 
-    def between(self, replies: Sequence[Message]) -> str:
+    def between(self, replies: Messages) -> str:
         """Return the text from the end of an answer's content to the beginning of the next answer.
 
         Args:

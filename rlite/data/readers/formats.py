@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
 from rlite.data.readers.tables import NULL, Row, check_columns, check_text, is_null, parse_json, without_added_nulls
+from rlite.data.source import Source
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
@@ -427,24 +428,13 @@ def format_of(row: Row, kind: RowKind) -> Format | None:
     return next((known for known in FORMATS[kind] if known.fits(row)), None)
 
 
-def normalise(
-    rows: Sequence[Row],
-    kind: RowKind,
-    where: str,
-    *,
-    columns: Mapping[str, str | None] | None = None,
-    system_prompt: str | None = None,
-    key: str = "data",
-) -> tuple[list[Row], str]:
+def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[Row], str]:
     """Convert rows to rlite's form. All rows have the format of the first row.
 
     Args:
         rows: the table.
         kind: what the rows are for.
-        where: the table's name in messages, such as "data.path=x.json".
-        columns: rlite's names of columns -> the table's names; None hides a column.
-        system_prompt: put before conversations that do not begin with a system message of their own.
-        key: group of options of the table, for messages.
+        source: the table's names of columns, and the system prompt.
 
     Returns:
         The rows, and the name of their format.
@@ -454,34 +444,36 @@ def normalise(
         DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
             The message names the row and the column.
     """
+    where, prompt = source.where, source.system_prompt
     if not rows:
         raise DataError(f"{where}: no rows; expected at least one")
     known = known_columns(kind) - {"margin"}
-    rows = _renamed(rows, kind, where, columns or {}, key)
+    rows = _renamed(rows, kind, source)
     rows = [row | {name: None for name in known & row.keys() if is_null(row[name])} for row in rows]  # not pandas' NaN
     found = format_of(rows[0], kind)
-    if found is None and kind == "prompts" and system_prompt is None:
+    if found is None and kind == "prompts" and prompt is None:
         return rows, "rows without a prompt"  # an environment may begin by itself
     if found is None:
-        raise DataError(_unrecognised(rows[0], kind, where, key))
+        raise DataError(_unrecognised(rows[0], kind, source))
     converted = []
     for number, row in enumerate(rows):
         if (other := format_of(row, kind)) is not found:
             raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
         converted.append(found.convert(row, f"{where}, row index {number}"))
-    if system_prompt is not None:
-        converted = [_with_system(row, system_prompt, found, where) for row in converted]
+    if prompt is not None:
+        converted = [_with_system(row, prompt, found, where) for row in converted]
     unread = {str(name) for row in rows for name in row} - {*found.known}
     is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
     return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
 
 
-def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[str, str | None], key: str) -> list[Row]:
+def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
     """Return rows with rlite's names of columns.
 
     Raises:
         ConfigError: a name is unknown to rlite, or the table has no such column.
     """
+    columns, key, where = source.columns, source.key, source.where
     if not columns:
         return list(rows)
     known = known_columns(kind)
@@ -505,8 +497,9 @@ def _names(row: Row) -> str:
     return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
 
 
-def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
+def _unrecognised(row: Row, kind: RowKind, source: Source) -> str:
     """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
+    where, key = source.where, source.key
     present = [str(name) for name, value in row.items() if value is not None]
     if empty := [entry for entry in FORMATS[kind] if {*entry.columns} <= {*row} and not {*entry.columns} <= {*present}]:
         nearest = min(empty, key=lambda entry: len({*entry.columns} - {*present}))

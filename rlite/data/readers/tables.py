@@ -312,7 +312,6 @@ NESTED_COLUMNS = ("history", "reward_model", "input_ids")
 """columns whose cells hold JSON if they look like JSON"""
 
 NULL = "null; drop the row, or fill the column"
-NOTHING_RENAMED: Mapping[str, str | None] = {}
 _MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 """keys that a message has"""
 _PYTHON_MESSAGES = re.compile(r"\s*\[?\s*\{\s*'(role|from|content|value)'\s*:")
@@ -322,9 +321,7 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def read_rows(
-    source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = NOTHING_RENAMED
-) -> list[Row]:
+def read_rows(source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = {}) -> list[Row]:
     """Return the rows of a table, as dicts.
 
     Args:
