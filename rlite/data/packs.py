@@ -221,17 +221,17 @@ def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
 def _with_ragged(trajectories: Sequence[TensorDict]) -> Sequence[TensorDict]:
     """Return trajectories that have the same ragged keys: without values, if a trajectory had none."""
     for key, counts in RAGGED.items():
-        if (like := next((each for each in trajectories if key in each), None)) is None:
-            continue
-        trajectories = [
-            each if key in each else with_keys(each, **_no_values(like, each, key, counts)) for each in trajectories
-        ]
+        if like := [each for each in trajectories if key in each]:
+            trajectories = [
+                each if key in each else _without_values(each, like[0], key, counts) for each in trajectories
+            ]
     return trajectories
 
 
-def _no_values(like: TensorDict, trajectory: TensorDict, key: str, counts: str) -> dict[str, Tensor]:
+def _without_values(trajectory: TensorDict, like: TensorDict, key: str, counts: str) -> TensorDict:
     rows = trajectory["input_ids"]
-    return {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
+    none = {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
+    return with_keys(trajectory, **none)
 
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:

@@ -133,9 +133,7 @@ def tools_of(row: Row, where: str) -> Row:
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _json(tools, f"{where}: 'tools'") if tools.strip() else None
-    if tools is None:
-        return {}
-    if not isinstance(tools, list):
+    if tools is not None and not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
     return {"tools": [_schema(tool, f"{where}: 'tools'") for tool in tools]} if tools else {}
 

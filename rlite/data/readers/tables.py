@@ -200,9 +200,7 @@ def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBat
     for group in range(file.num_row_groups):
         start, end = end, end + file.metadata.row_group(group).num_rows
         wanted = numbers[(numbers >= start) & (numbers < end)]
-        if not wanted.size:
-            continue
-        for batch in file.iter_batches(ROWS, row_groups=[group]):
+        for batch in file.iter_batches(ROWS, row_groups=[group]) if wanted.size else ():
             places = wanted[(wanted >= start) & (wanted < start + batch.num_rows)] - start
             yield batch.take(pa.array(places))
             start += batch.num_rows
