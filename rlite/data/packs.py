@@ -136,7 +136,7 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """
     if not isinstance(trajectory, TensorDict):
         raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
-    for fault in _faults(trajectory):
+    if (fault := next(_faults(trajectory), None)) is not None:
         raise DataError(f"{what}{fault}")
     check_ragged(trajectory, what)
     if "kept_ids" in trajectory:

@@ -250,7 +250,8 @@ class ChatTemplate:
             if role == "assistant":
                 missing = [part for part in missing if part.name not in optional and not (optional and part.places)]
                 if missing and message is not messages[-1] and (alone := self.alone(message, **options)):
-                    missing = [] if 1 in alone.parts and not alone.missing(1) else missing  # it writes them elsewhere
+                    # history lacks what the template writes in an answer that ends a conversation
+                    missing = [] if 1 in alone.parts and not alone.missing(1) else missing
             if missing:
                 what = f"a part of {missing[0].name}" if missing[0].places else missing[0].name
                 if role != "assistant" and not missing[0].places:
