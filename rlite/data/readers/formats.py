@@ -245,7 +245,14 @@ def answered(row: Row, where: str, messages: list[Any], answers: Sequence[str], 
 
 
 def prompted(row: Row, where: str, answers: Sequence[str], **others: Any) -> Row:
-    """Return a prompt with its answers: texts, or the messages of `answered` if one of them is no text."""
+    """Return a prompt with its answers: texts, or the messages of `answered` if one of them is no text.
+
+    Args:
+        row: row with the prompt and the answers, and optionally `tools`.
+        where: the row's name in messages.
+        answers: columns with answers.
+        **others: further columns.
+    """
     texts = {name: row[name] for name in ("prompt", *answers)}
     if not all(isinstance(text, str) for text in texts.values()):
         return answered(row, where, prompt_messages(row["prompt"], where), answers, **others)
