@@ -195,8 +195,7 @@ def own_traceback(error: BaseException) -> str:
 
 def has_own_frames(error: BaseException) -> bool:
     """Return whether an exception was raised in or below code that is neither rlite's nor of an installed package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return not all(frame.filename.startswith(_INSTALLED) for frame in frames)
+    return not all(frame.filename.startswith(_INSTALLED) for frame in traceback.extract_tb(error.__traceback__))
 
 
 @contextmanager

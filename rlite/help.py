@@ -35,9 +35,8 @@ def text(
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    has_groups = any("." in key for key in keys)
     groups: dict[str, list[str]] = {}
-    for key in keys if has_groups else dict.fromkeys([*first, *keys]):
+    for key in keys if any("." in key for key in keys) else dict.fromkeys([*first, *keys]):
         groups.setdefault(key.rpartition(".")[0], []).append(keys[key])
     asked = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
     # the keys of one of several entries are those of a single entry
@@ -106,12 +105,8 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
 }
 """names of options in TRL, verl and prime-rl -> the last parts of the keys that they mean here, the best first"""
 
-OTHER_COMMANDS: Mapping[str, str] = {
-    "data": "train_data",
-    "train_data": "data",
-    "n_epochs": "total_steps",
-    "total_steps": "n_epochs",
-}
+_PAIRS = {"data": "train_data", "n_epochs": "total_steps"}
+OTHER_COMMANDS: Mapping[str, str] = _PAIRS | {other: own for own, other in _PAIRS.items()}
 """parts of keys of one command -> the parts with the same purpose in another command"""
 
 
@@ -170,8 +165,7 @@ def _same_leaf(leaf: str, known: Sequence[str]) -> list[str]:
 
 def _with_words(leaf: str, known: Sequence[str], usual: Collection[str]) -> list[str]:
     """Return the keys whose words include those of a name, as `total_steps` includes `steps`; the usual ones if any."""
-    words = set(leaf.split("_"))
-    found = [path for path in known if words < set(_leaf(path).split("_"))]
+    found = [path for path in known if {*leaf.split("_")} < {*_leaf(path).split("_")}]
     return ([path for path in found if path in usual] or found)[:MAX_SHOWN]
 
 
@@ -210,10 +204,8 @@ def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
         ConfigError: the name has other characters, begins with a hyphen, or is that of an option.
     """
     if name in options or (name != UNNAMED and not _NAME.fullmatch(name)):
-        raise ConfigError(
-            f"{key}.{name}: a name has letters, digits, _ and -, and does not begin with -"
-            + (f"; it is none of its options ({', '.join(options)})" if options else "")
-        )
+        none_of = f"; it is none of its options ({', '.join(options)})" if options else ""
+        raise ConfigError(f"{key}.{name}: a name has letters, digits, _ and -, and does not begin with -{none_of}")
 
 
 def by_name(given: Any, key: str, is_plain: Mapping[str, bool], group: type) -> Any:
@@ -240,10 +232,8 @@ def by_name(given: Any, key: str, is_plain: Mapping[str, bool], group: type) -> 
         if is_first and name not in is_plain:
             raise ConfigError(f"{key}.{name}={given[name]}: expected {key}.{name}.{first}={given[name]}")
     if named and single:
-        raise ConfigError(
-            f"{key}.{single[0]} is of a group without a name, and {key}.{named[0]} has one: give each its name, as in "
-            f"{key}.NAME.{single[0]}"
-        )
+        mixed = f"{key}.{single[0]} is of a group without a name, and {key}.{named[0]} has one"
+        raise ConfigError(f"{mixed}: give each its name, as in {key}.NAME.{single[0]}")
     for name in named:
         check_name(key, str(name), is_plain)
     if len(named) > 1 and UNNAMED in named:

@@ -169,23 +169,18 @@ class AsyncInference(Protocol):
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the completion of one request; `on_chunk` is called as its tokens are made."""
-        ...
 
     def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Return the tokens of one request as they are made; the last chunk has a finish_reason.
 
         Closing the iterator cancels the request.
         """
-        ...
 
     def get_version(self) -> int:
         """Return the policy version: the number of weight updates."""
-        ...
 
     def pause(self) -> None:
         """Hold generation; requests are kept."""
-        ...
 
     def resume(self) -> None:
         """Go on with generation after `pause`."""
-        ...

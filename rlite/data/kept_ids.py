@@ -32,9 +32,7 @@ def check_kept_ids(trajectory: TensorDict, what: str) -> None:
     num_own = torch.zeros_like(tokens).index_add(0, owners, (values == tokens[owners]).long())
     if (wrong := ((counts.flatten() > 0) & (num_own != 1)).nonzero()[:, 0]).numel():
         row, position = divmod(int(wrong[0]), counts.shape[1])
-        raise DataError(
-            f"{what}: token {int(tokens[wrong[0]])} at position {position} of row {row} is not among its kept_ids, or "
-            "occurs twice; expected the ids among which it was drawn"
-        )
+        found = f"token {int(tokens[wrong[0]])} at position {position} of row {row} is not among its kept_ids"
+        raise DataError(f"{what}: {found}, or occurs twice; expected the ids among which it was drawn")
     if (values < 0).any():
         raise DataError(f"{what}: kept_ids holds {int(values.min())}; expected token ids")

@@ -186,11 +186,11 @@ def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | N
     Raises:
         DataError: They do not fit together.
     """
-    trajectories = _with_ragged(trajectories)
-    batch = {
-        key: _join(key, [row[key] for row in trajectories], is_per_token)
-        for key, is_per_token in check_alike(trajectories).items()
-    }
+    trajectories, batch = _with_ragged(trajectories), {}
+    for key, is_per_token in check_alike(trajectories).items():
+        values, padding = [each[key] for each in trajectories], KEYS[key].padding if key in KEYS else 0
+        rows = [row for value in values for row in value]
+        batch[key] = pad_sequence(rows, True, padding) if is_per_token else torch.cat(values)
     ids = torch.tensor(range(len(trajectories)) if group_ids is None else group_ids, dtype=torch.int64)
     if len(ids) != len(trajectories):
         raise DataError(f"{len(ids)} group_ids for {len(trajectories)} trajectories; expected one each")
@@ -210,8 +210,7 @@ def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
     trajectories = _with_ragged(trajectories)
     keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]
     for index, own in enumerate(keys):
-        odd = sorted(own ^ keys[0])
-        if odd:
+        if odd := sorted(own ^ keys[0]):
             has, lacks = (index, 0) if odd[0] in own else (0, index)
             raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
     lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
@@ -222,17 +221,17 @@ def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
 def _with_ragged(trajectories: Sequence[TensorDict]) -> Sequence[TensorDict]:
     """Return trajectories that have the same ragged keys: without values, if a trajectory had none."""
     for key, counts in RAGGED.items():
-        if (like := next((each for each in trajectories if key in each), None)) is None:
-            continue
-        trajectories = [
-            each if key in each else with_keys(each, **_no_values(like, each, key, counts)) for each in trajectories
-        ]
+        if like := [each for each in trajectories if key in each]:
+            trajectories = [
+                each if key in each else _without_values(each, like[0], key, counts) for each in trajectories
+            ]
     return trajectories
 
 
-def _no_values(like: TensorDict, trajectory: TensorDict, key: str, counts: str) -> dict[str, Tensor]:
+def _without_values(trajectory: TensorDict, like: TensorDict, key: str, counts: str) -> TensorDict:
     rows = trajectory["input_ids"]
-    return {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
+    none = {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
+    return with_keys(trajectory, **none)
 
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
@@ -257,9 +256,8 @@ def trajectory_index(batch: TensorDict) -> Tensor:
 def last_rows(batch: TensorDict) -> Tensor:
     """Return the row [M] with each trajectory's outcome: the last row with an action, or the last row if none has."""
     index, rows = trajectory_index(batch), torch.arange(len(batch))
-    has_action = batch["loss_mask"].any(1)
     # any row with an action comes after all rows without
-    order = torch.where(has_action, rows + len(batch), rows)
+    order = torch.where(batch["loss_mask"].any(1), rows + len(batch), rows)
     return torch.zeros(int(index[-1]) + 1, dtype=torch.int64).scatter_reduce(0, index, order, "amax") % len(batch)
 
 
@@ -277,31 +275,17 @@ def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
-            raise DataError(
-                f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0; "
-                "expected the same type, the same dimensions and the same sizes after the second"
-            )
-    if first.dim() == 1:
-        return False
-    if key in RAGGED:
-        return True  # padded like one
-    widths = [value.shape[1] for value in values]
-    if widths == lengths:
+            found = f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0"
+            same = "the same type, the same dimensions and the same sizes after the second"
+            raise DataError(f"{found}; expected {same}")
+    widths = [] if first.dim() == 1 else [value.shape[1] for value in values]
+    if widths == lengths or (key in RAGGED and widths):  # a ragged key is padded like one
         return True
-    if len(set(widths)) == 1:
+    if len(set(widths)) < 2:
         return False
-    index = next(i for i, (width, length) in enumerate(zip(widths, lengths, strict=True)) if width != length)
-    raise DataError(
-        f"{key} is {_describe(values[index])} in trajectory {index}, which has {lengths[index]} tokens; "
-        f"expected [1, {lengths[index]}] per token, or one shape in all trajectories"
-    )
-
-
-def _join(key: str, values: list[Tensor], is_per_token: bool) -> Tensor:
-    if not is_per_token:
-        return torch.cat(values)
-    padding = KEYS[key].padding if key in KEYS else 0
-    return pad_sequence([row for value in values for row in value], batch_first=True, padding_value=padding)
+    index, length = next((i, own) for i, own in enumerate(lengths) if widths[i] != own)
+    found = f"{key} is {_describe(values[index])} in trajectory {index}, which has {length} tokens"
+    raise DataError(f"{found}; expected [1, {length}] per token, or one shape in all trajectories")
 
 
 def _describe(value: Tensor) -> str:
@@ -331,11 +315,9 @@ def check_has(batch: Any, *names: str) -> None:
     """
     for name in names:
         if name not in batch:
-            key = KEYS[name]
-            raise DataError(
-                f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
-                f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
-            )
+            key, found = KEYS[name], ", ".join(sorted(map(str, batch.keys())))
+            told = f"{key.meaning} Expected {key.dtype} {key.shape}; it has {found}"
+            raise DataError(f"the batch has no {name!r}, which the {key.writer} must return: {told}")
 
 
 def check_one_per_row(batch: Any, name: str) -> None:
@@ -346,10 +328,9 @@ def check_one_per_row(batch: Any, name: str) -> None:
     """
     check_has(batch, name)
     if batch[name].dim() != 1:
-        raise DataError(
-            f"{name} has shape {list(batch[name].shape)}; expected [{len(batch)}], one for each row: rewards of single "
-            "tokens are the key token_rewards, beside rewards with their sum"
-        )
+        remedy = "rewards of single tokens are the key token_rewards, beside rewards with their sum"
+        found = list(batch[name].shape)
+        raise DataError(f"{name} has shape {found}; expected [{len(batch)}], one for each row: {remedy}")
 
 
 def check_batch(batch: Any) -> None:
@@ -358,24 +339,20 @@ def check_batch(batch: Any) -> None:
     Raises:
         DataError: the batch has another form.
     """
-    missing = [key for key in ("input_ids", "attention_mask") if key not in batch]
-    if missing:
+    if missing := [key for key in ("input_ids", "attention_mask") if key not in batch]:
         raise DataError(f"a batch needs input_ids and attention_mask [N, L]; missing: {', '.join(missing)}")
-    shape = tuple(batch["input_ids"].shape)
-    if len(shape) != 2 or tuple(batch["attention_mask"].shape) != shape:
-        raise DataError(
-            f"input_ids {shape} and attention_mask {tuple(batch['attention_mask'].shape)}: expected both [N, L]"
-        )
+    shape, other = (tuple(batch[key].shape) for key in ("input_ids", "attention_mask"))
+    if len(shape) != 2 or other != shape:
+        raise DataError(f"input_ids {shape} and attention_mask {other}: expected both [N, L]")
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise DataError(f"{key}: expected a tensor [{shape[0]}] or [{shape[0]}, {shape[1]}], found {value!r}")
-        if key not in RAGGED and (
-            value.shape[0] != shape[0] or (value.dim() > 1 and tuple(value.shape[:2]) != shape and value.shape[1] != 1)
-        ):
+        fits = value.dim() == 1 or tuple(value.shape[:2]) == shape or value.shape[1] == 1
+        if key not in RAGGED and (value.shape[0] != shape[0] or not fits):
             raise DataError(f"{key} {tuple(value.shape)}: expected [{shape[0]}] or [{shape[0]}, {shape[1]}]")
     mask = batch["attention_mask"].bool()
-    if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
-        row = int(((mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).nonzero()[0])
+    if (wrong := (mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).any():
+        row = int(wrong.nonzero()[0])
         raise DataError(f"row {row}: attention_mask must be ones and then zeros (right padding), and not all zeros")
     check_ragged(batch, "the batch")
 
@@ -386,20 +363,16 @@ def check_ragged(batch: Any, what: str) -> None:
     Raises:
         DataError: a key holds another number of values; the message begins with `what`.
     """
-    shape = tuple(batch["input_ids"].shape)
+    n, length = batch["input_ids"].shape
     for key, counts in RAGGED.items():
         if key not in batch and counts not in batch:
             continue
-        if key not in batch or counts not in batch or tuple(batch[counts].shape) != shape:
-            raise DataError(
-                f"{what}: expected {key} [{shape[0]}, M] with {counts} [{shape[0]}, {shape[1]}], its values per token"
-            )
+        if key not in batch or counts not in batch or tuple(batch[counts].shape) != (n, length):
+            raise DataError(f"{what}: expected {key} [{n}, M] with {counts} [{n}, {length}], its values per token")
         values, number = batch[key], batch[counts]
-        if values.dim() != 2 or len(values) != shape[0] or values.is_floating_point():
-            raise DataError(
-                f"{what}: {key} is {values.dtype} {list(values.shape)}; expected whole numbers [{shape[0]}, M], the "
-                "values of each row end to end"
-            )
+        if values.dim() != 2 or len(values) != n or values.is_floating_point():
+            expected = f"whole numbers [{n}, M], the values of each row end to end"
+            raise DataError(f"{what}: {key} is {values.dtype} {list(values.shape)}; expected {expected}")
         if (number < 0).any() or (number[:, 0] != 0).any() or (number.bool() & ~batch["attention_mask"].bool()).any():
             raise DataError(f"{what}: {counts} must be at least 0, and 0 for the first token of a row and for padding")
         if (most := max(number.sum(-1).tolist(), default=0)) > values.shape[1]:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlite.data.readers.streaming import ShuffledStream
-from rlite.errors import CheckpointError, ConfigError, DataError, StreamedDataError
+from rlite.data.readers.streaming import ShuffledStream, check_same
+from rlite.data.source import Table
+from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.types import StopReason
 
 CHARACTERS_PER_TOKEN = 16
@@ -155,21 +156,13 @@ class ShuffledOrder:
         Raises:
             CheckpointError: the items differ. States of earlier versions have no hash of them.
         """
-        if "num_items" not in state:
-            raise CheckpointError(
-                "the checkpoint was made with streaming: resume with it, or start over from the weights"
-            )
-        if state["num_items"] != self._num_items:
-            raise CheckpointError(
-                f"the checkpoint was made with {state['num_items']} items of data; now there are {self._num_items}: "
-                "resume with the same data and max_length, or start over from the weights"
-            )
-        if self._digest is not None and state.get("content", digest := self._digest()) != digest:
-            raise CheckpointError(
-                "the checkpoint was made with as many items of data, but with another content or in another order: "
-                "resume with the same data, tokenizer and max_length, or start over from the weights; the ends of "
-                "answers in a checkpoint of an earlier version (sft, rm, dpo, kto) need data.end_token=keep"
-            )
+        check_same("num_items" in state, "with streaming", "with it")
+        made = f"with {state['num_items']} items of data; now there are {self._num_items}"
+        check_same(state["num_items"] == self._num_items, made, "with the same data and max_length")
+        made = "with as many items of data, but with another content or in another order"
+        note = "the ends of answers in a checkpoint of an earlier version (sft, rm, dpo, kto) need data.end_token=keep"
+        is_same = self._digest is None or state.get("content", digest := self._digest()) == digest
+        check_same(is_same, made, "with the same data, tokenizer and max_length", f"; {note}")
         self._seed = state["seed"]
         self._epoch = -1
         self.position = state["epoch"] * self._num_items + state["offset"]
@@ -214,12 +207,7 @@ class PromptStream:
         order: order of the rows, or the stream of a table that is streamed.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        batch_size: int,
-        order: ShuffledOrder | ShuffledStream[Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, rows: Table, batch_size: int, order: ShuffledOrder | ShuffledStream[Mapping[str, Any]]) -> None:
         self._rows, self._batch_size = rows, batch_size
         self.order = order
         """order of the rows; its `position` counts the rows returned so far, unless they are streamed"""

@@ -26,6 +26,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def _seconds_of(thread: int) -> float:
 
 
 def _start_watching() -> None:
-    if not _watch or not _watch[0].is_alive():  # a fork has no thread
+    if not any(thread.is_alive() for thread in _watch):  # a fork has no thread
         _watch[:] = [threading.Thread(target=_stop_slow_renderings, name="limits of chat templates", daemon=True)]
         _watch[0].start()
 
@@ -121,6 +122,7 @@ def _stop_slow_renderings() -> None:
 
 
 Message = Mapping[str, Any]
+Messages = Sequence[Message]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """types of parts whose `text` is all that they hold"""
@@ -142,7 +144,7 @@ class MessageForms:
         self._source = source
         self._roles: dict[tuple[str, bool], bool] = {}
 
-    def fitted(self, messages: Sequence[Message], where: str = "") -> list[Message]:
+    def fitted(self, messages: Messages, where: str = "") -> list[Message]:
         """Return messages in the forms that the template takes. What is in such a form already is unchanged.
 
         Args:
@@ -192,12 +194,11 @@ class MessageForms:
         """
         if (role, is_text) not in self._roles:
             text = " ".join(_PROBES)
-            plain, one, parts = (
-                self._probed(role, content) or "" for content in (text, _parts(text), _parts(*_PROBES))
-            )
+            contents: tuple[Any, ...] = (text, _parts(text), _parts(*_PROBES))
+            plain, one, parts = (self._probed(role, content) or "" for content in contents)
             most = plain.count("text")
-            has_one, has_parts = text in one and one.count("text") <= most, all(text in parts for text in _PROBES)
-            has_parts = has_parts and parts.count("text") <= most
+            has_one = text in one and one.count("text") <= most
+            has_parts = all(text in parts for text in _PROBES) and parts.count("text") <= most
             self._roles |= {(role, False): has_parts, (role, True): text in plain or not (has_one or has_parts)}
         return self._roles[role, is_text]
 
@@ -230,16 +231,11 @@ class MessageForms:
         found = function.get("arguments")
         arguments: Any = {} if found in (None, "") else found
         if isinstance(arguments, str) and self._arguments == {"object"}:
-            try:
+            with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = None
             if not isinstance(arguments, dict):
-                raise DataError(
-                    f"{where}: the arguments of the call of {function.get('name')!r} are the text {found!r:.200}, "
-                    "which is no JSON object; the chat template takes an object",
-                    where,
-                )
+                text = f"the arguments of the call of {function.get('name')!r} are the text {found!r:.200}"
+                raise DataError(f"{where}: {text}, which is no JSON object; the chat template takes an object", where)
         elif not isinstance(arguments, str) and self._arguments == {"text"}:
             arguments = json.dumps(arguments, ensure_ascii=False)
         if arguments is found:
@@ -262,7 +258,7 @@ class MessageForms:
         found = {"object": has_object, "text": _TEXT in as_text and (as_text == as_object or not has_object)}
         return {form for form, is_taken in found.items() if is_taken}
 
-    def _rendered(self, messages: Sequence[Message]) -> str | None:
+    def _rendered(self, messages: Messages) -> str | None:
         """Return a conversation as text; None if the template refuses it."""
         names = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
         try:
@@ -274,14 +270,8 @@ class MessageForms:
         return text
 
 
-@lru_cache(maxsize=64)
-def forms_of(source: str) -> MessageForms:
-    """Return the forms of messages that a template takes.
-
-    Args:
-        source: the template.
-    """
-    return MessageForms(source)
+forms_of = lru_cache(maxsize=64)(MessageForms)
+"""returns the forms of messages that a template takes"""
 
 
 def check_parts(parts: Sequence[Any], where: str) -> None:
@@ -350,9 +340,7 @@ class Marks:
         has_starts: mark the beginning of a part, too; some templates ask how a content begins.
     """
 
-    def __init__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, numbers: Sequence[int], has_starts: bool
-    ) -> None:
+    def __init__(self, messages: Messages, tools: Any, numbers: Sequence[int], has_starts: bool) -> None:
         self._parts: list[tuple[int, str, str]] = []
         self._has_starts, marked = has_starts, {*numbers}
         self.messages = [
@@ -372,7 +360,7 @@ class Marks:
             for part, (start, end) in zip(self._parts, ends, strict=True)
         ]
 
-    def _message(self, message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    def _message(self, message: Message, number: int) -> dict[str, Any]:
         keys = ("content", *(THOUGHTS if message["role"] == "assistant" else ()))
         marked = {key: self._value(message[key], number, repr(key)) for key in keys if key in message}
         if calls := message.get("tool_calls"):
@@ -421,12 +409,7 @@ class Places:
     """
 
     def __init__(
-        self,
-        text: str,
-        render: Callable[[Marks], str | None],
-        messages: Sequence[Mapping[str, Any]],
-        tools: Any,
-        only: int | None = None,
+        self, text: str, render: Callable[[Marks], str | None], messages: Messages, tools: Any, only: int | None
     ) -> None:
         self.text, self._render = text, render
         self.parts: dict[int, list[Part]] = {}
@@ -435,9 +418,7 @@ class Places:
         edges = [(place, number) for number, own in self.parts.items() for part in own for place in part.places]
         self._edges, self._size = sorted(edges), len(messages)
 
-    def _place(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, numbers: Sequence[int], has_starts: bool = True
-    ) -> None:
+    def _place(self, messages: Messages, tools: Any, numbers: Sequence[int], has_starts: bool = True) -> None:
         """Mark these messages. If marks change the text, mark fewer of them, and in the end only their ends."""
         marks, half = Marks(messages, tools, numbers, has_starts), len(numbers) // 2
         found, parts = marks.read(self._render(marks) or "")
