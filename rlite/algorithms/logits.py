@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlite.algorithms.logprobs import (
+    Statistics,
     block_gradient,
     block_statistics,
     check_temperature,
     logprobs_and_entropy,
-    merge_over,
+    moved,
     no_statistics,
     scaled,
 )
@@ -119,6 +120,15 @@ def sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size: int 
 def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
     elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
     return chunk_size or max(1, elements // max(1, logits.shape[-1]))
+
+
+def merge_over(group: dist.ProcessGroup, statistics: Statistics) -> Statistics:
+    """Return the statistics of the blocks of all ranks together, on every rank."""
+    greatest_and_label = statistics[[0, 3]]
+    dist.all_reduce(greatest_and_label, dist.ReduceOp.MAX, group=group)
+    totals = moved(statistics, greatest_and_label[0])
+    dist.all_reduce(totals, group=group)
+    return torch.stack([greatest_and_label[0], *totals, greatest_and_label[1]])
 
 
 class _GatherLogprobs(torch.autograd.Function):

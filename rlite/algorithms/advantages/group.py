@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from rlite.algorithms.advantages.base import (
     AdvantageFunction,
+    Level,
     Singleton,
     as_advantages,
-    group_advantages,
     group_indices,
     max_over_set,
     normalize_rewards,
@@ -24,6 +25,38 @@ from rlite.algorithms.advantages.base import (
 )
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
+
+
+@register_advantage("dr_grpo")
+def group_advantages(
+    rewards: Sequences,
+    group_ids: GroupIds,
+    *,
+    norm_std: bool = False,
+    eps: float = 1e-6,
+    unbiased: bool = True,
+    singleton: Singleton = "zero",
+) -> Sequences:
+    """Return the advantage of every sequence over the mean of its group.
+
+    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
+    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
+
+    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
+
+    Args:
+        rewards: one per sequence, `[N]`.
+        group_ids: equal for the responses to one prompt, `[N]`; groups may have any size and order.
+        norm_std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+        unbiased: divide the variance by n - 1 instead of n.
+        singleton: advantage of a group of one: "zero", or its reward, "raw".
+    """
+    std: Level | None = "group" if norm_std else None
+    return normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
+
+
+register_advantage("grpo")(partial(group_advantages, norm_std=True))
 
 
 @register_advantage("rloo")

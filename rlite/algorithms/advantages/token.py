@@ -13,10 +13,10 @@ from rlite.algorithms.advantages.base import (
     ActionTokens,
     Singleton,
     as_advantages,
-    group_advantages,
     group_indices,
     sum_over_set,
 )
+from rlite.algorithms.advantages.group import group_advantages
 from rlite.algorithms.logprobs import kl_penalty
 from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_sums, to_tokens
 from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Tokens

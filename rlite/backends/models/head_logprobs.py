@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rlite.algorithms.kept_ids import KeptIds
+from rlite.algorithms.logits import merge_over
 from rlite.algorithms.logprobs import (
     TokenLogprobs,
     block_gradient,
@@ -28,7 +29,6 @@ from rlite.algorithms.logprobs import (
     check_temperature,
     logprobs_and_entropy,
     merge,
-    merge_over,
     no_statistics,
     scaled,
 )
