@@ -432,7 +432,7 @@ class EvaluationRecord:
 
     def after_checkpoint(self) -> None:
         """Merge the files of steps to which no checkpoint goes back."""
-        if (oldest := self._run.oldest_checkpoint) is not None:
+        if (oldest := self._run.saved.checkpoints.oldest) is not None:
             self._recorder.compact(oldest)
 
     def __enter__(self) -> Self:

@@ -209,7 +209,7 @@ class Bookkeeping:
         """
         with self._changed:  # once for both: a group that ends in between would be in neither
             groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
-            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
+            return [*self.take_ended(), *(Ended.of(group, "aborted", reason) for group in groups)]
 
     # -- for the record ------------------------------------------------------------------------------------------
 
@@ -256,5 +256,5 @@ def evaluated(group: Group, number: int, group_size: int) -> Ended:
         number: place of the episode among all.
         group_size: episodes per item.
     """
-    ended = group.ended("evaluated") if group.loss is None else group.ended(group.loss.status, group.loss.reason)
-    return replace(ended, group=number // group_size)
+    status, reason = ("evaluated", "") if group.loss is None else (group.loss.status, group.loss.reason)
+    return replace(Ended.of(group, status, reason), group=number // group_size)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import DivergedError
+from rlite.errors import DivergedError, NonFiniteError, RolloutError
 from rlite.observability import stats_tracker, trace
 from rlite.trainer.callbacks import Callbacks
 from rlite.trainer.run.interruption import INTERRUPTION
@@ -14,6 +14,8 @@ from rlite.trainer.run.interruption import INTERRUPTION
 if TYPE_CHECKING:
     from rlite.trainer.run.training_run import TrainingRun
 
+EXPLOSION = 10.0
+"""times the first loss (at least 1) beyond which a loss has exploded"""
 WATCHED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
 NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
@@ -158,6 +160,40 @@ def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = 
         f"training diverged at step {run.step}: {cause}. Bad steps: {run.watch.describe()}.{moved} "
         f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
     ) from source
+
+
+def explain(run: TrainingRun, error: DivergedError | RolloutError) -> None:
+    """End a run whose generation failed because its weights or logits are not finite; do nothing for another cause.
+
+    Args:
+        run: the run.
+        error: failure of the generation.
+    """
+    failure = error if isinstance(error, DivergedError) else error.__cause__
+    is_named = isinstance(failure, DivergedError | NonFiniteError)
+    cause = str(failure) if is_named else run.saved.nonfinite_weights()
+    if cause and run.step:
+        raise_diverged(run, cause, error)
+
+
+class Explosion:
+    """Decision whether losses that can be compared, as in supervised training, show that training no longer learns."""
+
+    def __init__(self) -> None:
+        self._first_loss: float | None = None
+
+    def __call__(self, metrics: Mapping[str, float]) -> str:
+        """Return how a finite loss shows it; an empty text if it does not."""
+        if not {"loss", "grad_norm"} <= metrics.keys():
+            return ""
+        loss = metrics["loss"]
+        if self._first_loss is None:
+            self._first_loss = loss
+        if loss > EXPLOSION * max(self._first_loss, 1.0):
+            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
+        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
+            return "the gradient is 0, and the loss is not below that of the first step"
+        return ""
 
 
 def save_before_bad_data(run: TrainingRun, save: Callable[[], object]) -> None:
