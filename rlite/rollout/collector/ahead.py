@@ -49,11 +49,7 @@ class AheadOfTraining:
         return [items]
 
     def next(
-        self,
-        count: int,
-        timeout: float | None,
-        is_short: Callable[[], bool],
-        refill: Callable[[], None] | None = None,
+        self, count: int, timeout: float | None, is_short: Callable[[], bool], refill: Callable[[], None] | None = None
     ) -> list[Group]:
         """Return the oldest groups, consumed, as soon as the ledger allows it.
 

@@ -11,15 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlite.errors import (
-    CallTimeout,
-    DivergedError,
-    EngineAborted,
-    ResidencyError,
-    RolloutError,
-    WorkerError,
-    shortened,
-)
+from rlite.errors import CallTimeout, DivergedError, EngineAborted, ResidencyError, RolloutError, WorkerError, shortened
 from rlite.observability.stats_tracker import by_kind
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import Episode

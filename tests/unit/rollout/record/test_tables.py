@@ -118,7 +118,7 @@ def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
 def test_columns_of_the_data_item_stand_beside_its_text_and_are_bounded(texts: TokenTexts) -> None:
     item = {"id": "a", "answer": "4", "level": 2, "tests": [list(range(100))] * 100, "prompt": "x" * 1000}
     group = Group(1, item | {f"more {n}": n for n in range(100)}, Unused(), 1)
-    shown, other = make_tables(1, [group.ended("failed")] * 2, texts, shown=[0])["rows"]["data"].to_pylist()
+    shown, other = make_tables(1, [Ended.of(group, "failed")] * 2, texts, shown=[0])["rows"]["data"].to_pylist()
     assert other is None
     columns = dict(shown)
     assert {name: columns[name] for name in ("answer", "level")} == {"answer": "4", "level": "2"}
