@@ -179,15 +179,9 @@ class _GatherLogprobs(torch.autograd.Function):
         by_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.reshape(-1)
         by_entropies = None if grad_entropies is None else grad_entropies.reshape(-1)
         for rows, chunk in _row_chunks(logits, ctx.chunk_size):
-            flat_grad[rows] = block_gradient(
-                chunk,
-                labels[rows],
-                ctx.temperature,
-                log_sums[rows],
-                entropies[rows],
-                by_logprobs[rows],
-                None if by_entropies is None else by_entropies[rows],
-            )
+            own = (log_sums[rows], entropies[rows], by_logprobs[rows])
+            slopes = None if by_entropies is None else by_entropies[rows]
+            flat_grad[rows] = block_gradient(chunk, labels[rows], ctx.temperature, *own, slopes)
         return grad, None, None, None, None
 
 

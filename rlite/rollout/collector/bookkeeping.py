@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tensordict import TensorDict
@@ -27,11 +26,6 @@ class Collected:
     error: BaseException | None = None
     """the exception behind one of the losses"""
 
-    @property
-    def reason(self) -> str:
-        """The most frequent reason for a loss."""
-        return self.lost.most_common(1)[0][0]
-
 
 @dataclass(frozen=True)
 class RolloutProgress:
@@ -45,19 +39,6 @@ class RolloutProgress:
     """episodes that have ended, lost ones included"""
     num_tokens: int
     """tokens generated so far"""
-
-    @classmethod
-    def of(cls, what: str, groups: Sequence[Group], num_episodes: int) -> RolloutProgress:
-        """Return the counts of groups, which may run meanwhile.
-
-        Args:
-            what: "rollout" or "evaluation".
-            groups: groups of the call.
-            num_episodes: episodes that the call waits for.
-        """
-        finished = sum(group.size if group.has_ended else group.num_finished for group in groups)
-        num_tokens = sum(episode.num_tokens for group in groups for episode in group.episodes)
-        return cls(what, num_episodes, min(finished, num_episodes), num_tokens)
 
     def __str__(self) -> str:
         return f"{self.what}: {self.num_finished} of {self.num_episodes} episodes, {self.num_tokens:,} tokens"

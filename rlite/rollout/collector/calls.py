@@ -77,7 +77,8 @@ class RolloutCollector(GroupCollector):
         """
         found = self.collect(data, workflow, group_size, timeout, first_place)
         if found.batch is None:
-            raise RolloutError(f"none of {found.num_groups} groups was finished: {found.reason}") from found.error
+            [(reason, _)] = found.lost.most_common(1)
+            raise RolloutError(f"none of {found.num_groups} groups was finished: {reason}") from found.error
         return found.batch
 
     def evaluate(
@@ -237,7 +238,10 @@ class RolloutCollector(GroupCollector):
         if not groups:
             with self._changed:
                 groups, size = list(self._ahead.groups.values()), self._ahead.ledger.batch_size
-        return RolloutProgress.of(what, groups, sum(group.size for group in groups[:size]))
+        num_episodes = sum(group.size for group in groups[:size])
+        finished = sum(group.size if group.has_ended else group.num_finished for group in groups)
+        num_tokens = sum(episode.num_tokens for group in groups for episode in group.episodes)
+        return RolloutProgress(what, num_episodes, min(finished, num_episodes), num_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the submitted groups, finished or not, and all counts, as plain values and tensors.

@@ -105,9 +105,7 @@ class RolloutLedger:
         batch_size: int | None = None,
         version: int = 0,
     ) -> None:
-        self._max_concurrent = max_concurrent
-        self._eta = max_head_offpolicyness
-        self._on_stale = on_stale
+        self._max_concurrent, self._eta, self._on_stale = max_concurrent, max_head_offpolicyness, on_stale
         self._waiting: dict[int, None] = {}
         self._running: dict[int, int] = {}
         self._ready: dict[int, int] = {}

@@ -68,28 +68,9 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
         )
     parameters = signature.parameters.items()
     needed = [name for name, parameter in parameters if _is_needed(parameter) and name not in _GIVEN[kind]]
-    return Adapted(_in_our_signature(fn, kind), kind, tuple(needed))
-
-
-def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -> None:
-    """Check that all rows have the columns that a reward function names.
-
-    Args:
-        reward: the function.
-        rows: rows of the data.
-        what: option and value of the reward, for error messages.
-        where: option of the data, for error messages.
-
-    Raises:
-        DataError: a column is missing. The message has the nearest column's name.
-    """
-    for number, row in enumerate(rows):
-        columns = _columns(row, reward.kind)
-        if missing := [name for name in reward.columns if name not in columns]:
-            raise DataError(
-                f"{where}, row index {number}: no column {missing[0]!r}, which {what} takes as an argument "
-                f"({reward.kind}'s signature); {did_you_mean(missing[0], columns)}"
-            )
+    if kind == "rlite":
+        return Adapted(fn if takes_all(fn) else Selective(fn), kind, tuple(needed))
+    return Adapted(from_verl(fn) if kind == "verl" else from_trl(fn, is_conversational=None), kind, tuple(needed))
 
 
 def _has_cache(fn: Any) -> bool:
@@ -99,14 +80,6 @@ def _has_cache(fn: Any) -> bool:
         return True
     inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
     return inner is not None and _has_cache(inner)
-
-
-def _in_our_signature(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-    if kind == "TRL":
-        return from_trl(fn, is_conversational=None)
-    if kind == "verl":
-        return from_verl(fn)
-    return fn if takes_all(fn) else Selective(fn)
 
 
 def _columns(row: Row, kind: Kind) -> set[str]:
@@ -167,16 +140,8 @@ class ChosenReward:
         fn, options = self.adapted.fn, self.options
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
-        return RewardFunction(
-            fn,
-            timeout=options.timeout,
-            num_processes=options.processes,
-            in_process=options.in_process,
-            memory_limit_gib=options.memory_limit_gib,
-            max_concurrent=options.max_concurrent,
-            what=f"reward {self.name}",
-            env_vars=options.env_vars,
-        )
+        own = {name: value for name, value in options if name not in ("path", "weight", "processes")}
+        return RewardFunction(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
 
 class ChosenRewards:
@@ -195,10 +160,8 @@ class ChosenRewards:
     def __init__(
         self, options: Mapping[str, RewardOptions], given: Mapping[str, Callable[..., Any]], key: str = "reward"
     ) -> None:
-        single = len(options) == 1
-        self._rewards = [
-            _choose(name, own, given.get(name), key if single else f"{key}.{name}") for name, own in options.items()
-        ]
+        keys = {name: key if len(options) == 1 else f"{key}.{name}" for name in options}
+        self._rewards = [_choose(name, own, given.get(name), keys[name]) for name, own in options.items()]
 
     def check_columns(self, rows: Sequence[Row], where: str) -> None:
         """Check that all rows have the columns that the functions name.
@@ -211,7 +174,14 @@ class ChosenRewards:
             DataError: a column is missing. The message has the nearest column's name.
         """
         for reward in self._rewards:
-            check_columns(reward.adapted, rows, reward.what, where)
+            kind = reward.adapted.kind
+            for number, row in enumerate(rows):
+                columns = _columns(row, kind)
+                if missing := [name for name in reward.adapted.columns if name not in columns]:
+                    raise DataError(
+                        f"{where}, row index {number}: no column {missing[0]!r}, which {reward.what} takes as an "
+                        f"argument ({kind}'s signature); {did_you_mean(missing[0], columns)}"
+                    )
 
     def make(self) -> RewardFunction | WeightedRewards:
         """Return the reward of a completion: of one function as it is, else the weighted sum.
@@ -222,8 +192,8 @@ class ChosenRewards:
         [first, *others] = self._rewards
         if not others and first.options.weight == 1:
             return first.make(is_part=False)
-        is_part = bool(others)
-        return WeightedRewards({each.name: Part(each.make(is_part), each.options.weight) for each in self._rewards})
+        parts = {each.name: Part(each.make(bool(others)), each.options.weight) for each in self._rewards}
+        return WeightedRewards(parts)
 
 
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:

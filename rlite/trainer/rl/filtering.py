@@ -80,8 +80,7 @@ class VariedGroups:
     """
 
     def __init__(self, budget: int, refused: Callable[[TensorDict], None]) -> None:
-        self._budget = budget
-        self._refused = refused
+        self._budget, self._refused = budget, refused
         self._num_refused = self._num_before = 0  # the first is written by the collector's thread alone
 
     def __call__(self, group: TensorDict) -> bool:

@@ -263,33 +263,6 @@ class EqualRewards(NamedTuple):
     """why they may, in words"""
 
 
-def what_equal_rewards_teach(adv: AdvantageOptions, kl: KlOptions, group_size: int) -> EqualRewards:
-    """Return whether groups of equal rewards may teach something: an advantage depends on more than their rewards.
-
-    Args:
-        adv: the way from rewards to advantages.
-        kl: the price of leaving the reference.
-        group_size: responses to each prompt.
-    """
-    is_wider = adv.estimator in ("gdpo", *WHITENED)
-    reasons = {
-        "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
-        "train_data.responses_per_prompt=1 the baseline is the mean of the batch": group_size == 1,
-        "adv.global_norm=true the baseline is the mean of the batch": adv.global_norm,
-        f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
-        f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
-    }
-    if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
-        return EqualRewards(True, f"with {reason}")
-    if adv.estimator == "reinforce":
-        return EqualRewards(False)
-    if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
-        return EqualRewards(False)
-    return EqualRewards(
-        True, f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
-    )
-
-
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
@@ -478,12 +451,8 @@ class PpoConfig(LaunchOptions):
     @property
     def sources_of_rewards(self) -> list[str]:
         """Options that name a source of rewards; a run needs one."""
-        sources = {
-            "reward": self.reward,
-            "rollout.env_path": self.rollout.env_path,
-            "rollout.workflow": self.rollout.workflow,
-        }
-        return [key for key, value in sources.items() if value]
+        own = [f"rollout.{name}" for name in ("env_path", "workflow") if getattr(self.rollout, name)]
+        return ["reward", *own] if self.reward else own
 
     @property
     def has_critic(self) -> bool:
@@ -535,8 +504,24 @@ class PpoConfig(LaunchOptions):
 
     @property
     def equal_rewards(self) -> EqualRewards:
-        """Effect of groups of equal rewards."""
-        return what_equal_rewards_teach(self.adv, self.kl, self.responses_per_prompt)
+        """Effect of groups of equal rewards: they may teach if an advantage depends on more than their rewards."""
+        adv, kl, group_size = self.adv, self.kl, self.responses_per_prompt
+        reasons = {
+            "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
+            "train_data.responses_per_prompt=1 the baseline is the mean of the batch": group_size == 1,
+            "adv.global_norm=true the baseline is the mean of the batch": adv.global_norm,
+            f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
+            f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
+        }
+        if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
+            return EqualRewards(True, f"with {reason}")
+        is_wider = adv.estimator in ("gdpo", *WHITENED)
+        if adv.estimator == "reinforce":
+            return EqualRewards(False)
+        if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
+            return EqualRewards(False)
+        wider = f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+        return EqualRewards(True, wider)
 
     def collector_options(self) -> CollectorOptions:
         """Return the options of the rollout engine's collector."""
@@ -595,14 +580,9 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
         ConfigError: an option contradicts the workflow.
     """
     group, gconfig = getattr(rollout, name), GenerationHyperparameters.from_mapping(sampling)
-    said = {
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "max_new_tokens": gconfig.max_new_tokens,
-        "top_p": gconfig.top_p,
-        "top_k": max(gconfig.top_k, 0),
-        "stop": list(gconfig.stop),
-        "stop_token_ids": list(gconfig.stop_token_ids),
-    }
+    said = {option: getattr(gconfig, option) for option in type(group).model_fields}
+    said |= {"temperature": 0.0 if gconfig.greedy else gconfig.temperature, "top_k": max(gconfig.top_k, 0)}
+    said |= {option: list(said[option]) for option in ("stop", "stop_token_ids")}
     for option in _changed(group):
         if getattr(group, option) != said[option]:
             raise ConfigError(

@@ -28,14 +28,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, wanted: str | None, is_asynchronous: bool) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._wanted = wanted
-        self._is_asynchronous = is_asynchronous
+        self._folder, self._keep, self._wanted, self._is_asynchronous = folder, keep, wanted, is_asynchronous
         self.under_way: list[StateWriting] = []
-        self._newest = -1
-        self._resumed = -1
-        self._good = -1
+        self._newest = self._resumed = self._good = -1
         self._own: list[int] = []
         self.found = self._find(wanted)
 

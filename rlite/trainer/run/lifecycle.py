@@ -75,7 +75,7 @@ def save(run: TrainingRun, kept: Mapping[str, Any] | None, facts: Mapping[str, A
         # in this order: a run that is killed in between makes these steps again, and then both
         if not is_suspect:
             run.saved.write_models()
-        if not is_suspect or (run.is_over and run.failure is None):
+        if not is_suspect or (run.is_over and run.callbacks.failure is None):
             own = {
                 "stopped": run.stop_reason,
                 "evaluated": run.thresholds.latest,
@@ -104,12 +104,12 @@ def close(run: TrainingRun) -> None:
     try:
         with run:
             run.saved.checkpoints.finish()
-            if run.watch.num_bad and not run.is_interrupted and run.failure is None:
+            if run.watch.num_bad and not run.is_interrupted and run.callbacks.failure is None:
                 raise_diverged(run, f"the last steps were bad: {run.watch.cause}")
             run.saved.checkpoints.confirm()
             run.notify("on_end", run.metrics)
-            if run.failure is not None:
-                raise run.failure
+            if run.callbacks.failure is not None:
+                raise run.callbacks.failure
     finally:
         INTERRUPTION.end()
 

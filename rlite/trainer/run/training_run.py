@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from rlite.data.packs import sequence_lengths
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CallbackError, DivergedError, RolloutError, StreamedDataError
+from rlite.errors import DivergedError, RolloutError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
@@ -217,7 +217,6 @@ class TrainingRun:
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
         callbacks: callbacks besides the callbacks that the config names.
-        observers: observers, which may also be set before `open`.
 
     Raises:
         ConfigError: the folder holds another run, or an object is not a callback.
@@ -225,17 +224,13 @@ class TrainingRun:
     """
 
     def __init__(
-        self,
-        resolved: Any,
-        total_steps: int,
-        has_absolute_loss: bool = False,
-        callbacks: Sequence[Callback] = (),
-        observers: Sequence[Observer] = (),
+        self, resolved: Any, total_steps: int, has_absolute_loss: bool = False, callbacks: Sequence[Callback] = ()
     ) -> None:
         options: RunOptions = resolved.trainer
         self.options, self.config, self.total_steps = options, resolved, total_steps
         self.callbacks = Callbacks([*options.callbacks, *callbacks])
-        self.observers = observers
+        self.observers: Sequence[Observer] = ()
+        """set before `open`"""
         self.started: list[Observer] = []
         self.saved = SavedState(resolved)
         self.folder = self.saved.folder
@@ -360,11 +355,6 @@ class TrainingRun:
             errors: the error of a callback that raised one, if it ended the run.
         """
         lifecycle.close(self)
-
-    @property
-    def failure(self) -> CallbackError | None:
-        """First error that a callback raised."""
-        return self.callbacks.failure
 
     # -- events that decide --------------------------------------------------------------------------------------
 
