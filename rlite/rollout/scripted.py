@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason, TokenChunk
 
@@ -103,7 +104,7 @@ class ScriptedEngine:
 
     def _chunk(self, number: int, tokens: list[int], version: int, reason: StopReason | None) -> TokenChunk:
         logprobs = [self._logprob] * len(tokens)
-        both = {"logprobs": logprobs, "sampling_logprobs": logprobs}
+        both: dict[str, Any] = {"logprobs": logprobs, "sampling_logprobs": logprobs}
         return TokenChunk(request_id=number, token_ids=tokens, version=version, finish_reason=reason, **both)
 
     def get_version(self) -> int:

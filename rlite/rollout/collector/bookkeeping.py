@@ -72,5 +72,6 @@ def evaluated(group: Group, number: int, group_size: int) -> Ended:
         number: place of the episode among all.
         group_size: episodes per item.
     """
-    status, reason = ("evaluated", "") if group.loss is None else (group.loss.status, group.loss.reason)
-    return replace(Ended.of(group, status, reason), group=number // group_size)
+    loss = group.loss
+    ended = Ended.of(group, "evaluated") if loss is None else Ended.of(group, loss.status, loss.reason)
+    return replace(ended, group=number // group_size)

@@ -395,16 +395,17 @@ class GroupRunner:
         """Make a group ready or lost at the end of its task, and stop the run if its loss is one too many."""
         with self.changed:
             group.task = None
-            if isinstance(end, Loss) and not group.has_ended:
-                self.drop(queue, group, end)
-                if (error := stopping or self._stop_rule.error(end, group.data, group.start_order)) is not None:
-                    self._stop(error)
-            elif not group.has_ended:  # else it was dropped a moment ago, and its end has no effect
-                trace.stage("group", group.id, "ready")
-                group.trajectories = end
-                queue.ledger.accept(group.id, group.age)
-                if queue.is_training:
-                    self._stop_rule.num_refused = 0
+            if not group.has_ended:  # else it was dropped a moment ago, and its end has no effect
+                if isinstance(end, Loss):
+                    self.drop(queue, group, end)
+                    if (error := stopping or self._stop_rule.error(end, group.data, group.start_order)) is not None:
+                        self._stop(error)
+                else:
+                    trace.stage("group", group.id, "ready")
+                    group.trajectories = end
+                    queue.ledger.accept(group.id, group.age)
+                    if queue.is_training:
+                        self._stop_rule.num_refused = 0
         self._admit()
 
     def _stop(self, error: BaseException) -> None:
