@@ -182,6 +182,9 @@ def missing_sink(name: str) -> str:
 class RunOptions(Options):
     """The folder of a run, and the files that the run writes there."""
 
+    folder_key: ClassVar[str] = "trainer.save_dir"
+    """option that names the folder"""
+
     save_dir: str
     """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo, sft: record/, too"""
     save_freq: Count = 20
@@ -243,11 +246,6 @@ class RunOptions(Options):
     def limit_key(self) -> str:
         """The option that says how long the run is."""
         return "trainer.total_steps"
-
-    @property
-    def folder_key(self) -> str:
-        """The option that names the folder."""
-        return "trainer.save_dir"
 
     @property
     def all_sinks(self) -> list[str]:

@@ -109,15 +109,12 @@ class PlanConfig(LayoutOptions, AnnouncedOptions):
 class QuickstartRunOptions(TrainerOptions):
     """The run of the quickstart, whose options have names of their own."""
 
+    folder_key: ClassVar[str] = "folder"
+
     @property
     def limit_key(self) -> str:
         """The option that says how long the run is."""
         return "steps"
-
-    @property
-    def folder_key(self) -> str:
-        """The option that names the folder."""
-        return "folder"
 
 
 class QuickstartConfig(AnnouncedOptions):

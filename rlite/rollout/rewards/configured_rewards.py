@@ -56,7 +56,10 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
     """
     if inspect.isclass(fn):
         raise ConfigError(f"{what}: {fn.__name__} is a class; name a function, or an object of the class")
-    signature = _signature(fn)
+    try:
+        signature = signature_of(fn)
+    except (TypeError, ValueError):  # some functions that are written in C
+        signature = None
     kind = None if signature is None else _kind(signature.parameters)
     if signature is None or kind is None:
         shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature or '(...)'}"
@@ -86,13 +89,6 @@ def _columns(row: Row, kind: Kind) -> set[str]:
     """Return the columns of a row; for verl's functions also those inside of `reward_model`."""
     inner = row.get("reward_model") if kind == "verl" else None
     return {*row, *(inner if isinstance(inner, Mapping) else ())}
-
-
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return signature_of(fn)
-    except (TypeError, ValueError):  # some functions that are written in C
-        return None
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
