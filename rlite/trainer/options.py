@@ -314,9 +314,7 @@ class ServingOptions(EngineOptions):
         return {
             "tensor_parallel_size": self.tp_size,
             "data_parallel_size": num_devices // self.tp_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_num_seqs": self.max_num_seqs,
-            "dtype": self.dtype,
+            **{name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_seqs", "dtype")},
             **own,
         }
 

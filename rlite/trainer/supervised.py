@@ -159,10 +159,10 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
             raise ConfigError(f"{given}: {error}") from error
         sizes_of_model = vocab_size_of(model.model_name), model_limit(model.model_name)
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
+        name = f"{self.key}.max_length_per_device{''.join(factors)}"
+        capacity = model.max_length_per_device * model.tp_size * model.sp_size
         tests = {key_of(name): rows for name, rows in self.test_sets.items()}
         for table, rows in {"data": self.rows, **tests}.items():
-            capacity = model.max_length_per_device * model.tp_size * model.sp_size
-            name = f"{self.key}.max_length_per_device{''.join(factors)}"
             check = partial(self._check_rows, sizes_of_model, capacity, name, table)
             if rows.stream is None:
                 check(rows)

@@ -66,11 +66,6 @@ def num_uniform(batch: TensorDict) -> int:
     return len(batch["group_ids"].unique()) - len(varied_groups(batch))
 
 
-def is_varied(group: TensorDict) -> bool:
-    """Return whether the trajectories of one group have different rewards."""
-    return len(group["rewards"][first_rows(group)].unique()) > 1
-
-
 class VariedGroups:
     """Accepts groups with different rewards, and every group once the budget of one batch is spent.
 
@@ -86,7 +81,8 @@ class VariedGroups:
     def __call__(self, group: TensorDict) -> bool:
         """Return whether the group is accepted."""
         check_one_per_row(group, "rewards")
-        if is_varied(group) or self._num_refused - self._num_before >= self._budget:
+        is_varied = len(group["rewards"][first_rows(group)].unique()) > 1
+        if is_varied or self._num_refused - self._num_before >= self._budget:
             return True
         self._num_refused += 1
         self._refused(group)

@@ -130,15 +130,11 @@ def alarm(run: TrainingRun, metrics: Mapping[str, float]) -> None:
         raise_diverged(run, cause)
     values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
     remedy = "look at the data and the loss" if run.step <= 1 else "a lower lr is the usual remedy"
-    run.console.alarm(
-        f"ALARM at step {run.step}: "
-        + ("an update was skipped" if run.watch.cause == NOT_FINITE else "training diverges"),
-        {
-            "cause": f"{cause} ({values}); {remedy}",
-            "from here": f"no checkpoint is written until a step is good, and the run stops after "
-            f"trainer.max_skipped_steps={run.options.max_skipped_steps} such steps in a row",
-        },
-    )
+    what = "an update was skipped" if run.watch.cause == NOT_FINITE else "training diverges"
+    steps = f"trainer.max_skipped_steps={run.options.max_skipped_steps} such steps in a row"
+    end = f"no checkpoint is written until a step is good, and the run stops after {steps}"
+    rows = {"cause": f"{cause} ({values}); {remedy}", "from here": end}
+    run.console.alarm(f"ALARM at step {run.step}: {what}", rows)
 
 
 def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = None) -> NoReturn:
