@@ -135,10 +135,8 @@ class EnvironmentOptions(Options):
             group: key of these options, with a dot at its end.
         """
         if rewards and self.max_turns > 1:
-            yield (
-                f"{group}max_turns={self.max_turns}: reward.* is of single answers; for several turns use "
-                f"{group}env_path"
-            )
+            remedy = f"for several turns use {group}env_path"
+            yield f"{group}max_turns={self.max_turns}: reward.* is of single answers; {remedy}"
 
     @property
     def process_options(self) -> dict[str, Any]:

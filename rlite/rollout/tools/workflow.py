@@ -122,7 +122,7 @@ def tool_call_format(
     if isinstance(form, formats.ToolCallFormat):
         return form
     if form is not None and (not isinstance(form, str) or form not in formats.FORMATS):
-        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), FORMATS)}")
+        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), formats.FORMATS)}")
     prompt, written = _write_probe(tokenizer, chat_template_options or {})
     if form is not None:
         candidates = [formats.FORMATS[form]]
@@ -138,7 +138,7 @@ def tool_call_format(
     names = ", ".join(candidate.name for candidate in candidates)
     raise ConfigError(
         f"the model's chat template writes a call of a tool as {tokenizer.decode(written)!r}, which cannot be read "
-        f"back (tried: {names}): give tool_format=, a name ({', '.join(FORMATS)}) or a ToolCallFormat of your own"
+        f"back (tried: {names}): give tool_format=, a name ({', '.join(formats.FORMATS)}) or a ToolCallFormat of your own"
     )
 
 
