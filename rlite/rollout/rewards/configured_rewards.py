@@ -76,6 +76,27 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
     return Adapted(from_verl(fn) if kind == "verl" else from_trl(fn, is_conversational=None), kind, tuple(needed))
 
 
+def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -> None:
+    """Check that all rows have the columns that a reward function names.
+
+    Args:
+        reward: the function.
+        rows: rows of the data.
+        what: option and value of the reward, for error messages.
+        where: option of the data, for error messages.
+
+    Raises:
+        DataError: a column is missing. The message has the nearest column's name.
+    """
+    for number, row in enumerate(rows):
+        columns = _columns(row, reward.kind)
+        if missing := [name for name in reward.columns if name not in columns]:
+            raise DataError(
+                f"{where}, row index {number}: no column {missing[0]!r}, which {what} takes as an argument "
+                f"({reward.kind}'s signature); {did_you_mean(missing[0], columns)}"
+            )
+
+
 def _has_cache(fn: Any) -> bool:
     """Return whether a function has functools.cache or lru_cache, maybe below other decorators."""
     cache = type(functools.lru_cache(len))
@@ -170,14 +191,7 @@ class ChosenRewards:
             DataError: a column is missing. The message has the nearest column's name.
         """
         for reward in self._rewards:
-            kind = reward.adapted.kind
-            for number, row in enumerate(rows):
-                columns = _columns(row, kind)
-                if missing := [name for name in reward.adapted.columns if name not in columns]:
-                    raise DataError(
-                        f"{where}, row index {number}: no column {missing[0]!r}, which {reward.what} takes as an "
-                        f"argument ({kind}'s signature); {did_you_mean(missing[0], columns)}"
-                    )
+            check_columns(reward.adapted, rows, reward.what, where)
 
     def make(self) -> RewardFunction | WeightedRewards:
         """Return the reward of a completion: of one function as it is, else the weighted sum.

@@ -135,10 +135,10 @@ def tool_call_format(
     for candidate in candidates:
         if _reads(candidate, tokenizer, written):
             return candidate
-    names = ", ".join(candidate.name for candidate in candidates)
+    names, known = ", ".join(candidate.name for candidate in candidates), ", ".join(formats.FORMATS)
     raise ConfigError(
         f"the model's chat template writes a call of a tool as {tokenizer.decode(written)!r}, which cannot be read "
-        f"back (tried: {names}): give tool_format=, a name ({', '.join(formats.FORMATS)}) or a ToolCallFormat of your own"
+        f"back (tried: {names}): give tool_format=, a name ({known}) or a ToolCallFormat of your own"
     )
 
 
