@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rlite.algorithms.reduce import finite_gradient, masked_mean, sequence_means, sequence_sums, to_tokens
 from rlite.algorithms.shapes import CuSeqlens, Mask, Tokens
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, one_of
 from rlite.types import KLEstimator
 
 
@@ -278,8 +278,7 @@ def kl_penalty(
     Raises:
         ConfigError: the estimator is unknown.
     """
-    if estimator not in get_args(KLEstimator):
-        raise ConfigError(f"KL estimator {estimator!r}: expected one of {', '.join(get_args(KLEstimator))}")
+    one_of(KLEstimator, estimator, f"KL estimator {estimator!r}")
     log_ratio = finite_gradient(logprobs - ref_logprobs, weights)
     value = _k3(log_ratio, max_log_ratio, max_value) if estimator == "k3" else _ESTIMATE[estimator](log_ratio)
     if not straight_through:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid, relu, sigmoid
 
 from rlite.algorithms.reduce import Configured, check_result, sequence_index, sequence_sums
 from rlite.algorithms.shapes import CuSeqlens, Mask, Pairs, Scalar, Sequences, Tokens
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, one_of
 from rlite.registry import Table
 from rlite.types import PreferenceDivergence
 
@@ -136,13 +136,10 @@ def _implicit_reward(log_ratio: Tensor, divergence: PreferenceDivergence) -> Ten
     Raises:
         ConfigError: the divergence is unknown.
     """
+    one_of(PreferenceDivergence, divergence, f"divergence {divergence!r}")
     if divergence == "forward_kl":
         return 1 - torch.exp(-log_ratio)
-    if divergence == "js":
-        return math.log(2) + logsigmoid(log_ratio)
-    if divergence != "reverse_kl":
-        raise ConfigError(f"divergence {divergence!r}: expected one of {', '.join(get_args(PreferenceDivergence))}")
-    return log_ratio
+    return math.log(2) + logsigmoid(log_ratio) if divergence == "js" else log_ratio
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

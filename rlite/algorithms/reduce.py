@@ -11,14 +11,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from rlite.algorithms.shapes import CuSeqlens, Mask, Scalar, Sequences, Tokens
-from rlite.errors import ConfigError, blamed, shortened
+from rlite.errors import ConfigError, blamed, one_of, shortened
 from rlite.registry import Table, located
 from rlite.types import Aggregation
 
@@ -216,8 +216,7 @@ def aggregation_weight(mask: Mask, how: Aggregation = "token", cu_seqlens: CuSeq
     Raises:
         ConfigError: `how` is unknown, or `cu_seqlens` does not fit the layout.
     """
-    if how not in get_args(Aggregation):
-        raise ConfigError(f"aggregation {how!r}: expected one of {', '.join(get_args(Aggregation))}")
+    one_of(Aggregation, how, f"aggregation {how!r}")
     mask = mask.bool()
     if how == "token":
         return mask.count_nonzero()
