@@ -18,8 +18,8 @@ from rlite import algorithms
 from rlite.algorithms import LossInputs, Mean, OnLogprobs, PerToken, TokenLogprobs
 from rlite.algorithms.advantages.base import ActionTokens
 from rlite.algorithms.reduce import Configured
-from rlite.data.packs import first_rows, last_rows, trajectory_index, with_keys
-from rlite.errors import ConfigError, DataError
+from rlite.data.packs import check_one_per_row, first_rows, last_rows, trajectory_index, with_keys
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.model.options import check_kl_loss
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions
@@ -116,9 +116,7 @@ def token_rewards(batch: TensorDict) -> Tensor:
     """
     if "token_rewards" in batch:
         return batch["token_rewards"].float()
-    if batch["rewards"].dim() != 1:
-        shape = list(batch["rewards"].shape)
-        raise DataError(f"rewards has shape {shape}; expected [{len(batch)}], one for each row, or token_rewards")
+    check_one_per_row(batch, "rewards")
     last = last_rows(batch)
     outcomes = torch.zeros(len(batch)).scatter(0, last, batch["rewards"].float()[last])
     has_action = batch["loss_mask"].any(1, keepdim=True)
