@@ -107,10 +107,9 @@ def behaviour_weights(
     if metric == "ratio":
         statistic = statistic.exp()
     outside = mask & ((statistic > upper) | (statistic < (-torch.inf if lower is None else lower)))
-    if action == "mask":
-        kept = mask & ~outside
-    else:
-        kept, weights = mask, torch.where(outside, weights.clamp(lower or 0.0, upper), weights)
+    kept = mask & ~outside if action == "mask" else mask
+    if action == "clamp":
+        weights = torch.where(outside, weights.clamp(lower or 0.0, upper), weights)
     return BehaviourWeights(torch.where(kept, weights, 0.0), kept, outside)
 
 

@@ -368,10 +368,8 @@ def aot_loss(
             rejected log ratios.
     """
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
-    if paired:
-        upper, lower = chosen_logps - rejected_logps, (ref_chosen_logps - ref_rejected_logps).detach()
-    else:
-        upper, lower = chosen, rejected
+    margins = chosen_logps - rejected_logps, (ref_chosen_logps - ref_rejected_logps).detach()
+    upper, lower = margins if paired else (chosen, rejected)
     loss = dpo(upper.sort(dim=0).values, lower.sort(dim=0).values, beta=beta, label_smoothing=label_smoothing)
     return PairLoss(loss, pair_metrics(beta * chosen, beta * rejected))
 

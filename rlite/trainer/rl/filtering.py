@@ -42,8 +42,7 @@ def replace_uniform_groups(
             stats_tracker.count(**{"rollout/num_lost": num_odd, "rollout/lost/unlike_the_first_batch": num_odd})
         if num_missing <= 0 or rounds == max_rounds:
             break
-        rounds += 1
-        found = generate(num_missing)
+        found, rounds = generate(num_missing), rounds + 1
     if num_missing > 0 and num_dropped:
         spare = join_batches([part for part in uniform if len(part)])
         ids = list(dict.fromkeys(spare["group_ids"].tolist()))[:num_missing]

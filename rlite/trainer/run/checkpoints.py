@@ -47,11 +47,10 @@ class Checkpoints:
             steps = steps_of(self._folder)
             if not steps:
                 return None
-            if wanted == "latest":
-                return steps[max(steps)]
-            if (good := self._last_good(steps)) is None:
+            found = steps[max(steps)] if wanted == "latest" else self._last_good(steps)
+            if found is None:
                 raise DamagedCheckpointError(f"trainer.load_ckpt_from=latest_good: all in {self._folder} are damaged")
-            return good
+            return found
         path = Path(wanted)
         if not path.is_dir():
             raise CheckpointError(
