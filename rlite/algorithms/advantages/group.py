@@ -11,12 +11,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rlite.algorithms.advantages import base
-from rlite.algorithms.advantages.base import Singleton
+from rlite.algorithms.advantages.base import Singleton, register_advantage
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
 
 
-@base.register_advantage("dr_grpo")
+@register_advantage("dr_grpo")
 def group_advantages(
     rewards: Sequences,
     group_ids: GroupIds,
@@ -45,10 +45,10 @@ def group_advantages(
     return base.normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
 
 
-base.register_advantage("grpo")(partial(group_advantages, norm_std=True))
+register_advantage("grpo")(partial(group_advantages, norm_std=True))
 
 
-@base.register_advantage("rloo")
+@register_advantage("rloo")
 def rloo_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
     """Return RLOO's advantage of every sequence.
 
@@ -70,12 +70,12 @@ def remax_advantages(rewards: Sequences, greedy_rewards: Sequences) -> Sequences
     return rewards - greedy_rewards
 
 
-@base.register_advantage("remax", needs=("greedy_rewards",))
+@register_advantage("remax", needs=("greedy_rewards",))
 def _remax(rewards: Tensor, group_ids: Tensor, *, greedy_rewards: Tensor) -> Tensor:
     return remax_advantages(rewards, greedy_rewards)
 
 
-@base.register_advantage("gpg")
+@register_advantage("gpg")
 def gpg_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
     """Return GPG's advantage of every sequence.
 
@@ -92,7 +92,7 @@ def gpg_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Single
     return alpha * group_advantages(rewards, group_ids, singleton=singleton)
 
 
-@base.register_advantage("opo", needs=("lengths",))
+@register_advantage("opo", needs=("lengths",))
 @torch.no_grad()
 def opo_advantages(
     rewards: Sequences, group_ids: GroupIds, *, lengths: Shaped[Tensor, " sequences"], singleton: Singleton = "zero"
@@ -119,7 +119,7 @@ def opo_advantages(
     return base.as_advantages(base.with_singletons(advantages, scores, groups, singleton), rewards)
 
 
-@base.register_advantage("pass_at_k")
+@register_advantage("pass_at_k")
 @torch.no_grad()
 def pass_at_k_advantages(
     rewards: Sequences, group_ids: GroupIds, *, norm_std: bool = False, eps: float = 1e-6
@@ -149,7 +149,7 @@ def pass_at_k_advantages(
     return base.as_advantages(advantages, rewards)
 
 
-@base.register_advantage("gdpo")
+@register_advantage("gdpo")
 @torch.no_grad()
 def gdpo_advantages(
     rewards: Float[Tensor, "kinds sequences"],
