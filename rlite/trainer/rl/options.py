@@ -473,11 +473,8 @@ class PpoConfig(LaunchOptions):
     @property
     def is_base_reference(self) -> bool:
         """True if the reference is the actor without its adapters: no other model, layout or kernel is asked for."""
-        own = self.ref_actor
-        plain = ReferenceOptions(
-            model_name=own.model_name, max_inference_length_per_device=own.max_inference_length_per_device
-        )
-        is_same = own == plain and own.model_name in (None, self.actor.model_name)
+        own, may_differ = self.ref_actor, {"model_name", "max_inference_length_per_device"}
+        is_same = own.model_name in (None, self.actor.model_name) and may_differ.issuperset(_changed(own))
         return self.has_reference and self.actor.lora is not None and is_same
 
     @property
@@ -536,18 +533,17 @@ class PpoConfig(LaunchOptions):
 
     def without_effect(self) -> str:
         """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
-        groups = {"critic": self.critic, "ref_actor": self.ref_actor, "kl": self.kl}
         defaults = {name: option.default for name, option in type(self).model_fields.items()}
-        critic, reference, kl = (
-            [f"{name}.{field}" for field in _changed(group, defaults[name]) if field != "type"]
-            for name, group in groups.items()
-        )
-        unread = []
-        if critic and not self.has_critic:
-            unread.append(f"{', '.join(critic)} (adv.estimator={self.adv.estimator} has no critic)")
-        if (reference or kl) and not self.has_reference:
-            unread.append(f"{', '.join(reference + kl)} (kl.type=null has no reference)")
-        return "; ".join(unread)
+
+        def changed(*groups: str) -> str:
+            fields = ((group, field) for group in groups for field in _changed(getattr(self, group), defaults[group]))
+            return ", ".join(f"{group}.{field}" for group, field in fields if field != "type")
+
+        critic = "" if self.has_critic else changed("critic")
+        reference = "" if self.has_reference else changed("ref_actor", "kl")
+        found = [f"{critic} (adv.estimator={self.adv.estimator} has no critic)"] if critic else []
+        found += [f"{reference} (kl.type=null has no reference)"] if reference else []
+        return "; ".join(found)
 
     @property
     def temperature(self) -> float:
