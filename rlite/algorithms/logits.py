@@ -82,9 +82,8 @@ def gather_logprobs_entropy(
         ConfigError: the shapes do not fit, or temperature is not positive.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
-        )
+        wanted, found = list(logits.shape[:-1]), list(labels.shape)
+        raise ConfigError(f"logits {list(logits.shape)} need labels of shape {wanted}, found {found}")
     rows = _rows_at_once(logits, chunk_size)
     return _GatherLogprobs.apply(logits, labels.long() - start, check_temperature(temperature), rows, group)
 

@@ -147,9 +147,8 @@ def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) ->
         ConfigError: rewards and group_ids are not both `[N]`.
     """
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise ConfigError(
-            f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
-        )
+        found = f"{list(rewards.shape)}, {list(group_ids.shape)}"
+        raise ConfigError(f"expected rewards [N] and group_ids [N], found {found}")
     return torch.unique(group_ids, return_inverse=True)[1]
 
 

@@ -379,9 +379,8 @@ def advance(environment: Any, action: str) -> Turn:
     """
     answer = environment.step(action)
     if not isinstance(answer, tuple) or len(answer) != 5:
-        raise ConfigError(
-            f"step() returned {answer!r:.200}; expected (observation, reward, terminated, truncated, info)"
-        )
+        form = "(observation, reward, terminated, truncated, info)"
+        raise ConfigError(f"step() returned {answer!r:.200}; expected {form}")
     text, reward, *flags, _ = answer
     number = as_number(reward)
     if number is None:

@@ -212,7 +212,6 @@ def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None,
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))
     if options.changed:
-        raise ConfigError(
-            f"{what} is a RewardFunction, which has its own {', '.join(options.changed)}; leave those out"
-        )
+        own = ", ".join(options.changed)
+        raise ConfigError(f"{what} is a RewardFunction, which has its own {own}; leave those out")
     return ChosenReward(name, what, options, found, Adapted(found.fn, "rlite", ()))
