@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
 
 
 class RliteError(Exception):
@@ -245,21 +244,6 @@ def shortened(value: object, limit: int = MAX_SHOWN) -> str:
     """Return a value for a message, without its middle if it is long."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-
-
-def one_of(kind: Any, value: object, what: str) -> None:
-    """Check that a value is one of a Literal's.
-
-    Args:
-        kind: the Literal.
-        value: the value.
-        what: name and value, for the message.
-
-    Raises:
-        ConfigError: it is another value.
-    """
-    if value not in get_args(kind):
-        raise ConfigError(f"{what}: expected one of {', '.join(get_args(kind))}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

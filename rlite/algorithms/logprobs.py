@@ -27,9 +27,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.reduce import finite_gradient, masked_mean, sequence_means, sequence_sums, to_tokens
+from rlite.algorithms.reduce import finite_gradient, masked_mean, one_of, sequence_means, sequence_sums, to_tokens
 from rlite.algorithms.shapes import CuSeqlens, Mask, Tokens
-from rlite.errors import ConfigError, one_of
+from rlite.errors import ConfigError
 from rlite.types import KLEstimator
 
 

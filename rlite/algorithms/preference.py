@@ -20,9 +20,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
-from rlite.algorithms.reduce import Configured, check_result, sequence_index, sequence_sums
+from rlite.algorithms.reduce import Configured, check_result, one_of, sequence_index, sequence_sums
 from rlite.algorithms.shapes import CuSeqlens, Mask, Pairs, Scalar, Sequences, Tokens
-from rlite.errors import ConfigError, one_of
+from rlite.errors import ConfigError
 from rlite.registry import Table
 from rlite.types import PreferenceDivergence
 

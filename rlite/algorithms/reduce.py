@@ -11,14 +11,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from rlite.algorithms.shapes import CuSeqlens, Mask, Scalar, Sequences, Tokens
-from rlite.errors import ConfigError, blamed, one_of, shortened
+from rlite.errors import ConfigError, blamed, shortened
 from rlite.registry import Table, located
 from rlite.types import Aggregation
 
@@ -65,6 +65,21 @@ class Configured:
         except Exception:  # the function may be the user's, and raise anything
             with blamed(self.what):
                 raise
+
+
+def one_of(kind: Any, value: object, what: str) -> None:
+    """Check that a value is one of a Literal's.
+
+    Args:
+        kind: the Literal.
+        value: the value.
+        what: name and value, for the message.
+
+    Raises:
+        ConfigError: it is another value.
+    """
+    if value not in get_args(kind):
+        raise ConfigError(f"{what}: expected one of {', '.join(get_args(kind))}")
 
 
 def found(value: Any) -> str:

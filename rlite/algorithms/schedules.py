@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rlite.errors import ConfigError, one_of
+from rlite.algorithms.reduce import one_of
+from rlite.errors import ConfigError
 from rlite.types import Schedule
 
 

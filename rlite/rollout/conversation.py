@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from tensordict import TensorDict
 
@@ -14,7 +14,7 @@ from rlite.data.chat.forms import Message
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
 from rlite.data.packs import TokenHistory
 from rlite.data.prompts import TooManyTokens, bounded_tokens, raw_prompts
-from rlite.errors import ConfigError, DataError, RolloutError, one_of
+from rlite.errors import ConfigError, DataError, RolloutError
 from rlite.rollout.joined import join_histories
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
@@ -198,7 +198,7 @@ class Conversation:
         history: History = "tokens",
         max_length: int | None = None,
     ) -> None:
-        one_of(History, history, f"history={history!r}")
+        check_history(history)
         self._tokenizer = tokenizer
         self._options = template_options(item, chat_template_options)
         self._template = ChatTemplate(tokenizer, self._options)
@@ -383,7 +383,7 @@ class ConversationWorkflow(PromptWorkflow):
         super().__init__(gconfig, tokenizer, chat_template_options)
         if max_turns < 1:
             raise ConfigError(f"max_turns={max_turns}: expected at least 1")
-        one_of(History, history, f"history={history!r}")
+        check_history(history)
         self.max_turns, self.max_length = max_turns, max_length
         self.history: History = history
 
@@ -396,6 +396,16 @@ class ConversationWorkflow(PromptWorkflow):
             history=self.history,
             max_length=self.max_length,
         )
+
+
+def check_history(history: str) -> None:
+    """Check that a name is a `History`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if history not in get_args(History):
+        raise ConfigError(f"history={history!r}: expected one of {', '.join(get_args(History))}")
 
 
 Feedback = str | Callable[[Mapping[str, Any], str, float], str]
