@@ -19,17 +19,15 @@ As a loss, only k2 has the gradient of the KL in expectation. `straight_through`
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self, get_args, overload
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.reduce import finite_gradient, masked_mean, sequence_means, sequence_sums, to_tokens
+from rlite.algorithms.reduce import finite_gradient, masked_mean, one_of, sequence_means, sequence_sums, to_tokens
 from rlite.algorithms.shapes import CuSeqlens, Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.types import KLEstimator
@@ -94,40 +92,6 @@ class OnLogprobs(ABC):
             data: the pack's keys.
         """
         return None
-
-
-class _Function(OnLogprobs):
-    def __init__(self, function: Callable[..., Any], temperature: float) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
-        self.temperature = check_temperature(temperature)
-
-    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
-        return self.function(tokens, data)
-
-
-@overload
-def on_logprobs(function: Callable[..., Any], *, temperature: float = 1.0) -> OnLogprobs: ...
-@overload
-def on_logprobs(*, temperature: float = 1.0) -> Callable[[Callable[..., Any]], OnLogprobs]: ...
-def on_logprobs(function: Callable[..., Any] | None = None, *, temperature: float = 1.0) -> Any:
-    """Return a loss_fn or post_hook that needs no logits, made of `function(tokens: TokenLogprobs, data)`.
-
-        @on_logprobs
-        def surprise(tokens, data):
-            return masked_mean(-tokens.logprobs, next_token(data["loss_mask"], data["cu_seqlens"]))
-
-        engine.train_batch(batch, surprise, num_tokens)
-
-    Other forms are `@on_logprobs(temperature=0.7)` and `on_logprobs(partial(function, ...), temperature=t)`.
-
-    Args:
-        function: the function; None returns a decorator.
-        temperature: divisor of the logits.
-    """
-    if function is None:
-        return functools.partial(on_logprobs, temperature=temperature)
-    return _Function(function, temperature)
 
 
 def next_token(
@@ -224,17 +188,8 @@ def no_statistics(labels: Int[Tensor, " rows"], dtype: torch.dtype) -> Statistic
 def merge(first: Statistics, second: Statistics) -> Statistics:
     """Return the statistics of two blocks together."""
     greatest, label = torch.maximum(first[0], second[0]), torch.maximum(first[3], second[3])
-    totals = [_moved(statistics, greatest) for statistics in (first, second)]
+    totals = [moved(statistics, greatest) for statistics in (first, second)]
     return torch.stack([greatest, *(totals[0] + totals[1]), label])
-
-
-def merge_over(group: dist.ProcessGroup, statistics: Statistics) -> Statistics:
-    """Return the statistics of the blocks of all ranks together, on every rank."""
-    greatest_and_label = statistics[[0, 3]]
-    dist.all_reduce(greatest_and_label, dist.ReduceOp.MAX, group=group)
-    totals = _moved(statistics, greatest_and_label[0])
-    dist.all_reduce(totals, group=group)
-    return torch.stack([greatest_and_label[0], *totals, greatest_and_label[1]])
 
 
 def logprobs_and_entropy(statistics: Statistics) -> tuple[Rows, Rows, Rows]:
@@ -278,7 +233,7 @@ def block_gradient(
     return out.scatter_add_(-1, labels.clamp(0, out.shape[-1] - 1)[:, None], grad_logprobs * is_here[:, None])
 
 
-def _moved(statistics: Tensor, greatest: Tensor) -> Tensor:
+def moved(statistics: Tensor, greatest: Tensor) -> Tensor:
     """Return s and t `[2, rows]` for another m, which must not be less than the present m."""
     shift = (statistics[0] - greatest).clamp_(min=_LEAST)
     return torch.stack([statistics[1], statistics[2] + statistics[1] * shift]) * shift.exp()
@@ -323,8 +278,7 @@ def kl_penalty(
     Raises:
         ConfigError: the estimator is unknown.
     """
-    if estimator not in get_args(KLEstimator):
-        raise ConfigError(f"KL estimator {estimator!r}: expected one of {', '.join(get_args(KLEstimator))}")
+    one_of(KLEstimator, estimator, f"KL estimator {estimator!r}")
     log_ratio = finite_gradient(logprobs - ref_logprobs, weights)
     value = _k3(log_ratio, max_log_ratio, max_value) if estimator == "k3" else _ESTIMATE[estimator](log_ratio)
     if not straight_through:

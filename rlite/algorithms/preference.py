@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
-from rlite.algorithms.reduce import Configured, check_result, sequence_index, sequence_sums
+from rlite.algorithms.reduce import Configured, check_result, one_of, sequence_index, sequence_sums
 from rlite.algorithms.shapes import CuSeqlens, Mask, Pairs, Scalar, Sequences, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -136,13 +136,10 @@ def _implicit_reward(log_ratio: Tensor, divergence: PreferenceDivergence) -> Ten
     Raises:
         ConfigError: the divergence is unknown.
     """
+    one_of(PreferenceDivergence, divergence, f"divergence {divergence!r}")
     if divergence == "forward_kl":
         return 1 - torch.exp(-log_ratio)
-    if divergence == "js":
-        return math.log(2) + logsigmoid(log_ratio)
-    if divergence != "reverse_kl":
-        raise ConfigError(f"divergence {divergence!r}: expected one of {', '.join(get_args(PreferenceDivergence))}")
-    return log_ratio
+    return math.log(2) + logsigmoid(log_ratio) if divergence == "js" else log_ratio
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
@@ -371,10 +368,8 @@ def aot_loss(
             rejected log ratios.
     """
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
-    if paired:
-        upper, lower = chosen_logps - rejected_logps, (ref_chosen_logps - ref_rejected_logps).detach()
-    else:
-        upper, lower = chosen, rejected
+    margins = chosen_logps - rejected_logps, (ref_chosen_logps - ref_rejected_logps).detach()
+    upper, lower = margins if paired else (chosen, rejected)
     loss = dpo(upper.sort(dim=0).values, lower.sort(dim=0).values, beta=beta, label_smoothing=label_smoothing)
     return PairLoss(loss, pair_metrics(beta * chosen, beta * rejected))
 

@@ -67,6 +67,21 @@ class Configured:
                 raise
 
 
+def one_of(kind: Any, value: object, what: str) -> None:
+    """Check that a value is one of a Literal's.
+
+    Args:
+        kind: the Literal.
+        value: the value.
+        what: name and value, for the message.
+
+    Raises:
+        ConfigError: it is another value.
+    """
+    if value not in get_args(kind):
+        raise ConfigError(f"{what}: expected one of {', '.join(get_args(kind))}")
+
+
 def found(value: Any) -> str:
     """Return in words what a function has returned."""
     if not isinstance(value, Tensor):
@@ -216,8 +231,7 @@ def aggregation_weight(mask: Mask, how: Aggregation = "token", cu_seqlens: CuSeq
     Raises:
         ConfigError: `how` is unknown, or `cu_seqlens` does not fit the layout.
     """
-    if how not in get_args(Aggregation):
-        raise ConfigError(f"aggregation {how!r}: expected one of {', '.join(get_args(Aggregation))}")
+    one_of(Aggregation, how, f"aggregation {how!r}")
     mask = mask.bool()
     if how == "token":
         return mask.count_nonzero()

@@ -104,6 +104,13 @@ class Parts:
         self.kl = KlCoefficient(options.kl)
         self.evaluations = make_evaluations(options.test_data, trainer, self.run, engines, sets)
         self.invalid = InvalidEvaluations(options.test_data, self.run)
+        self.stateful: dict[str, Any] = {
+            "prompts": self.prompts,
+            "kl": self.kl,
+            "rollouts": self.rollouts,
+            "evaluations": self.evaluations,
+        }
+        """parts whose state a checkpoint keeps, by name, in the order in which they resume"""
         self.recovery = TrainRecovery(engines, trainer.max_recoveries) if trainer.max_recoveries else None
         """None: no state is kept, and a lost worker ends the run"""
         self.is_selective = is_selective(self.loss.configured)
@@ -147,8 +154,8 @@ class PartsMaker:
         """Return the forward passes beside the update."""
         options = self.options
         return LogprobPasses(
-            engines,
-            options.temperature,
+            engines=engines,
+            temperature=options.temperature,
             has_reference=options.has_reference,
             is_base_reference=options.is_base_reference,
             has_old=options.has_old_logprobs,

@@ -453,7 +453,7 @@ class EvaluationRecord(Observer):
 
     def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
         """Merge the files of steps to which no checkpoint goes back."""
-        if (oldest := run.oldest_checkpoint) is not None:
+        if (oldest := run.saved.checkpoints.oldest) is not None:
             self._recorder.compact(oldest)
 
     def close(self, run: TrainingRun, error: BaseException | None) -> None:

@@ -27,6 +27,7 @@ from rlite.runtime.storage.atomic import discard
 from rlite.trainer.held_out import KEY, GeneratedOptions, HeldOutPromptOptions, key_of, without_sets
 from rlite.trainer.options import ServingOptions, TrainerOptions
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.recovery import sync_evaluation, trained_on_device
 from rlite.trainer.run.best import EVALUATED, evaluation_facts, write_evaluation_facts
 from rlite.trainer.run.schedule import EvaluationSchedule
 from rlite.trainer.run.training_run import TrainingRun
@@ -112,7 +113,7 @@ class Evaluations:
 
     def save_evaluated(self, target: Path) -> None:
         """Write the model that the evaluations returned last are of into a folder, unless it is there."""
-        with self.engines.trained_on_device():
+        with trained_on_device(self.engines):
             self.engines.actor.save(target)
 
 
@@ -165,7 +166,7 @@ class BackgroundEvaluations(Evaluations):
         """
         if self._left is not None:
             (step, names), self._left = self._left, None
-            self.engines.load_evaluation(self.run.folder / EVALUATED, step)
+            sync_evaluation(self.engines, step, self.run.folder / EVALUATED)
             self._start(step, [self.sets[name] for name in names])
         elif self._under_way is None:
             self._begin(self.due() or list(self.sets.values()))
@@ -200,10 +201,10 @@ class BackgroundEvaluations(Evaluations):
     def _begin(self, sets: Sequence[EvaluationSet]) -> None:
         if self._keeps_model:
             evaluated = self.run.folder / EVALUATED
-            with self.engines.trained_on_device():
+            with trained_on_device(self.engines):
                 self.engines.actor.save(evaluated)
             write_evaluation_facts(evaluated, {"step": self.run.step})
-        self.engines.sync_evaluation(self.run.step)
+        sync_evaluation(self.engines, self.run.step)
         self._start(self.run.step, sets)
         self._schedule.mark(self._names)
 

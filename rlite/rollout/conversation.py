@@ -14,12 +14,13 @@ from rlite.data.chat.forms import Message
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
 from rlite.data.packs import TokenHistory
 from rlite.data.prompts import TooManyTokens, bounded_tokens, raw_prompts
-from rlite.errors import ConfigError, DataError, EngineAborted, RolloutError
+from rlite.errors import ConfigError, DataError, RolloutError
 from rlite.rollout.joined import join_histories
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.workflow import (
     PromptWorkflow,
+    check_completed,
     context_length,
     end_ids,
     of_trajectory,
@@ -101,10 +102,9 @@ class Transcript:
                 gconfig = gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
         # one rid for the episode: its turns find their cache
         response = await engine.agenerate(LLMRequest(input_ids=self.tokens, gconfig=gconfig, rid=self._rid))
-        if response.stop_reason == "abort" or not response.output_len:
-            is_aborted = response.stop_reason == "abort"
-            what, kind = ("aborted", EngineAborted) if is_aborted else ("ended", RolloutError)
-            raise kind(f"the engine {what} the completion after {response.output_len} tokens")
+        check_completed(response)
+        if not response.output_len:
+            raise RolloutError("the engine ended the completion after 0 tokens")
         self.write(response)
         return response
 
@@ -384,8 +384,7 @@ class ConversationWorkflow(PromptWorkflow):
         if max_turns < 1:
             raise ConfigError(f"max_turns={max_turns}: expected at least 1")
         check_history(history)
-        self.max_turns = max_turns
-        self.max_length = max_length
+        self.max_turns, self.max_length = max_turns, max_length
         self.history: History = history
 
     def begin(self, data: Mapping[str, Any]) -> Conversation:
@@ -456,9 +455,7 @@ class MultiTurnWorkflow(ConversationWorkflow):
         super().__init__(gconfig, tokenizer, max_turns, max_length, **options)
         check_turn_discount(turn_discount)
         self.reward_fn = as_reward_function(reward_fn)
-        self.turn_discount = turn_discount
-        self.feedback = feedback
-        self.solved = solved
+        self.turn_discount, self.feedback, self.solved = turn_discount, feedback, solved
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         """Return the trajectory of an episode: ask, verify and give feedback until an attempt is right."""

@@ -60,10 +60,6 @@ class Episode:
         """answer that the reward of the current attempt has named"""
         self._answered_by: object = None
 
-    def begin(self) -> None:
-        """Begin the first attempt."""
-        self.started = self.now()
-
     def begin_attempt(self) -> None:
         """Begin another attempt: forget what an earlier one has written and answered."""
         self.attempt, self.num_tokens = AttemptHistory(), 0
@@ -93,21 +89,18 @@ class Episode:
         """End the last attempt."""
         self.ended, self.ended_at = self.now(), time.time()
 
-    def span(self, name: str) -> _OpenSpan:
-        """Return a context that records the time of its block.
-
-        Args:
-            name: generate or reward.
-        """
-        return _OpenSpan(self, name)
-
     def now(self) -> float:
         """Return the seconds after the group's submission."""
         return time.monotonic() - self._submitted
 
 
-class _OpenSpan:
-    """A span of an episode, as long as its block runs. There is one for each request: generators cost more."""
+class Span:
+    """A context that records the time of its block as a span of an episode. Generators would cost more.
+
+    Args:
+        episode: waits inside of the block.
+        name: generate or reward.
+    """
 
     __slots__ = ("_began", "_episode", "_name")
 
@@ -140,7 +133,7 @@ def running(episode: Episode) -> Iterator[None]:
         None.
     """
     token = _current.set(episode)
-    episode.begin()
+    episode.started = episode.now()
     try:
         yield
     finally:
@@ -156,7 +149,7 @@ def in_reward() -> Iterator[None]:
         None.
     """
     episode = _current.get()
-    with nullcontext() if episode is None else episode.span("reward"):
+    with nullcontext() if episode is None else Span(episode, "reward"):
         yield
 
 
@@ -281,7 +274,7 @@ class SampleInference:
         draw, episode = self._draw(request, is_stream), self._episode
         kept = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
         try:
-            with episode.span("generate"), kept as write:
+            with Span(episode, "generate"), kept as write:
                 yield draw, partial(self._note, draw, [take for take in (write, on_chunk) if take is not None])
         except (asyncio.CancelledError, GeneratorExit):
             draw.has_begun = True

@@ -157,8 +157,7 @@ class SingleTurnWorkflow(PromptWorkflow):
         limit = context_length(engine)
         input_ids = await beside_loop(len(prompt), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
-        if response.stop_reason == "abort":
-            raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
+        check_completed(response)
         said = said_tokens(response, end_ids(engine, self.tokenizer))
         completion = self.tokenizer.decode(said, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
@@ -188,6 +187,16 @@ def reward_arguments(
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,
     }
+
+
+def check_completed(response: LLMResponse) -> None:
+    """Check that the engine has not aborted a completion.
+
+    Raises:
+        EngineAborted: it has.
+    """
+    if response.stop_reason == "abort":
+        raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
 
 
 def context_length(engine: AsyncInference, max_length: int | None = None) -> int | None:

@@ -33,6 +33,7 @@ from rlite.rollout.workflow import RolloutWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, prefixed
 from rlite.trainer.rl.objective import compute_advantages
+from rlite.trainer.rl.recovery import trained_on_device
 from rlite.trainer.rl.rollouts import mean_reward
 from rlite.trainer.rl.statistics import with_selected
 from rlite.trainer.run.observer import Observer
@@ -189,12 +190,10 @@ class PpoTrainer(TrainerLoop):
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:
-            self.prompts.load_state_dict(facts["prompts"])
-            self.kl.load_state_dict(facts.get("kl", {}))
             self.sync()
             self.engines.rollout.set_version(self.run.step)
-            self.rollouts.load_state_dict(facts["rollouts"])
-            self.evaluations.load_state_dict(facts.get("evaluations", {}))
+            for name, part in self.parts.stateful.items():
+                part.load_state_dict(facts.get(name, {}))
         self._keep_state()
         self.run.observers = self.observers()
         self.run.open()
@@ -245,10 +244,9 @@ class PpoTrainer(TrainerLoop):
         self.evaluations.save_evaluated(folder)
 
     def _save(self) -> None:
-        with self.engines.trained_on_device():
-            kept = {"rollouts": self.rollouts.state_dict()}
-            facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
-            self.run.save(kept, **facts, evaluations=self.evaluations.state_dict())
+        with trained_on_device(self.engines):
+            facts = {name: part.state_dict() for name, part in self.parts.stateful.items()}
+            self.run.save({"rollouts": facts.pop("rollouts")}, **facts)
 
     # -- the command ---------------------------------------------------------------------------------------------
 

@@ -83,12 +83,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def reported_metrics(self) -> ReportedMetrics:
         """Return the names of the metrics that the run shows: losses, and metrics of answers."""
         losses, answers = super().reported_metrics(), reported_metrics(self.generated, ACCURACIES)
-        return replace(
-            losses,
-            headlines=[*losses.headlines, *answers.headlines],
-            compared=[*losses.compared, *answers.compared],
-            evaluated=[*losses.evaluated, *answers.evaluated],
-        )
+        names = ("headlines", "compared", "evaluated")
+        return replace(losses, **{name: [*getattr(losses, name), *getattr(answers, name)] for name in names})
 
     def start(self) -> None:
         """Begin as every trainer does, then place the engine that answers prompts, if there are some."""

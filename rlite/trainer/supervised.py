@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from tensordict import TensorDict
-from torch import Tensor
 
 import rlite
 from rlite.assembly import supervised as assembly
@@ -36,18 +35,6 @@ SHOWN_OF_PAIRS = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", 
 """metrics of every step for the console of trainers on preference pairs"""
 HEADLINES_OF_PAIRS = ("test_loss", "test_accuracy")
 """metrics of evaluations for the console of trainers on preference pairs"""
-
-
-class BatchLoss(Protocol):
-    """A loss on packs, with further metrics and the weight of its mean."""
-
-    reported: ClassVar[tuple[str, ...]]
-
-    def __call__(self, outputs: Any, data: Any, /) -> Any:
-        """Return the mean loss of a pack, or (mean, dict of metrics)."""
-
-    def weight(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the weight of a pack's mean."""
 
 
 class SupervisedTrainer(TrainerLoop, Generic[C]):
@@ -115,8 +102,11 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         return [] if self.rows.ends is None else sorted(self.rows.ends.new)
 
     @abstractmethod
-    def make_loss(self) -> BatchLoss:
-        """Return the loss to minimise."""
+    def make_loss(self) -> Any:
+        """Return the loss to minimise: (outputs, data) -> mean loss of a pack, or (mean, dict of metrics).
+
+        It also has `weight(data)`, the weight of a pack's mean, and `reported`, the names of its metrics.
+        """
 
     def make_reference(self) -> Reference | None:
         """Return the model that the loss compares with, if there is one."""
@@ -162,10 +152,10 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
             raise ConfigError(f"{given}: {error}") from error
         sizes_of_model = vocab_size_of(model.model_name), model_limit(model.model_name)
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
+        name = f"{self.key}.max_length_per_device{''.join(factors)}"
+        capacity = model.max_length_per_device * model.tp_size * model.sp_size
         tests = {key_of(name): rows for name, rows in self.test_sets.items()}
         for table, rows in {"data": self.rows, **tests}.items():
-            capacity = model.max_length_per_device * model.tp_size * model.sp_size
-            name = f"{self.key}.max_length_per_device{''.join(factors)}"
             check = partial(self._check_rows, sizes_of_model, capacity, name, table)
             if rows.stream is None:
                 check(rows)

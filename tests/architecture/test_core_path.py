@@ -8,7 +8,6 @@ from benchmarks.core_path import ROOT, lines_of, listed, sentence_of, trace
 
 MAX_FILES, MAX_LINES = 25, 3_500
 """limits of the core path: files, and their source lines"""
-WIDE = "the core path is wider than its limits"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,6 @@ def test_the_core_path_has_few_files(path: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason=WIDE)
 def test_the_core_path_has_few_lines(path: dict[str, int]) -> None:
     assert sum(path.values()) <= MAX_LINES
 

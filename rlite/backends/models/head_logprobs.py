@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rlite.algorithms import logprobs as formulas
 from rlite.algorithms.kept_ids import KeptIds
+from rlite.algorithms.logits import merge_over
 from rlite.algorithms.logprobs import TokenLogprobs
 from rlite.backends.models import batch_invariant
 from rlite.backends.models.linear import linear
@@ -224,7 +225,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if num_kept >= 0:
                 kept.append(logits)
         if blocks.group is not None:
-            statistics = formulas.merge_over(blocks.group, statistics)
+            statistics = merge_over(blocks.group, statistics)
         logprobs, entropies, log_sums = formulas.logprobs_and_entropy(statistics)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums, entropies, *kept)
         ctx.blocks, ctx.restricted = blocks, restricted

@@ -32,16 +32,33 @@ from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.ahead import raise_late
-from rlite.rollout.collector.bookkeeping import Bookkeeping, Collected
-from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses
-from rlite.rollout.collector.runner import Group, Item, Queue, ShouldAccept
+from rlite.rollout.collector.bookkeeping import Collected, make_queues
+from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.runner import Group, GroupRunner, Item, Queue, ShouldAccept
 from rlite.rollout.episode import group_seed
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.event_loop import ABANDONED, CLOSE_TIMEOUT, deadline_after
+from rlite.types import AsyncInference
 
 
-class GroupCollector(Bookkeeping):
-    """Submits groups, waits for them and makes batches of them. `RolloutCollector` has all its calls."""
+class GroupCollector:
+    """Submits groups, waits for them and makes batches of them. `RolloutCollector` has all its calls.
+
+    Args:
+        engine: generates, and knows the policy version.
+        options: limits, time-outs and retries.
+    """
+
+    def __init__(self, engine: AsyncInference, options: CollectorOptions | None = None) -> None:
+        self.engine, self.options = engine, options or CollectorOptions()
+        queues = self._now, self._tests, self._ahead = make_queues(self.options, engine.get_version())
+        self._runner = GroupRunner(engine, self.options, queues)
+        self._changed, self._num_submitted = self._runner.changed, 0
+        self._waited_for: tuple[str, Sequence[Group]] | None = None
+        self._selection = Selection()
+        self._num_reported: Counter[str] = Counter()
+        """failed attempts up to the last batch, by kind"""
 
     def collect(
         self,

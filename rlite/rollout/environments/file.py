@@ -135,10 +135,8 @@ class EnvironmentOptions(Options):
             group: key of these options, with a dot at its end.
         """
         if rewards and self.max_turns > 1:
-            yield (
-                f"{group}max_turns={self.max_turns}: reward.* is of single answers; for several turns use "
-                f"{group}env_path"
-            )
+            remedy = f"for several turns use {group}env_path"
+            yield f"{group}max_turns={self.max_turns}: reward.* is of single answers; {remedy}"
 
     @property
     def process_options(self) -> dict[str, Any]:
@@ -381,9 +379,8 @@ def advance(environment: Any, action: str) -> Turn:
     """
     answer = environment.step(action)
     if not isinstance(answer, tuple) or len(answer) != 5:
-        raise ConfigError(
-            f"step() returned {answer!r:.200}; expected (observation, reward, terminated, truncated, info)"
-        )
+        form = "(observation, reward, terminated, truncated, info)"
+        raise ConfigError(f"step() returned {answer!r:.200}; expected {form}")
     text, reward, *flags, _ = answer
     number = as_number(reward)
     if number is None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import operator
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -206,7 +205,7 @@ class GymEnvironment:
         if self._function is not None:
             asyncio.run(self._function.ask(read_turn, method="check"))
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
         """Begin an episode in a new environment.
 
@@ -220,31 +219,28 @@ class GymEnvironment:
         Raises:
             EnvironmentFailure: a call failed. The class depends on the outcome.
         """
-        arguments = {"seed": seed, "options": dict(options or {})}
-        if self._function is not None:
-            ask = partial(self._function.ask, read_turn)
-            memory, turn = await ask(method="reset", **arguments)
+        memory, turn = await self._ask("reset", seed=seed, options=dict(options or {}))
 
-            async def step(action: str) -> Turn:
-                nonlocal memory, turn
-                memory, turn = await ask(method="step", memory=memory, action=action)
-                return turn
-
-            yield GymEpisode(turn.observation, step)
-            return
-        environment, turn = await self._in_thread(start, self.make, **arguments)
-
-        async def advance_here(action: str) -> Turn:
-            nonlocal turn
-            turn = await self._in_thread(advance, environment, action)
+        async def step(action: str) -> Turn:
+            nonlocal memory, turn
+            memory, turn = await self._ask("step", memory=memory, action=action)
             return turn
 
         try:
-            yield GymEpisode(turn.observation, advance_here)
+            yield GymEpisode(turn.observation, step)
         finally:
-            if not turn.is_done:
-                with contextlib.suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
-                    await self._in_thread(close, environment)
+            if self._function is None and not turn.is_done:
+                with suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
+                    await self._in_thread(close, memory)
+
+    async def _ask(self, method: str, memory: Any = None, **arguments: Any) -> tuple[Any, Turn]:
+        """Return the next memory and the turn of a call. In this process, the memory is the environment itself."""
+        if self._function is not None:
+            remembered = {} if memory is None else {"memory": memory}
+            return await self._function.ask(read_turn, method=method, **remembered, **arguments)
+        if method == "reset":
+            return await self._in_thread(start, self.make, **arguments)
+        return memory, await self._in_thread(advance, memory, **arguments)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         async with limited(self.name, self.timeout, ENVIRONMENT_ERRORS):
@@ -367,8 +363,7 @@ class GymWorkflow(ConversationWorkflow):
         has_template = has_chat_template(tokenizer)
         if is_chat and not has_template:
             raise ConfigError("is_chat=True: the tokenizer has no chat template")
-        self.environment = environment
-        self.system_prompt = system_prompt
+        self.environment, self.system_prompt = environment, system_prompt
         self.is_chat = has_template if is_chat is None else is_chat
 
     def opening(self, data: Mapping[str, Any]) -> None:

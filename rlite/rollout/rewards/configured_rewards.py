@@ -56,7 +56,10 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
     """
     if inspect.isclass(fn):
         raise ConfigError(f"{what}: {fn.__name__} is a class; name a function, or an object of the class")
-    signature = _signature(fn)
+    try:
+        signature = signature_of(fn)
+    except (TypeError, ValueError):  # some functions that are written in C
+        signature = None
     kind = None if signature is None else _kind(signature.parameters)
     if signature is None or kind is None:
         shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature or '(...)'}"
@@ -68,7 +71,9 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
         )
     parameters = signature.parameters.items()
     needed = [name for name, parameter in parameters if _is_needed(parameter) and name not in _GIVEN[kind]]
-    return Adapted(_in_our_signature(fn, kind), kind, tuple(needed))
+    if kind == "rlite":
+        return Adapted(fn if takes_all(fn) else Selective(fn), kind, tuple(needed))
+    return Adapted(from_verl(fn) if kind == "verl" else from_trl(fn, is_conversational=None), kind, tuple(needed))
 
 
 def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -> None:
@@ -101,25 +106,10 @@ def _has_cache(fn: Any) -> bool:
     return inner is not None and _has_cache(inner)
 
 
-def _in_our_signature(fn: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-    if kind == "TRL":
-        return from_trl(fn, is_conversational=None)
-    if kind == "verl":
-        return from_verl(fn)
-    return fn if takes_all(fn) else Selective(fn)
-
-
 def _columns(row: Row, kind: Kind) -> set[str]:
     """Return the columns of a row; for verl's functions also those inside of `reward_model`."""
     inner = row.get("reward_model") if kind == "verl" else None
     return {*row, *(inner if isinstance(inner, Mapping) else ())}
-
-
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return signature_of(fn)
-    except (TypeError, ValueError):  # some functions that are written in C
-        return None
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
@@ -167,16 +157,8 @@ class ChosenReward:
         fn, options = self.adapted.fn, self.options
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
-        return RewardFunction(
-            fn,
-            timeout=options.timeout,
-            num_processes=options.processes,
-            in_process=options.in_process,
-            memory_limit_gib=options.memory_limit_gib,
-            max_concurrent=options.max_concurrent,
-            what=f"reward {self.name}",
-            env_vars=options.env_vars,
-        )
+        own = {name: value for name, value in options if name not in ("path", "weight", "processes")}
+        return RewardFunction(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
 
 class ChosenRewards:
@@ -195,10 +177,8 @@ class ChosenRewards:
     def __init__(
         self, options: Mapping[str, RewardOptions], given: Mapping[str, Callable[..., Any]], key: str = "reward"
     ) -> None:
-        single = len(options) == 1
-        self._rewards = [
-            _choose(name, own, given.get(name), key if single else f"{key}.{name}") for name, own in options.items()
-        ]
+        keys = {name: key if len(options) == 1 else f"{key}.{name}" for name in options}
+        self._rewards = [_choose(name, own, given.get(name), keys[name]) for name, own in options.items()]
 
     def check_columns(self, rows: Sequence[Row], where: str) -> None:
         """Check that all rows have the columns that the functions name.
@@ -222,8 +202,8 @@ class ChosenRewards:
         [first, *others] = self._rewards
         if not others and first.options.weight == 1:
             return first.make(is_part=False)
-        is_part = bool(others)
-        return WeightedRewards({each.name: Part(each.make(is_part), each.options.weight) for each in self._rewards})
+        parts = {each.name: Part(each.make(bool(others)), each.options.weight) for each in self._rewards}
+        return WeightedRewards(parts)
 
 
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:
@@ -232,7 +212,6 @@ def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None,
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))
     if options.changed:
-        raise ConfigError(
-            f"{what} is a RewardFunction, which has its own {', '.join(options.changed)}; leave those out"
-        )
+        own = ", ".join(options.changed)
+        raise ConfigError(f"{what} is a RewardFunction, which has its own {own}; leave those out")
     return ChosenReward(name, what, options, found, Adapted(found.fn, "rlite", ()))

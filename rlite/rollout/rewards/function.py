@@ -72,11 +72,7 @@ class RewardFunction:
         env_vars: Sequence[str] = (),
     ) -> None:
         check_options(fn, timeout, retries, in_process, memory_limit_gib, max_concurrent, batch_size, batch_wait)
-        self.fn = fn
-        self.timeout = timeout
-        self.retries = retries
-        self.in_process = in_process
-        self.what = what
+        self.fn, self.timeout, self.retries, self.in_process, self.what = fn, timeout, retries, in_process, what
         self.outcomes: Counter[str] = Counter()
         self._names = fn.names if isinstance(fn, TrlReward) else ()
         self._slots = None if max_concurrent is None else Slots(max_concurrent)

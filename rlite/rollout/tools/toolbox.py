@@ -132,8 +132,8 @@ class Toolbox:
         except SandboxTimeout:
             return ToolResult(f"Error: {call.name} took too long", is_error=True)
         except SandboxError as error:
-            what, _, _ = str(error).partition("\n")  # below it is the traceback
-            return ToolResult(f"Error: {what.removeprefix(f'the tool {call.name} raised ')}", is_error=True)
+            what = str(error).partition("\n")[0].removeprefix(f"the tool {call.name} raised ")  # below is the traceback
+            return ToolResult(f"Error: {what}", is_error=True)
         return ToolResult(text)
 
 

@@ -23,21 +23,7 @@ from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
-from rlite.rollout.tools.formats import (
-    FORMATS,
-    UNREADABLE,
-    Pieces,
-    Reading,
-    ToolCall,
-    ToolCallFormat,
-    numbered,
-    opened_thought,
-    parsed,
-    read_call,
-    scanned,
-    settled_before,
-    typed,
-)
+from rlite.rollout.tools import formats
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.rollout.workflow import reward_arguments
 from rlite.runtime.sandbox.calls import SandboxError
@@ -51,7 +37,7 @@ PARSE_TIMEOUT = 10.0
 """seconds in which the template's patterns have to read an answer"""
 
 
-def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
+def template_format(tokenizer: Any, prompt: str) -> formats.ToolCallFormat:
     """Return the format of a tokenizer's own response template.
 
     Args:
@@ -62,22 +48,22 @@ def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
     opened = field.get("open", ())
     marks = (opened,) if isinstance(opened, str) else tuple(opened)
     pattern = "|".join(map(re.escape, marks)) or field.get("open_pattern") or NOTHING
-    read = partial(parsed, partial(read_answer, tokenizer.response_template, pattern, prompt))
+    read = partial(formats.parsed, partial(read_answer, tokenizer.response_template, pattern, prompt))
     function = SandboxFunction(read, PARSE_TIMEOUT, what="the tokenizer's response template", finish=json.dumps)
 
-    async def aside(text: str) -> Reading:
+    async def aside(text: str) -> formats.Reading:
         try:
             content, calls, malformed = json.loads(await function.ask(str, text=text))
         except SandboxError as error:
             logger.warning("%s; no call is read from %.80r", error, text)
             return text, [], []
-        return content, [ToolCall(*call) for call in calls], malformed
+        return content, [formats.ToolCall(*call) for call in calls], malformed
 
-    num_settled = settled_before(*marks) if marks else lambda text: 0
-    return ToolCallFormat("response_template", lambda text: read(text)[:2], num_settled, True, aside=aside)
+    num_settled = formats.settled_before(*marks) if marks else lambda text: 0
+    return formats.ToolCallFormat("response_template", lambda text: read(text)[:2], num_settled, True, aside=aside)
 
 
-def read_answer(template: Mapping[str, Any], pattern: str, prompt: str, text: str) -> Reading:
+def read_answer(template: Mapping[str, Any], pattern: str, prompt: str, text: str) -> formats.Reading:
     """Return what an answer holds. If a call cannot be read, each call is read by itself.
 
     Args:
@@ -87,22 +73,22 @@ def read_answer(template: Mapping[str, Any], pattern: str, prompt: str, text: st
         text: the answer.
     """
 
-    def calls_of(text: str, prompt: str = "") -> list[ToolCall] | None:
+    def calls_of(text: str, prompt: str = "") -> list[formats.ToolCall] | None:
         try:
             message = parse_response(text, template, prefix=prompt)
-            return [read_call(call["function"]) for call in message.get("tool_calls") or ()]
-        except UNREADABLE:
+            return [formats.read_call(call["function"]) for call in message.get("tool_calls") or ()]
+        except formats.UNREADABLE:
             return None
 
-    def read_block(found: re.Match[str]) -> tuple[Pieces, int]:
+    def read_block(found: re.Match[str]) -> tuple[formats.Pieces, int]:
         following = re.compile(pattern, re.DOTALL).search(found.string, max(found.end(), found.start() + 1))
         end = len(found.string) if following is None else following.start()
         piece = found.string[found.start() : end]
         calls = calls_of(piece) or [] if whole is None else []
         return (calls, [piece] if whole is None and not calls else []), end
 
-    whole, opening = calls_of(text, prompt), opened_thought(prompt)
-    content, calls, malformed = scanned(opening + text, pattern, read_block)
+    whole, opening = calls_of(text, prompt), formats.opened_thought(prompt)
+    content, calls, malformed = formats.scanned(opening + text, pattern, read_block)
     return content.removeprefix(opening), calls if whole is None else whole, malformed
 
 
@@ -115,13 +101,13 @@ def find_probe_record(text: str, count: int) -> None:
     """
 
 
-PROBE = ToolCall(find_probe_record.__name__, {"text": "red apple", "count": 3})
+PROBE = formats.ToolCall(find_probe_record.__name__, {"text": "red apple", "count": 3})
 TOOL = get_json_schema(find_probe_record)
 
 
 def tool_call_format(
-    form: str | ToolCallFormat | None, tokenizer: Any, chat_template_options: Mapping[str, Any] | None = None
-) -> ToolCallFormat:
+    form: str | formats.ToolCallFormat | None, tokenizer: Any, chat_template_options: Mapping[str, Any] | None = None
+) -> formats.ToolCallFormat:
     """Return the format in which calls are read.
 
     Args:
@@ -133,26 +119,26 @@ def tool_call_format(
     Raises:
         ConfigError: the name is unknown, or the chat template writes a call that the format does not read back.
     """
-    if isinstance(form, ToolCallFormat):
+    if isinstance(form, formats.ToolCallFormat):
         return form
-    if form is not None and (not isinstance(form, str) or form not in FORMATS):
-        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), FORMATS)}")
+    if form is not None and (not isinstance(form, str) or form not in formats.FORMATS):
+        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), formats.FORMATS)}")
     prompt, written = _write_probe(tokenizer, chat_template_options or {})
     if form is not None:
-        candidates = [FORMATS[form]]
+        candidates = [formats.FORMATS[form]]
     elif getattr(tokenizer, "response_template", None) is not None:
         candidates = [template_format(tokenizer, prompt)]
     else:
-        candidates = list(FORMATS.values())
+        candidates = list(formats.FORMATS.values())
     if not written:
         return candidates[0]
     for candidate in candidates:
         if _reads(candidate, tokenizer, written):
             return candidate
-    names = ", ".join(candidate.name for candidate in candidates)
+    names, known = ", ".join(candidate.name for candidate in candidates), ", ".join(formats.FORMATS)
     raise ConfigError(
         f"the model's chat template writes a call of a tool as {tokenizer.decode(written)!r}, which cannot be read "
-        f"back (tried: {names}): give tool_format=, a name ({', '.join(FORMATS)}) or a ToolCallFormat of your own"
+        f"back (tried: {names}): give tool_format=, a name ({known}) or a ToolCallFormat of your own"
     )
 
 
@@ -161,7 +147,7 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
     if not has_chat_template(tokenizer):
         return "", []
     template = ChatTemplate(tokenizer, {**options, "tools": [TOOL]})
-    answer = {"role": "assistant", "content": "", "tool_calls": numbered([PROBE], itertools.count(1))}
+    answer = {"role": "assistant", "content": "", "tool_calls": formats.numbered([PROBE], itertools.count(1))}
     try:
         prompt, written = template.written(answer)
     except TemplateRefusal:
@@ -171,10 +157,10 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
     return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
 
 
-def _reads(form: ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
+def _reads(form: formats.ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
     """Return whether the format finds the probe in the template's tokens, decoded like an answer of the model."""
     text = form.text(tokenizer, without_end(tokenizer, written))
-    return typed(form.parse(text)[1], [TOOL]) == [PROBE]
+    return formats.typed(form.parse(text)[1], [TOOL]) == [PROBE]
 
 
 class ToolUseWorkflow(ConversationWorkflow):
@@ -216,7 +202,7 @@ class ToolUseWorkflow(ConversationWorkflow):
         tokenizer: Tokenizer,
         max_turns: int = 8,
         tool_timeout: float = 30.0,
-        tool_format: str | ToolCallFormat | None = None,
+        tool_format: str | formats.ToolCallFormat | None = None,
         max_length: int | None = None,
         tool_env_vars: Sequence[str] = (),
         **options: Unpack[ConversationOptions],
@@ -240,11 +226,11 @@ class ToolUseWorkflow(ConversationWorkflow):
             first, last = first or response, response
             text = self.tool_format.text(self.tokenizer, conversation.said)
             content, found, malformed = await self.tool_format.read(text, conversation.text)
-            calls = typed(found, self.toolbox.schemas)
+            calls = formats.typed(found, self.toolbox.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
             if not (calls or malformed) or conversation.transcript.num_turns == self.max_turns:
                 break
-            asked = numbered(calls, numbers)
+            asked = formats.numbered(calls, numbers)
             answer = {**answer, "tool_calls": asked} if calls else answer
             results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
             num_calls += len(calls) + len(malformed)
@@ -253,7 +239,9 @@ class ToolUseWorkflow(ConversationWorkflow):
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
-            number = numbered([ToolCall("unknown", {})], numbers)[0]["id"] if calls and malformed else None
+            number = None
+            if calls and malformed:
+                number = formats.numbered([formats.ToolCall("unknown", {})], numbers)[0]["id"]
             conversation.reply(*said, *self._refusal(malformed, number), answer=answer)
         assert first is not None  # the first turn has room, or the prompt is refused
         prompt, written = first.input_tokens, last.output_tokens

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from tensordict import TensorDict
 
@@ -18,6 +16,7 @@ from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs
 from rlite.trainer.rl.statistics import report_off_policy
 
 
+@dataclass(eq=False)
 class Engines:
     """The actor, the rollout engine and, if the algorithm needs them, a critic and a reference.
 
@@ -25,31 +24,24 @@ class Engines:
     others share the rest. Engines that take turns are on the device one at a time: `move_to_device` moves one there and
     the previous one away. The rollout engine drops its weights, which the next `sync` writes again; the other engines
     move to host memory.
-
-    Args:
-        rollout: serves the policy.
-        actor: the policy that is trained.
-        critic: predicts returns, if the algorithm needs it.
-        reference: the policy to stay near, if it is a model of its own.
-        evaluation: serves evaluations with weights of its own; None: the rollout engine serves them.
     """
 
-    def __init__(
-        self,
-        rollout: RliteInferenceEngine,
-        actor: RliteTrainEngine,
-        critic: RliteTrainEngine | None = None,
-        reference: RliteTrainEngine | None = None,
-        evaluation: RliteInferenceEngine | None = None,
-    ) -> None:
-        self.rollout, self.actor, self.critic, self.reference = rollout, actor, critic, reference
-        self.evaluation = evaluation
-        self.is_apart = False
-        """the rollout engine has devices of its own"""
-        self.takes_turns: dict[Engine, bool] = {}
-        """engines, and true for each that leaves the device to others"""
-        self.resident: Engine | None = None
-        """the engine that is on the device, of those that take turns"""
+    rollout: RliteInferenceEngine
+    """serves the policy"""
+    actor: RliteTrainEngine
+    """the policy that is trained"""
+    critic: RliteTrainEngine | None = None
+    """predicts returns, if the algorithm needs it"""
+    reference: RliteTrainEngine | None = None
+    """the policy to stay near, if it is a model of its own"""
+    evaluation: RliteInferenceEngine | None = None
+    """serves evaluations with weights of its own; None: the rollout engine serves them"""
+    is_apart: bool = False
+    """the rollout engine has devices of its own"""
+    takes_turns: dict[Engine, bool] = field(default_factory=dict)
+    """engines, and true for each that leaves the device to others"""
+    resident: Engine | None = None
+    """the engine that is on the device, of those that take turns"""
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:
@@ -87,21 +79,6 @@ class Engines:
             self.resident.cpu()
         self.resident = None
 
-    @contextmanager
-    def trained_on_device(self) -> Iterator[None]:
-        """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host."""
-        trained = [engine for engine in self.trained if self.takes_turns[engine]]
-        if self.resident is self.rollout:
-            self.rollout.cpu()
-        for engine in trained:
-            engine.cuda()
-        yield
-        for engine in trained:
-            if engine is not self.resident:
-                engine.cpu()
-        if self.resident is self.rollout:
-            self.rollout.cuda()
-
     def sync(self) -> SyncReport:
         """Write the actor's weights into the rollout engine, and leave that engine on the device.
 
@@ -121,64 +98,40 @@ class Engines:
         self.resident = self.rollout
         return report
 
-    def sync_evaluation(self, version: int) -> None:
-        """Write the actor's weights into the engine of evaluations, which is idle, as this policy version."""
-        assert self.evaluation is not None
-        with self.trained_on_device():
-            self.actor.p2p_weight_sync(self.evaluation)
-        self.evaluation.set_version(version)
 
-    def load_evaluation(self, model: Path, version: int) -> None:
-        """Load a saved model into the engine of evaluations, which is idle, as this policy version."""
-        assert self.evaluation is not None
-        self.evaluation.load(model)
-        self.evaluation.set_version(version)
-
-
+@dataclass(frozen=True, kw_only=True)
 class LogprobPasses:
-    """The forward passes that compute log-probabilities of rollouts under other policies.
+    """The forward passes that compute log-probabilities of rollouts under other policies."""
 
-    Args:
-        engines: take turns on the device.
-        temperature: temperature of the log-probabilities that are trained.
-        has_reference: leaving the reference policy costs something.
-        is_base_reference: the reference is the actor without its adapters.
-        has_old: something compares with the policy before the updates of a batch.
-        longest: tokens of one microbatch of the actor and of the reference; None is the engine's default.
-        reports_off_policy: report `off_policy/*`.
-        tis_coef: cap of the importance weights there.
-    """
-
-    def __init__(
-        self,
-        engines: Engines,
-        temperature: float,
-        *,
-        has_reference: bool = False,
-        is_base_reference: bool = False,
-        has_old: bool = False,
-        longest: tuple[int | None, int | None] = (None, None),
-        reports_off_policy: bool = False,
-        tis_coef: float | None = None,
-    ) -> None:
-        self._engines = engines
-        self._full = OwnLogprobs(temperature=temperature, is_full=True)
-        self._both = BothLogprobs(temperature=temperature)
-        self._has_reference, self._is_base, self._has_old = has_reference, is_base_reference, has_old
-        self._longest, self._longest_of_reference = longest
-        self._reports_off_policy, self._tis_coef = reports_off_policy, tis_coef
+    engines: Engines
+    """take turns on the device"""
+    temperature: float
+    """temperature of the log-probabilities that are trained"""
+    has_reference: bool = False
+    """leaving the reference policy costs something"""
+    is_base_reference: bool = False
+    """the reference is the actor without its adapters"""
+    has_old: bool = False
+    """something compares with the policy before the updates of a batch"""
+    longest: tuple[int | None, int | None] = (None, None)
+    """tokens of one microbatch of the actor and of the reference; None is the engine's default"""
+    reports_off_policy: bool = False
+    """report `off_policy/*`"""
+    tis_coef: float | None = None
+    """cap of the importance weights there"""
 
     def with_reference(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `ref_logprobs` [N, L] in the whole vocabulary, if leaving the reference costs something.
 
         The reference is a model of its own, or the actor without its adapters.
         """
-        if not self._has_reference:
+        if not self.has_reference:
             return batch
         with stats_tracker.record_timing("reference"):
-            engine = self._engines.reference or self._engines.actor
-            self._engines.move_to_device(engine)
-            logprobs = engine.forward(batch, self._full, self._longest_of_reference, without_adapters=self._is_base)
+            engine = self.engines.reference or self.engines.actor
+            self.engines.move_to_device(engine)
+            hook = OwnLogprobs(temperature=self.temperature, is_full=True)
+            logprobs = engine.forward(batch, hook, self.longest[1], without_adapters=self.is_base_reference)
         return with_keys(batch, ref_logprobs=logprobs)
 
     def with_old(self, batch: TensorDict) -> TensorDict:
@@ -186,15 +139,16 @@ class LogprobPasses:
 
         If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
         """
-        if not self._has_old:
+        if not self.has_old:
             return batch
         with stats_tracker.record_timing("old_logprobs"):
-            self._engines.move_to_device(self._engines.actor)
-            found = self._engines.actor.forward(batch, self._both, self._longest)
+            self.engines.move_to_device(self.engines.actor)
+            hook = BothLogprobs(temperature=self.temperature)
+            found = self.engines.actor.forward(batch, hook, self.longest[0])
         columns = {"old_logprobs": found[..., 0].contiguous()}
         if "kept_counts" in batch:
             columns["full_old_logprobs"] = found[..., 1].contiguous()
         batch = with_keys(batch, **columns)
-        if self._reports_off_policy:
-            report_off_policy(batch, self._tis_coef)
+        if self.reports_off_policy:
+            report_off_policy(batch, self.tis_coef)
         return batch

@@ -18,8 +18,8 @@ from rlite import algorithms
 from rlite.algorithms import LossInputs, Mean, OnLogprobs, PerToken, TokenLogprobs
 from rlite.algorithms.advantages.base import ActionTokens
 from rlite.algorithms.reduce import Configured
-from rlite.data.packs import first_rows, last_rows, trajectory_index, with_keys
-from rlite.errors import ConfigError, DataError
+from rlite.data.packs import check_one_per_row, first_rows, last_rows, trajectory_index, with_keys
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.model.options import check_kl_loss
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions
@@ -116,15 +116,12 @@ def token_rewards(batch: TensorDict) -> Tensor:
     """
     if "token_rewards" in batch:
         return batch["token_rewards"].float()
-    if batch["rewards"].dim() != 1:
-        shape = list(batch["rewards"].shape)
-        raise DataError(f"rewards has shape {shape}; expected [{len(batch)}], one for each row, or token_rewards")
+    check_one_per_row(batch, "rewards")
     last = last_rows(batch)
     outcomes = torch.zeros(len(batch)).scatter(0, last, batch["rewards"].float()[last])
     has_action = batch["loss_mask"].any(1, keepdim=True)
-    return algorithms.last_action_rewards(
-        outcomes, torch.where(has_action, batch["loss_mask"], batch["attention_mask"])
-    )
+    mask = torch.where(has_action, batch["loss_mask"], batch["attention_mask"])
+    return algorithms.last_action_rewards(outcomes, mask)
 
 
 def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:
@@ -245,28 +242,15 @@ class PolicyLoss(TokenMean, OnCounted):
         if self.tis_coef is not None:
             weights = algorithms.importance_weights(old, behaviour, mask, upper=self.tis_coef)
         kept = self._kept(old, behaviour, mask, cu_seqlens)
-        inputs = LossInputs(
-            tokens.logprobs,
-            old,
-            at["advantages"],
-            kept,
-            behaviour_logprobs=behaviour,
-            weights=weights,
-            cu_seqlens=cu_seqlens,
-            selected=at["selected"].bool() if "selected" in at else None,
-        )
+        selected = at["selected"].bool() if "selected" in at else None
+        inputs = LossInputs(tokens.logprobs, old, at["advantages"], kept, behaviour, weights, cu_seqlens, selected)
         loss, metrics = algorithms.policy_loss(self.configured, inputs)
         report = {f"policy_loss/{name}" if name in OWN_METRICS else name: value for name, value in metrics.items()}
         report |= {"entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
         if self.off_policy_threshold is not None:
-            near = algorithms.off_policy_sequence_mask(
-                tokens.logprobs,
-                behaviour,
-                inputs.advantages,
-                mask,
-                threshold=self.off_policy_threshold,
-                cu_seqlens=cu_seqlens,
-            )
+            given = tokens.logprobs, behaviour, inputs.advantages, mask
+            bound = self.off_policy_threshold
+            near = algorithms.off_policy_sequence_mask(*given, threshold=bound, cu_seqlens=cu_seqlens)
             loss, report["off_policy_dropped"] = torch.where(near, loss, 0.0), (~near).to(loss.dtype)
         loss = loss - self.entropy_coef * tokens.entropy
         if self.kl_coef:
@@ -281,10 +265,8 @@ class PolicyLoss(TokenMean, OnCounted):
         if not self.returns_tokens:
             return {}
         values = {"trained_logprobs": tokens.logprobs, "entropies": tokens.entropy}
-        return {
-            name: PerToken(algorithms.previous_token(torch.where(mask, value.detach(), 0.0), cu_seqlens))
-            for name, value in values.items()
-        }
+        masked = {name: torch.where(mask, value.detach(), 0.0) for name, value in values.items()}
+        return {name: PerToken(algorithms.previous_token(value, cu_seqlens)) for name, value in masked.items()}
 
     def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
         """Return the tokens of a whole batch that the loss treats differently, if it is a loss of `SELECTIONS`.

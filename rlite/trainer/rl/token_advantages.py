@@ -11,14 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.algorithms import (
-    ADVANTAGES,
-    gae,
-    masked_mean,
-    masked_variance,
-    normalize_rewards,
-    reinforce_pp_advantages,
-)
+from rlite.algorithms import ADVANTAGES, gae, masked_mean, masked_variance, normalize_rewards, reinforce_pp_advantages
 from rlite.algorithms.reduce import Configured
 from rlite.batch import NAMED_REWARD
 from rlite.data.packs import first_rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import DivergedError
+from rlite.errors import DivergedError, NonFiniteError, RolloutError
 from rlite.observability import stats_tracker, trace
 from rlite.trainer.callbacks import Callbacks
 from rlite.trainer.run.interruption import INTERRUPTION
@@ -14,6 +14,8 @@ from rlite.trainer.run.interruption import INTERRUPTION
 if TYPE_CHECKING:
     from rlite.trainer.run.training_run import TrainingRun
 
+EXPLOSION = 10.0
+"""times the first loss (at least 1) beyond which a loss has exploded"""
 WATCHED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
 NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
@@ -73,7 +75,7 @@ def save(run: TrainingRun, kept: Mapping[str, Any] | None, facts: Mapping[str, A
         # in this order: a run that is killed in between makes these steps again, and then both
         if not is_suspect:
             run.saved.write_models()
-        if not is_suspect or (run.is_over and run.failure is None):
+        if not is_suspect or (run.is_over and run.callbacks.failure is None):
             own = {
                 "stopped": run.stop_reason,
                 "evaluated": run.thresholds.latest,
@@ -102,12 +104,12 @@ def close(run: TrainingRun) -> None:
     try:
         with run:
             run.saved.checkpoints.finish()
-            if run.watch.num_bad and not run.is_interrupted and run.failure is None:
+            if run.watch.num_bad and not run.is_interrupted and run.callbacks.failure is None:
                 raise_diverged(run, f"the last steps were bad: {run.watch.cause}")
             run.saved.checkpoints.confirm()
             run.notify("on_end", run.metrics)
-            if run.failure is not None:
-                raise run.failure
+            if run.callbacks.failure is not None:
+                raise run.callbacks.failure
     finally:
         INTERRUPTION.end()
 
@@ -128,15 +130,11 @@ def alarm(run: TrainingRun, metrics: Mapping[str, float]) -> None:
         raise_diverged(run, cause)
     values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
     remedy = "look at the data and the loss" if run.step <= 1 else "a lower lr is the usual remedy"
-    run.console.alarm(
-        f"ALARM at step {run.step}: "
-        + ("an update was skipped" if run.watch.cause == NOT_FINITE else "training diverges"),
-        {
-            "cause": f"{cause} ({values}); {remedy}",
-            "from here": f"no checkpoint is written until a step is good, and the run stops after "
-            f"trainer.max_skipped_steps={run.options.max_skipped_steps} such steps in a row",
-        },
-    )
+    what = "an update was skipped" if run.watch.cause == NOT_FINITE else "training diverges"
+    steps = f"trainer.max_skipped_steps={run.options.max_skipped_steps} such steps in a row"
+    end = f"no checkpoint is written until a step is good, and the run stops after {steps}"
+    rows = {"cause": f"{cause} ({values}); {remedy}", "from here": end}
+    run.console.alarm(f"ALARM at step {run.step}: {what}", rows)
 
 
 def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = None) -> NoReturn:
@@ -158,6 +156,40 @@ def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = 
         f"training diverged at step {run.step}: {cause}. Bad steps: {run.watch.describe()}.{moved} "
         f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
     ) from source
+
+
+def explain(run: TrainingRun, error: DivergedError | RolloutError) -> None:
+    """End a run whose generation failed because its weights or logits are not finite; do nothing for another cause.
+
+    Args:
+        run: the run.
+        error: failure of the generation.
+    """
+    failure = error if isinstance(error, DivergedError) else error.__cause__
+    is_named = isinstance(failure, DivergedError | NonFiniteError)
+    cause = str(failure) if is_named else run.saved.nonfinite_weights()
+    if cause and run.step:
+        raise_diverged(run, cause, error)
+
+
+class Explosion:
+    """Decision whether losses that can be compared, as in supervised training, show that training no longer learns."""
+
+    def __init__(self) -> None:
+        self._first_loss: float | None = None
+
+    def __call__(self, metrics: Mapping[str, float]) -> str:
+        """Return how a finite loss shows it; an empty text if it does not."""
+        if not {"loss", "grad_norm"} <= metrics.keys():
+            return ""
+        loss = metrics["loss"]
+        if self._first_loss is None:
+            self._first_loss = loss
+        if loss > EXPLOSION * max(self._first_loss, 1.0):
+            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
+        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
+            return "the gradient is 0, and the loss is not below that of the first step"
+        return ""
 
 
 def save_before_bad_data(run: TrainingRun, save: Callable[[], object]) -> None:

@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from tensordict import TensorDict
 
 from rlite.data.packs import sequence_lengths
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CallbackError, DivergedError, NonFiniteError, RolloutError, StreamedDataError
+from rlite.errors import DivergedError, RolloutError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
@@ -28,8 +27,6 @@ from rlite.trainer.run.observer import Console, Observer
 from rlite.trainer.run.saved_state import SavedState
 
 T = TypeVar("T")
-EXPLOSION = 10.0
-"""times the first loss (at least 1) beyond which a loss has exploded"""
 
 
 class Judged(NamedTuple):
@@ -220,7 +217,6 @@ class TrainingRun:
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
         callbacks: callbacks besides the callbacks that the config names.
-        observers: observers, which may also be set before `open`.
 
     Raises:
         ConfigError: the folder holds another run, or an object is not a callback.
@@ -228,17 +224,13 @@ class TrainingRun:
     """
 
     def __init__(
-        self,
-        resolved: Any,
-        total_steps: int,
-        has_absolute_loss: bool = False,
-        callbacks: Sequence[Callback] = (),
-        observers: Sequence[Observer] = (),
+        self, resolved: Any, total_steps: int, has_absolute_loss: bool = False, callbacks: Sequence[Callback] = ()
     ) -> None:
         options: RunOptions = resolved.trainer
         self.options, self.config, self.total_steps = options, resolved, total_steps
         self.callbacks = Callbacks([*options.callbacks, *callbacks])
-        self.observers = observers
+        self.observers: Sequence[Observer] = ()
+        """set before `open`"""
         self.started: list[Observer] = []
         self.saved = SavedState(resolved)
         self.folder = self.saved.folder
@@ -315,12 +307,8 @@ class TrainingRun:
         try:
             yield
         except (DivergedError, RolloutError) as error:
-            failure = error if isinstance(error, DivergedError) else error.__cause__
-            is_named = isinstance(failure, DivergedError | NonFiniteError)
-            cause = str(failure) if is_named else self.saved.nonfinite_weights()
-            if not cause or not self.step:
-                raise
-            lifecycle.raise_diverged(self, cause, error)
+            lifecycle.explain(self, error)
+            raise
 
     # -- begin and end -------------------------------------------------------------------------------------------
 
@@ -350,9 +338,7 @@ class TrainingRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close the observers in their order, then the folder."""
         started, self.started = self.started, []
         with ExitStack() as stack:  # calls the last one first, and all of them
@@ -369,16 +355,6 @@ class TrainingRun:
             errors: the error of a callback that raised one, if it ended the run.
         """
         lifecycle.close(self)
-
-    @property
-    def failure(self) -> CallbackError | None:
-        """First error that a callback raised."""
-        return self.callbacks.failure
-
-    @property
-    def oldest_checkpoint(self) -> int | None:
-        """Step of the oldest checkpoint from which the run can be resumed; None if there is none."""
-        return self.saved.checkpoints.oldest
 
     # -- events that decide --------------------------------------------------------------------------------------
 
@@ -463,8 +439,7 @@ class DivergenceWatch:
 
     def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
         self._max = max_bad
-        self._has_absolute_loss = has_absolute_loss
-        self._first_loss: float | None = None
+        self._explosion = lifecycle.Explosion() if has_absolute_loss else None
         self._recent: deque[bool] = deque(maxlen=4 * max_bad)
         self.num_bad = 0
         """bad steps in a row, up to the last one"""
@@ -474,23 +449,12 @@ class DivergenceWatch:
     def see(self, metrics: Mapping[str, float]) -> bool:
         """Return True if this step was a good one, as far as the metrics show."""
         is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
-        self.cause = self._explosion(metrics) if is_finite else NOT_FINITE
+        self.cause = "" if is_finite else NOT_FINITE
+        if is_finite and self._explosion is not None:
+            self.cause = self._explosion(metrics)
         self._recent.append(bool(self.cause))
         self.num_bad = self.num_bad + 1 if self.cause else 0
         return not self.cause
-
-    def _explosion(self, metrics: Mapping[str, float]) -> str:
-        """Return how a finite loss shows that training no longer learns; an empty text if it does not."""
-        if not self._has_absolute_loss or not {"loss", "grad_norm"} <= metrics.keys():
-            return ""
-        loss = metrics["loss"]
-        if self._first_loss is None:
-            self._first_loss = loss
-        if loss > EXPLOSION * max(self._first_loss, 1.0):
-            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
-        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
-            return "the gradient is 0, and the loss is not below that of the first step"
-        return ""
 
     @property
     def has_diverged(self) -> bool:

@@ -64,7 +64,8 @@ def made(tmp_path: Path) -> Iterator[Any]:
         engines: Any = SimpleNamespace(rollout=rollout)
         said: list[Any] = []
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
-        run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, is_interrupted=False)
+        saved = SimpleNamespace(checkpoints=SimpleNamespace(oldest=None))
+        run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, is_interrupted=False, saved=saved)
         prompts = prompts or prompt_stream(ROWS, 2, seed=0)
         record = RunRecord(options.trainer, run, rollout, options.has_dynamic_filtering)  # type: ignore[arg-type]
         record.begin()
@@ -128,7 +129,7 @@ def consumed(number: int, rewards: Sequence[float] = (0.0, 1.0), **more: float) 
         history = TokenHistory()
         history.read([65])
         episode.trajectory = history.row().update(of_trajectory(1, rewards=reward, **more))
-    return group.ended(None, "")
+    return Ended.of(group, None)
 
 
 def test_a_group_outside_the_batch_has_the_true_reason() -> None:
