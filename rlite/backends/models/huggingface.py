@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -244,6 +244,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         dist.all_reduce(num_unfinished, group=shard_group(self))
         return num_unfinished.item() > 0
 
+    @cached_property
+    def _rope_limit(self) -> int | None:
+        return rope_limit(self.config.get_text_config())
+
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """Run the model's own forward over a pack, with attention inside each sequence.
 
@@ -253,7 +257,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
-        limit, length = rope_limit(self.config.get_text_config()), data["max_seqlen"]
+        limit, length = self._rope_limit, data["max_seqlen"]
         if limit is not None and length > limit:
             problem = f"the rotary embedding of {type(self).__name__} changes with the longest sequence of a pack"
             raise ConfigError(f"a sequence of {length} tokens: beyond {limit} {problem}; use shorter sequences")
@@ -288,7 +292,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             return super().compute_logprobs(data, temperature, positions)
         share = ContextShare(data["cu_seqlens"], self.context_group)
         labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
-        kept = KeptIds.of_pack(data)
+        kept = KeptIds.of_pack(data) if "kept_ids" in data else None
         if kept is not None and share.group is not None:
             kept = kept.select(share.own_positions())
         wanted = None if positions is None else share.take(positions)
