@@ -297,10 +297,10 @@ class JobProcesses:
             plan.classes.workloads[role].pickled,
             role,
             plan.spec.config,
-            master=fleet.Service(plan.name).actor,
-            local_ranks=plan.layout.local_ranks(role),
-            rendezvous=self._rendezvous.known[role],
-            collocation=plan.spec.collocation_of(role),
+            fleet.Service(plan.name).actor,
+            plan.layout.local_ranks(role),
+            self._rendezvous.known[role],
+            plan.spec.collocation_of(role),
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
         everyone = tuple(range(len(group)))
