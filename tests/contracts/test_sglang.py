@@ -237,11 +237,11 @@ def is_server_of(engine: RliteInferenceEngine, process: psutil.Process) -> bool:
     return False
 
 
-def replica_of(name: str, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
+def replica_of(name: str, index: int, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
     launcher = current_session().launcher
     request = GroupRequest(name, launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
     group = launcher.start(request)
-    return SglangReplica(WorkerSet(0, group, 1), options, router.replica_failed)
+    return SglangReplica(WorkerSet(index, group, 1), options, router.replica_failed)
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
     router = Router("two")
     for index, (name, of_server) in enumerate({"doomed": doomed, "other": server}.items()):
         options = SglangOptions(addresses=[of_server.endpoint.url], api_key="its key")
-        router.add(index, replica_of(name, options, path, router))
+        router.add(replica_of(name, index, options, path, router))
     sequence = SequenceRequest(request_id=1, input_ids=[72, 73, 74], gconfig=request_of(600).gconfig, seed=5)
     has_begun = threading.Event()
     request = InFlightRequest(sequence, lambda chunk: has_begun.set())
