@@ -124,6 +124,7 @@ def test_sigterm_lets_a_replica_leave_while_it_generates(models: dict[str, Path]
     serve.release()
 
 
+@pytest.mark.nightly
 def test_a_policy_scales_with_the_load(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
     serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=4, deterministic=True)

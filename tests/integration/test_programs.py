@@ -322,6 +322,7 @@ def is_driver(process: psutil.Process) -> bool:
     return "rlite.trainer.ppo" in process.cmdline()
 
 
+@pytest.mark.nightly
 def test_a_trainer_under_torchrun_resumes_after_a_killed_and_a_stopped_rank(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
