@@ -17,7 +17,7 @@ JOBS ?= 3
 DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEALT)
 # a quarter of the examples of property tests
-QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
+QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-fast test-vllm test-harness nightly gpu-check check static core sloc interfaces format bench-vllm-env bench-trl-env clean
@@ -28,8 +28,8 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests, in three processes; without a GPU or Chromium, their tests are skipped
-	$(PYTEST) tests
+test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests but nightly ones, in three processes; without a GPU or Chromium, their tests are skipped
+	$(PYTEST) -m "not nightly" tests
 
 test-fast: JOBS = 2
 test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes and browsers, in less than three minutes
@@ -45,8 +45,9 @@ test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and 
 
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
 NIGHTLY = comparison_intervals hostile_models chaos chaos_jobs architectures
-nightly: $(VENV)/.peers-installed  ## what is too long for CI: attacks, faults, simulations, all models; about an hour
-	@failed=; for name in $(NIGHTLY); do \
+nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
+	@failed=; $(PYTEST) -m nightly tests || failed=tests; \
+	for name in $(NIGHTLY); do \
 		begun=$$(date +%s); echo "== $$name"; \
 		$(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; \
 		echo "== $$name took $$((($$(date +%s) - begun) / 60)) minutes"; \

@@ -23,7 +23,7 @@ import ray
 import rlite
 from rlite import files
 from rlite.control import BaseTrainer, BaseWorkload, JobResult, RLJobBuilder
-from rlite.control.spec import RLRoleType, RoleSize, check_capacity, lay_out
+from rlite.control.spec import RLRoleType, RoleSpec, check_capacity, lay_out
 from rlite.services.recovery.failover import (
     FailoverPolicy,
     JobState,
@@ -113,8 +113,11 @@ def detection() -> dict[str, float]:
 def pure_parts() -> dict[str, float]:
     """Seconds of CPU time to place 10,000 workloads on 1,250 nodes, and of the median decision about one of them."""
     started = time.process_time()
-    sizes = {RLRoleType.ACTOR: RoleSize(4000, 4), RLRoleType.ROLLOUT: RoleSize(4000, 4)}
-    layout = lay_out({**sizes, RLRoleType.CRITIC: RoleSize(2000, 8)}, [tuple(sizes)], 1250, 8)
+    generating, criticising = (
+        RoleSpec(workload="my:Workload", total=total, per_node=per_node) for total, per_node in ((4000, 4), (2000, 8))
+    )
+    sizes = {RLRoleType.ACTOR: generating, RLRoleType.ROLLOUT: generating}
+    layout = lay_out({**sizes, RLRoleType.CRITIC: criticising}, [tuple(sizes)], 1250, 8)
     check_capacity(layout, [8] * 1250, "GPU")
     placed = time.process_time() - started
     policy = FailoverPolicy(roles={"ROLLOUT": RolePolicy("workload", 10**6)}, max_job_restarts=10**6)

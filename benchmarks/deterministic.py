@@ -33,7 +33,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 
 NEW_TOKENS = 128
 SIDES = (False, True)

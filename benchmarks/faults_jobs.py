@@ -29,8 +29,7 @@ from rlite.errors import CallTimeout
 from rlite.runtime.cluster.guard import marked
 from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import NAMESPACE, Fleet
-from rlite.services.record.files import record_files
-from rlite.services.record.schema import ROWS
+from rlite.services.record.files import ROWS, record_files
 from rlite.testing import KINDS, PHASES, FaultBoard, Kind, Phase, PhaseFault
 from tests.tiny import build_model_dir
 

@@ -21,7 +21,7 @@ import rlite
 from rlite import config
 from rlite.assembly.command import run
 from rlite.assembly.launch import init_devices
-from rlite.assembly.workflows import context_limit
+from rlite.assembly.workflows import RunWorkflows
 from rlite.data.readers.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     rows = read_rows(str(options.train_data.path), key="train_data.path")
     init_devices(options)
     sampling = rollout.train_sampling_params.gconfig()
-    workflow = make_workflow(sampling, tokenizer, rollout.max_turns, context_limit(options))
+    workflow = make_workflow(sampling, tokenizer, rollout.max_turns, RunWorkflows(options).context_limit)
     FaultyPpoTrainer(options, workflow, rows, FaultBoard(Path(options.trainer.save_dir).parent)).fit()
     rlite.shutdown()
 

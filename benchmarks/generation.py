@@ -47,7 +47,7 @@ import transformers
 
 import rlite
 from benchmarks.model import build_model
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, LLMRequest, SequenceRequest
 

@@ -37,10 +37,10 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks import gpu_training
 from benchmarks.gpu_bringup import write_record
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.backends.models.attention import PackedLayout, packed_attention
-from rlite.engine.weights import make_plan
+from rlite.engine.weight_plan import make_plan
 from rlite.runtime.parallel.host_memory import device_usage
 from rlite.runtime.parallel.processes import process_identity
 from rlite.runtime.parallel.shards import ParameterShard

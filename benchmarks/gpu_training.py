@@ -33,11 +33,11 @@ import transformers
 from tensordict import TensorDict
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.services.console.usage import usage_metrics
+from rlite.services.console.observers import usage_metrics
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.objective import OwnLogprobs, PolicyLoss
 from tests.tiny import build_model_dir
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rlite.data.microbatch_plan import PackingMethod, Plan, plan_microbatches, sequence_flops
+from rlite.runtime.parallel.microbatch_plan import Plan, plan_microbatches, sequence_flops
+from rlite.types import PackingMethod
 
 MIN_FILL = 0.97
 MAX_SECONDS = 1.0

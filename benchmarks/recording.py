@@ -29,9 +29,9 @@ import torch
 import rlite
 from benchmarks.grpo import STOP_PROBABILITY, grpo_trainer
 from benchmarks.model import build_model
-from rlite.assembly.rl import make_rollouts
-from rlite.assembly.run_record import RunRecord
-from rlite.data.prompts import PromptStream
+from rlite.assembly.observers import RunRecord
+from rlite.assembly.rl import PartsMaker
+from rlite.data.rows import prompt_stream
 from rlite.rollout import RolloutCollector
 from rlite.services.record.files import used_bytes
 from rlite.services.record.recorder import WHOLE_EVERY, Amount
@@ -71,11 +71,16 @@ class Recorded:
                 collector=self.collector, tokenizer=engine.tokenizer, set_version=engine.set_version
             )
         )
-        self._run: Any = SimpleNamespace(folder=folder, step=0, console=trainer.run.console)
-        prompts = PromptStream(trainer.data, options.train_data.prompts_per_rollout, seed=0)
-        self._rollouts = make_rollouts(options, engines, trainer.workflow, prompts)
+        self._run: Any = SimpleNamespace(folder=folder, step=0, is_interrupted=False, console=trainer.run.console)
+        prompts = prompt_stream(trainer.data, options.train_data.prompts_per_rollout, seed=0)
+        self._rollouts = PartsMaker(options).rollouts(engines, trainer.workflow, prompts)
         self.record = RunRecord(options.trainer, self._run, engines.rollout, options.has_dynamic_filtering)
         self.record.begin()
+
+    def end(self) -> None:
+        """End the record and the collector."""
+        self.record.close(self._run, None)
+        self.collector.close()
 
     def step(self, number: int) -> Step:
         """Return the seconds of a step, which is on disk at its end."""
@@ -86,7 +91,7 @@ class Recorded:
         batch = trainer.update(trainer.with_advantages(self._rollouts.next_batch()))
         trainer.sync()
         self.record.step(batch)
-        self.record.before_checkpoint()
+        self.record.before_save(self._run)
         return Step(number, time.perf_counter() - began[0], time.process_time() - began[1])
 
 
@@ -103,8 +108,7 @@ def measured(model: Path, scratch: Path, num_rounds: int) -> dict[Amount, list[S
             if number > WARM_UP:
                 found[mode].append(step)
     for amount in amounts.values():
-        amount.record.close()
-        amount.collector.close()
+        amount.end()
     return found
 
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlite.data.prompts import PromptStream
-from rlite.data.rows import read_source, streamed_source
+from rlite.data.rows import prompt_stream, read_source, streamed_source
 from rlite.data.source import Source
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def streamed(path: Path, num_rows: int, buffer: int) -> dict[str, float]:
     """Deal an epoch; go on from its middle in another stream, and compare."""
 
     def open_stream() -> PromptStream:
-        return PromptStream(streamed_source(Source(str(path), "train_data"), "prompts", buffer), BATCH, seed=0)
+        return prompt_stream(streamed_source(Source(str(path), "train_data"), "prompts", buffer), BATCH, seed=0)
 
     clock = [time.perf_counter()]
     stream = open_stream()
@@ -81,7 +81,7 @@ def streamed(path: Path, num_rows: int, buffer: int) -> dict[str, float]:
 def whole(path: Path, num_rows: int, buffer: int) -> dict[str, float]:
     """Read all rows, and deal an epoch."""
     begin = time.perf_counter()
-    stream = PromptStream(read_source(Source(str(path), "train_data"), "prompts"), BATCH, seed=0)
+    stream = prompt_stream(read_source(Source(str(path), "train_data"), "prompts"), BATCH, seed=0)
     is_right = sorted(deal(stream, num_rows)) == list(range(num_rows))
     return {"is_right": is_right, "epoch_s": time.perf_counter() - begin}
 

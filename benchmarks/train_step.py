@@ -31,9 +31,9 @@ from benchmarks.model import build_model
 from benchmarks.sft import ROWS_PER_STEP, build_rows, token_rows
 from rlite.backends.models.attention import PACKED, PackedLayout
 from rlite.backends.models.linear import speed_up_linear_layers
-from rlite.data.microbatch_plan import plan_microbatches
 from rlite.data.packs import lazy_pack
 from rlite.engine.train import RliteTrainEngine
+from rlite.runtime.parallel.microbatch_plan import plan_microbatches
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import ModelOptions

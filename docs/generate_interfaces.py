@@ -41,7 +41,7 @@ MODULES = {
 PARTS = {"rlite.types": ("rlite.generation",)}
 """modules whose names another module has, too"""
 OPTIONS = {
-    "torch": "rlite.backends.embedded.options:EmbeddedOptions",
+    "torch": "rlite.backends.embedded.cache:EmbeddedOptions",
     "fsdp2": "rlite.backends.fsdp2.options:Fsdp2Options",
 }
 """executors whose options are a table; those of vllm and sglang depend on the installed package"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 # Defaults for the native libraries under torch on CPU, which read them when they are first used.
 # How long OpenMP's idle threads spin before they sleep. Its default is either 3 ms, which on a busy machine made two
@@ -29,21 +29,19 @@ if TYPE_CHECKING:
     from rlite.data.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
-    from rlite.engine.registry import register_executor
-    from rlite.engine.start import init, session
+    from rlite.engine.registry import init, register_executor, session
     from rlite.engine.train import RliteTrainEngine
     from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker
     from rlite.runtime.cluster.session import current_session, shutdown
 
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
         "rlite.api": "evaluate train",
         "rlite.data.dispatch": "NeedParallel gathered",
         "rlite.engine.inference": "RliteInferenceEngine RLiteInferenceEngine=RliteInferenceEngine",
-        "rlite.engine.registry": "register_executor",
-        "rlite.engine.start": "init session",
+        "rlite.engine.registry": "register_executor init session",
         "rlite.engine.train": "RliteTrainEngine RLiteTrainEngine=RliteTrainEngine",
         "rlite.observability": "stats_tracker",
         "rlite.runtime.cluster.session": "current_session shutdown",

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import rlite
 from rlite import config
@@ -33,12 +33,12 @@ from rlite.data.readers.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.folder import EvaluationResult
+from rlite.help import UNNAMED
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.runtime.cluster.session import has_session
-from rlite.services.console.sinks.jsonl import read_metrics
-from rlite.suggestions import UNNAMED
+from rlite.services.console.sinks import read_metrics
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY, key_of
 from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
@@ -92,7 +92,9 @@ def train(
         UnknownOptionError: an option is unknown.
         DataError: some rows cannot be used.
     """
-    trainer = _trainer(algorithm)
+    if algorithm not in TRAINERS:
+        raise ConfigError(f"train({algorithm!r}): {did_you_mean(algorithm, TRAINERS)}")
+    trainer: Any = TRAINERS[algorithm].find_trainer()
     sets = test_data if isinstance(test_data, Mapping) else {UNNAMED: test_data}
     tests = {key_of(name): rows for name, rows in sets.items()}
     tables = {trainer.data_key: data, **tests}
@@ -105,11 +107,9 @@ def train(
         **{_key(name): value for name, value in options.items() if name not in of_sets},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
-    is_streamed = getattr(settings, trainer.data_key).streaming
-    rows = _rows(data, trainer.data_key, is_streamed)
+    rows = _rows(data, trainer.data_key, getattr(settings, trainer.data_key).streaming)
     test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
-    objects = ProgramObjects(rows, test_rows, functions, callbacks)
-    metrics = trainer.train(settings, objects)
+    metrics = trainer.train(settings, ProgramObjects(rows, test_rows, functions, callbacks))
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
 
@@ -141,19 +141,11 @@ def evaluate(
         UnknownOptionError: an option is unknown.
         DataError: some rows cannot be used, or the two models answered other items.
     """
-    path = None if data is None else _path(data, "data")
-    rows = None if data is None else _rows(data, "data")
     reward_options, functions = _split({REWARD: reward})
-    given = {
-        "model": model,
-        "out": None,
-        **({} if other is None else {"other": other}),
-        **({} if path is None else {"data.path": path}),
-        **reward_options,
-        **options,
-    }
-    settings = config.load(EvalConfig, [], given=given)
-    return run_evaluation(settings, ProgramObjects(rows, rewards=functions))
+    named = {"other": other, "data.path": None if data is None else _path(data, "data")}
+    named = {key: value for key, value in named.items() if value is not None}
+    settings = config.load(EvalConfig, [], given={"model": model, "out": None, **named, **reward_options, **options})
+    return run_evaluation(settings, ProgramObjects(_rows(data, "data"), rewards=functions))
 
 
 SHOWN = ("reward", "accuracy", "loss", "test_loss")
@@ -239,11 +231,9 @@ class TrainedRun:
             rlite.init(launcher="inprocess", num_devices=1)  # torchrun's other ranks have exited
         engine = RliteInferenceEngine(self.model)
         try:
-            items = [
-                prompt_item(each, engine.tokenizer, chat) if isinstance(each, str) else {"prompt": each}
-                for each in given
-            ]
-            tokens = [prompt_ids(item, engine.tokenizer) for item in items]
+            own = engine.tokenizer
+            items = [prompt_item(each, own, chat) if isinstance(each, str) else {"prompt": each} for each in given]
+            tokens = [prompt_ids(item, own) for item in items]
             engine.build(max_model_len=max(map(len, tokens)) + max_new_tokens)
             sampled = {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling}
             return [output.outputs[0].text for output in engine.generate(tokens, sampled)]
@@ -251,17 +241,6 @@ class TrainedRun:
             engine.release()
             if has_own_session:
                 rlite.shutdown()
-
-
-def _trainer(algorithm: str) -> type[Any]:
-    """Return the class of a command's trainer.
-
-    Raises:
-        ConfigError: there is no such trainer.
-    """
-    if algorithm not in TRAINERS:
-        raise ConfigError(f"train({algorithm!r}): {did_you_mean(algorithm, TRAINERS)}")
-    return TRAINERS[algorithm].find_trainer()
 
 
 def _key(name: str) -> str:
@@ -315,56 +294,47 @@ def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | Non
     return [dict(row) for row in rows]
 
 
-class _OneReward(NamedTuple):
-    options: dict[str, Any]
-    function: Callable[..., Any] | None
-    """None if the path names it"""
-
-
 def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Callable[..., Any]]]]:
     """Return the options of the rewards of a call, and their functions by group and name.
 
     Args:
         given: value of each group of options; None if the call gives none.
     """
-    rewards = {key: _rewards(value) for key, value in given.items() if value is not None}
-    options = {f"{key}.{name}": one.options for key, own in rewards.items() for name, one in own.items()}
-    return options, {
-        key: {name: one.function for name, one in own.items() if one.function is not None}
-        for key, own in rewards.items()
-    }
+    options: dict[str, Any] = {}
+    functions: dict[str, dict[str, Callable[..., Any]]] = {}
+    for key, value in given.items():
+        for name, own in _rewards(value).items() if value is not None else ():
+            options[f"{key}.{name}"] = {**own, "path": _path_of(own["path"])} if "path" in own else own
+            if callable(own.get("path")):
+                functions.setdefault(key, {})[name] = own["path"]
+    return options, functions
 
 
-def _rewards(reward: Any) -> dict[str, _OneReward]:
-    """Return rewards by name."""
+def _rewards(reward: Any) -> dict[str, dict[str, Any]]:
+    """Return the options of rewards by name. The path may be a function."""
     if isinstance(reward, Mapping) and "path" not in reward:
         return {name: _one(value) for name, value in reward.items()}
-    several = reward if isinstance(reward, list) else [reward]
-    found: dict[str, _OneReward] = {}
-    for each in map(_one, several):
-        name = name_of(str(each.options.get("path")))
+    found: dict[str, dict[str, Any]] = {}
+    for each in map(_one, reward if isinstance(reward, list) else [reward]):
+        name = name_of(str(_path_of(each.get("path"))))
         is_taken = sum(known == name or known.startswith(f"{name}_") for known in found)
         found[f"{name}_{is_taken + 1}" if is_taken else name] = each
     return found
 
 
-def _one(reward: Any) -> _OneReward:
+def _one(reward: Any) -> dict[str, Any]:
     if isinstance(reward, Mapping):
-        options = dict(reward)
-    else:
-        source, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
-        if not isinstance(weight, numbers.Real):
-            raise ConfigError(f"reward={reward!r}: expected (function, weight); several rewards are a list")
-        if not isinstance(source, str | os.PathLike) and not callable(source):
-            raise ConfigError(f"reward={source!r}: expected a function, a path, (one of these, its weight), or options")
-        options = {"path": source, "weight": weight}
-    function = options.get("path")
-    if not callable(function):
-        return _OneReward(options, None)
-    return _OneReward({**options, "path": _path_of(function)}, function)
+        return dict(reward)
+    source, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
+    if not isinstance(weight, numbers.Real):
+        raise ConfigError(f"reward={reward!r}: expected (function, weight); several rewards are a list")
+    if not isinstance(source, str | os.PathLike) and not callable(source):
+        raise ConfigError(f"reward={source!r}: expected a function, a path, (one of these, its weight), or options")
+    return {"path": source, "weight": weight}
 
 
-def _path_of(function: Any) -> str:
-    named = function.fn if isinstance(function, RewardFunction) else function
-    kind = type(named)
-    return f"{getattr(named, '__module__', kind.__module__)}:{getattr(named, '__qualname__', kind.__qualname__)}"
+def _path_of(source: Any) -> Any:
+    """Return the path of a function. Another source is unchanged."""
+    named = source.fn if isinstance(source, RewardFunction) else source
+    names = (getattr(named, name, getattr(type(named), name)) for name in ("__module__", "__qualname__"))
+    return ":".join(names) if callable(source) else source

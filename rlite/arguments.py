@@ -82,10 +82,8 @@ def split_positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Args:
         argv: arguments of the command line.
     """
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for argument, is_positional in _classified(argv):
-        found[is_positional].append(argument)
-    return found[True], found[False]
+    found = [*_classified(argv)]
+    return [argument for argument, is_own in found if is_own], [argument for argument, is_own in found if not is_own]
 
 
 def _classified(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
@@ -109,14 +107,13 @@ def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, l
     """
     named: dict[str, list[str]] = {"--config": [], "--import": []} if has_imports else {"--config": []}
     overrides: list[tuple[str, str]] = []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
+    rest = iter(argv)
+    for argument in rest:
         key, equals, text = argument.partition("=")
         if key in named:
-            if not equals and not rest:
+            if not equals and (text := next(rest, "")) == "":
                 raise ConfigError(f"{key}: expected a {'yaml file' if key == '--config' else 'Python file'} after it")
-            named[key].append(text if equals else rest.pop(0))
+            named[key].append(text)
         elif equals and key and not key.startswith("-"):
             overrides.append((key, text))
         else:
@@ -341,11 +338,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterabl
         keys: keys to compare; default: all.
     """
     compared = dict.fromkeys([*there, *here]) if keys is None else keys
-    return [
-        f"{key}: {shown(there.get(key, NOT_SET))} there, {shown(here.get(key, NOT_SET))} here"
-        for key in compared
-        if there.get(key, NOT_SET) != here.get(key, NOT_SET)
-    ]
+    pairs = [(key, there.get(key, NOT_SET), here.get(key, NOT_SET)) for key in compared]
+    return [f"{key}: {shown(a)} there, {shown(b)} here" for key, a, b in pairs if a != b]
 
 
 def some_of(different: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "quickstart": Command("rlite.assembly.quickstart.run", "rlite.assembly.quickstart.options:QuickstartConfig"),
+    "quickstart": Command("rlite.assembly.quickstart.run", "rlite.assembly.commands.options:QuickstartConfig"),
     "doctor": Command("rlite.assembly.commands.doctor", "rlite.assembly.commands.doctor:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),

@@ -45,10 +45,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
+from rlite import help as hints
 from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
-from rlite.help import described, help_topic, text, wrapped
-from rlite.suggestions import COMMAND_LINE, PRESET, PROGRAM, UNNAMED, by_name, nearest_key, set_by, single_or_named
 
 C = TypeVar("C", bound="Options")
 
@@ -121,7 +120,7 @@ class Options(BaseModel):
         if _may_be_unnamed(option):
             options = _entry_of(option.annotation).model_fields.items()  # type: ignore[union-attr]
             is_plain = {name: _is_scalar(own.annotation) for name, own in options}
-            value = by_name(value, info.field_name, is_plain, Options)
+            value = hints.by_name(value, info.field_name, is_plain, Options)
         elif isinstance(value, str):
             value = _read_text(value, _kinds(option.annotation))
         elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
@@ -181,13 +180,7 @@ def quick_checks() -> Iterator[None]:
         _is_quick.reset(token)
 
 
-def load(
-    cls: type[C],
-    argv: Sequence[str],
-    *,
-    aliases: Mapping[str, str] | None = None,
-    given: Mapping[str, Any] | None = None,
-) -> C:
+def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] = {}, given: Mapping[str, Any] = {}) -> C:
     """Read a config from `--config FILE.yaml` (repeatable, later files win) and from `a.b.c=value`, which wins.
 
     `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key, and `--help GROUP` the keys
@@ -208,12 +201,12 @@ def load(
             for a file that cannot be read. All wrong values and missing keys are reported together.
         ImportFailed: an item of `imports` cannot be imported.
     """
-    if (topic := help_topic(argv)) is not None:
+    if (topic := hints.help_topic(argv)) is not None:
         print(describe(cls, topic))
         sys.exit(0)
     problems = _Problems(cls, {})
     try:
-        tree = problems.merge(argv, aliases or {}, given or {})
+        tree = problems.merge(argv, aliases, given)
         values = _resolved(cls, tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -246,7 +239,7 @@ def to_container(config: Any) -> Any:
             group = _select(plain, groups)
             if group is not None and group.get(name) == to_container(value):  # not replaced since
                 group[name] = source
-        return plain[UNNAMED] if [*plain] == [UNNAMED] else plain
+        return plain[hints.UNNAMED] if [*plain] == [hints.UNNAMED] else plain
     if isinstance(config, list | tuple):
         return [to_container(value) for value in config]
     return config.replace("${", r"\${") if isinstance(config, str) else config
@@ -274,42 +267,33 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    keys = {path: (option, value) for path, option, value in _keys(cls, has_entries=True)}
+    keys = {path: _describe_key(path, option, value) for path, option, value in _keys(cls, has_entries=True)}
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
-    without_default = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
-    required = [path for path in without_default if f"{path}.".startswith(of_required)]
+    required = [path for path in _required(cls) if f"{path}.".startswith(of_required)]
     name, own_code = f"{command} " if command else "", "[--import FILE.py]..." if IMPORTS in cls.model_fields else ""
     forms = filter(None, [cls.help_arguments, "[--config FILE.yaml]...", own_code, "[key=value]..."])
     usage = [f"usage: {name}{' '.join(forms)}"]
     if cls.preset_of:
         changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
-        usage += wrapped(f"preset: rlite {cls.preset_of} {' '.join(changed)}")
+        usage += hints.wrapped(f"preset: rlite {cls.preset_of} {' '.join(changed)}")
     if cls.help_example:
         usage.append(f"example: {name}{cls.help_example}")
-    return text(
-        {path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
-        {group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}},
-        list(dict.fromkeys([*required, *cls.help_first])),
-        usage,
-        topic,
-        name,
-    )
+    titles = {group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}}
+    return hints.text(keys, titles, list(dict.fromkeys([*required, *cls.help_first])), usage, topic, name)
 
 
 def _title(cls: type[Options], group: str) -> str:
     hint = _locate(cls, group.split(".")).hint if group else None
     made = _group_of(hint) or _entry_of(hint)
-    if made is None:
-        return "options"
-    sentence = (made.__doc__ or "").split("\n\n")[0]
-    return f"{group}: {' '.join(sentence.split())}"
+    sentence = (made.__doc__ or "").split("\n\n")[0] if made else ""
+    return f"{group}: {' '.join(sentence.split())}" if made else "options"
 
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
     limits = _limits(option).replace("a number ", "").replace("a finite number", "finite").replace(" of ", ", ")
     sentence = " ".join((option.description or "").split())
-    return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
+    return hints.described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
 
 def _preset_values(cls: type[Options]) -> dict[str, Any]:
@@ -355,10 +339,9 @@ def _resolved(cls: type[Options], tree: DictConfig) -> Any:
 
 def _read_text(text: str, kinds: Sequence[Any]) -> Any:
     """Return the number, truth value or None that a text means to these types, else the text."""
-    if types.NoneType in kinds and text.lower() in NULLS:
-        return None
-    if bool in kinds and text.lower() in _BOOLS:
-        return _BOOLS[text.lower()]
+    words: dict[str, Any] = dict.fromkeys(NULLS if types.NoneType in kinds else ()) | (_BOOLS if bool in kinds else {})
+    if text.lower() in words:
+        return words[text.lower()]
     for kind in (int, float):
         if kind in kinds:
             with suppress(ValueError):
@@ -404,31 +387,27 @@ class _Problems(Generic[C]):
             ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
         """
         named, overrides = split_arguments(argv, IMPORTS in self.root.model_fields)
-        files = named["--config"]
         tree = OmegaConf.create({})
-        for file in files:
+        for file in named["--config"]:
             read = with_aliases(read_yaml(file), aliases)
-            self._note_source(OmegaConf.to_container(read), file)
-            tree = merged(tree, read, file, files[0])
-        values = [(key, value, COMMAND_LINE) for key, value in overrides]
-        for key, value, source in [*values, *((key, value, PROGRAM) for key, value in _flat(self.root, given))]:
+            self.sources |= {key: file for key, _ in flat(OmegaConf.to_container(read))}  # type: ignore[arg-type]
+            tree = merged(tree, read, file, named["--config"][0])
+        values = [(key, value, hints.COMMAND_LINE) for key, value in overrides]
+        for key, value, source in [*values, *((key, value, hints.PROGRAM) for key, value in _flat(self.root, given))]:
             key = aliases.get(key, key)
             at = _locate(self.root, key.split("."))
             if not at.is_exact and not _is_open(at.hint):
                 self.unknown[key] = f"{_unknown(self.root, key)} ({source})"
                 continue
-            if source is COMMAND_LINE and not (at.is_exact and _is_scalar(at.hint)):
+            if source is hints.COMMAND_LINE and not (at.is_exact and _is_scalar(at.hint)):
                 value = read_value(key, value)
             enter(tree, key, value, self._source(key))
-            self._note_source({key: value}, source)
+            self.sources |= {below: source for below, _ in flat({key: value})}
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
-            self.sources[IMPORTS] = COMMAND_LINE
+            self.sources[IMPORTS] = hints.COMMAND_LINE
         return tree
-
-    def _note_source(self, values: Any, source: str) -> None:
-        self.sources |= {key: source for key, _ in flat(values)}
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
@@ -465,13 +444,12 @@ class _Problems(Generic[C]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
-                paths = [path for path, _, value in _keys(group) if value is PydanticUndefined] if group else []
-                self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
+                self.missing += [f"{at.key}.{path}" for path in _required(group)] if group else [at.key]
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
                 whole = [_prefixed(line, at, found["input"]) for line in lines]
-                setters = {**dict.fromkeys(_preset_values(self.root), PRESET), **self.sources}
-                self.wrong.update({line: f"{line}{set_by(line, at.key, setters)}" for line in whole})
+                setters = {**dict.fromkeys(_preset_values(self.root), hints.PRESET), **self.sources}
+                self.wrong.update({line: f"{line}{hints.set_by(line, at.key, setters)}" for line in whole})
             else:
                 value = found["input"] if at.is_exact else _select(self.given, at.key.split("."))
                 value = self.interpolated.get(at.key, (value,))[0]
@@ -526,28 +504,27 @@ def _joined(way: Sequence[int | str]) -> str:
 
 def _prefixed(line: str, at: _Location, value: Any) -> str:
     """Return the message of a rule with the whole key, if the message does not have it."""
-    group = _group_of(at.hint)
     if not at.key or re.match(rf"{re.escape(at.key)}[.=:]", line):
         return line
     own = re.escape(at.key.rpartition(".")[2])
     if re.match(rf"{own}[.=:]", line):
         return re.sub(rf"(?<![\w.=/]){own}(?=[.=:])", at.key, line)
-    if group is None:
+    if (group := _group_of(at.hint)) is None:
         return f"{at.key}={_show(value)}: {line}"
     return f"{at.key}.{line}" if re.split(r"[=:.]", line)[0] in group.model_fields else f"{at.key}: {line}"
 
 
 def _expected(found: Any, at: _Location) -> str:
-    if found["type"] == "string_type":
+    kind = found["type"]
+    if kind == "string_type":
         return "a string (in yaml, quote it)"
     if group := _group_of(at.hint):
         needs_keys = any(option.is_required() for option in group.model_fields.values())
         or_defaults = "" if needs_keys else ", or {} for its defaults"
         return f"keys of the group, such as {at.key}.{next(iter(group.model_fields))}=...{or_defaults}"
-    if found["type"] == "list_type":
-        return f"{_name(at.hint)}, written [a, b]"
-    is_limit = found["type"].startswith(("greater", "less", "finite", "too"))
-    return _limits(at.option) if is_limit and at.option else _name(at.hint)
+    if at.option and kind.startswith(("greater", "less", "finite", "too")):
+        return _limits(at.option)
+    return f"{_name(at.hint)}{', written [a, b]' if kind == 'list_type' else ''}"
 
 
 def _limits(option: FieldInfo) -> str:
@@ -556,10 +533,10 @@ def _limits(option: FieldInfo) -> str:
     bounds = {name: getattr(limit, name) for limit in limits for name in (*_BOUNDS, "unit") if hasattr(limit, name)}
     if "ge" in bounds and "le" in bounds:
         return f"a number between {bounds['ge']} and {bounds['le']}"
-    is_finite = any(isinstance(limit, AllowInfNan) for limit in limits)
     words = " and ".join(words.format(bounds[name]) for name, words in _BOUNDS.items() if name in bounds)
-    finite = f"a finite number{' of' if words else ''}" if is_finite else ""
-    return " ".join(filter(None, (finite, words, bounds.get("unit"))))
+    if any(isinstance(limit, AllowInfNan) for limit in limits):
+        words = f"a finite number of {words}" if words else "a finite number"
+    return " ".join(filter(None, (words, bounds.get("unit"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -584,11 +561,13 @@ def _keys(
             yield f"{prefix}{name}", option, value
         if has_entries and entry is not None:
             yield from _keys(entry, None, f"{prefix}{name}.NAME.")
-        if _may_be_unnamed(option):
-            group = entry
-        if group is not None:
-            own = value if isinstance(value, group) else None
-            yield from _keys(group, own, f"{prefix}{name}.", has_entries)
+        if (group := entry if _may_be_unnamed(option) else group) is not None:
+            yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.", has_entries)
+
+
+def _required(cls: type[Options]) -> list[str]:
+    """Return the keys that have no default."""
+    return [path for path, _, value in _keys(cls) if value is PydanticUndefined]
 
 
 def _default(option: FieldInfo) -> Any:
@@ -603,8 +582,7 @@ def _unknown(cls: type[Options], key: str) -> str:
     at = _locate(cls, key.split(".")[:-1])
     if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
-    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
-    return f"unknown key {key!r}; {nearest_key(key, known, [*required, *cls.help_first])}"
+    return f"unknown key {key!r}; {hints.nearest_key(key, known, [*_required(cls), *cls.help_first])}"
 
 
 def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -652,7 +630,7 @@ def _entry_of(hint: Any) -> type[Options] | None:
 
 
 def _may_be_unnamed(option: FieldInfo | None) -> bool:
-    return option is not None and option.json_schema_extra is single_or_named
+    return option is not None and option.json_schema_extra is hints.single_or_named
 
 
 def _is_open(hint: Any) -> bool:

@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -159,6 +159,21 @@ class RemoteTraceback(RliteError):
     """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
 
 
+def refuse(problems: Mapping[str, object], error: Callable[[str], Exception] = ConfigError) -> None:
+    """Check a list of conditions, in order.
+
+    Args:
+        problems: whether each message applies.
+        error: class of the exception.
+
+    Raises:
+        Exception: of the given class, with the first message that applies.
+    """
+    for message, applies in problems.items():
+        if applies:
+            raise error(message)
+
+
 MAX_SHOWN = 400
 """characters of a value in a message"""
 _ASYNCIO = Path(os.__file__).parent / "asyncio"
@@ -180,8 +195,7 @@ def own_traceback(error: BaseException) -> str:
 
 def has_own_frames(error: BaseException) -> bool:
     """Return whether an exception was raised in or below code that is neither rlite's nor of an installed package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return not all(frame.filename.startswith(_INSTALLED) for frame in frames)
+    return not all(frame.filename.startswith(_INSTALLED) for frame in traceback.extract_tb(error.__traceback__))
 
 
 @contextmanager

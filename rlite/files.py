@@ -110,9 +110,8 @@ class GrowingFile:
         with reading(self.path, self.path.parent) as file:
             state, head = os.fstat(file.fileno()), file.read(HEAD)
             if state.st_size > MAX_GROWN:
-                raise OSError(
-                    errno.EFBIG, f"more than {MAX_GROWN >> 30} GiB, of which no new lines are read", str(self.path)
-                )
+                large = f"more than {MAX_GROWN >> 30} GiB, of which no new lines are read"
+                raise OSError(errno.EFBIG, large, str(self.path))
             if state.st_ino != self._inode or state.st_size < self.num_read or not head.startswith(self._head):
                 self.rest, self.num_read, self._inode = b"", 0, state.st_ino
                 begin()

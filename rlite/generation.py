@@ -59,15 +59,13 @@ class GenerationHyperparameters:
                 raise ParameterError(f"sampling parameter {name}={value!r}: expected {expected}", name) from error
         if self.temperature == 0:
             object.__setattr__(self, "greedy", True)
+        is_warm = SMALLEST <= self.temperature <= LARGEST
         rules = {
             "n_samples": (self.n_samples >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             # others are 0 or infinite in float32, and what one request computes with it would end the others' too
-            "temperature": (
-                self.temperature == 0 or SMALLEST <= self.temperature <= LARGEST,
-                f"0, or a number in [{SMALLEST:g}, {LARGEST:g}]",
-            ),
+            "temperature": (self.temperature == 0 or is_warm, f"0, or a number in [{SMALLEST:g}, {LARGEST:g}]"),
             "top_p": (SMALLEST <= self.top_p <= 1, f"in [{SMALLEST:g}, 1]"),
             "top_k": (self.top_k >= -1, "at least 1, or 0 or -1 for off"),
             "stop": (all(isinstance(s, str) and s and _is_text(s) for s in self.stop), "non-empty strings"),
@@ -113,9 +111,9 @@ class GenerationHyperparameters:
 
 
 def _as_texts(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return (value,) if value else ()
-    return () if value is None else tuple(value)
+    return tuple(value)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
@@ -181,19 +179,13 @@ def token_ids(value: Any, where: str) -> list[int]:
         raise DataError(f"{where} holds {rows[0]!r:.80}: expected the token ids of one prompt, found {len(value)} rows")
     if rows:
         return token_ids(rows[0], where)
+    if any(type(token).__name__ in ("bool", "bool_") for token in value):  # of Python or NumPy
+        raise DataError(f"{where} holds true or false: token ids are whole numbers")
     try:
-        ids = [operator.index(token) for token in value if not _is_bool(token)]
+        return list(map(operator.index, value))
     except TypeError as error:
         wrong = next(token for token in value if not hasattr(token, "__index__"))
         raise DataError(f"{where} holds {wrong!r}: token ids are whole numbers") from error
-    if len(ids) < len(value):
-        raise DataError(f"{where} holds true or false: token ids are whole numbers")
-    return ids
-
-
-def _is_bool(value: Any) -> bool:
-    """Return whether a value is a truth value of Python or NumPy."""
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
-"""The text of `--help`: the usual keys, then all keys by group, or the keys of one group."""
+"""The text of `--help`, hints in messages on a config, and names of groups of options."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from rlite.errors import UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 ENTRY = "NAME"
 """part of a key that stands for the name of one of several entries"""
@@ -33,9 +35,8 @@ def text(
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    has_groups = any("." in key for key in keys)
     groups: dict[str, list[str]] = {}
-    for key in keys if has_groups else dict.fromkeys([*first, *keys]):
+    for key in keys if any("." in key for key in keys) else dict.fromkeys([*first, *keys]):
         groups.setdefault(key.rpartition(".")[0], []).append(keys[key])
     asked = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
     # the keys of one of several entries are those of a single entry
@@ -83,3 +84,158 @@ def _nearest(topic: str, groups: Sequence[str], keys: Sequence[str]) -> str:
     if same := [name for name in known if name.rpartition(".")[2] == topic]:
         return f"did you mean {' or '.join(map(repr, same))}?"
     return did_you_mean(topic, difflib.get_close_matches(topic, known, n=1) or groups)
+
+
+MAX_SHOWN = 3
+COMMAND_LINE, PROGRAM, PRESET = "command line", "argument", "the default of this preset"
+"""sources of values, beside files"""
+ELSEWHERE: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "total_training_steps"), ("n_epochs", "total_steps")),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), ("n_epochs", "total_steps")),
+    **dict.fromkeys(("save_steps", "save_interval"), ("save_freq",)),
+    **dict.fromkeys(("eval_steps", "eval_freq", "eval_interval", "test_interval"), ("test_freq",)),
+    **dict.fromkeys(("output_dir", "default_local_dir"), ("save_dir",)),
+    **dict.fromkeys(("n", "num_generations", "rollouts_per_example"), ("responses_per_prompt",)),
+    **dict.fromkeys(("max_completion_length", "max_response_length", "max_tokens"), ("max_new_tokens",)),
+    **dict.fromkeys(("train_batch_size", "per_device_train_batch_size"), ("batch_size", "prompts_per_rollout")),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), ("update_per_rollout",)),
+    "report_to": ("sinks",),
+    "kl_coef": ("coef",),
+    "model": ("model_name",),
+}
+"""names of options in TRL, verl and prime-rl -> the last parts of the keys that they mean here, the best first"""
+
+_PAIRS = {"data": "train_data", "n_epochs": "total_steps"}
+OTHER_COMMANDS: Mapping[str, str] = _PAIRS | {other: own for own, other in _PAIRS.items()}
+"""parts of keys of one command -> the parts with the same purpose in another command"""
+
+
+def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> str:
+    """Return a hint for the end of a message: the keys that are probably meant, or all keys of the group.
+
+    Args:
+        key: the unknown key.
+        known: the keys that exist.
+        usual: keys that are preferred among several that contain the words of the unknown key.
+    """
+    same = ".".join(OTHER_COMMANDS.get(part, part) for part in key.split("."))
+    if same != key and (meant := [path for path in (same, f"{same}.path") if path in known]):
+        return _any_of(meant)
+    group, _, leaf = key.rpartition(".")
+    for name in ELSEWHERE.get(leaf, ()):
+        if meant := _same_leaf(name, known):
+            return _any_of([path for path in meant if path in usual] or meant)
+    siblings = [path for path in known if path.rpartition(".")[0] == group]
+    if close := _short_for(leaf, siblings) or _with_words(leaf, siblings, usual) or _short_for(leaf, known)[:MAX_SHOWN]:
+        return _any_of(close)
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.75) or _same_leaf(leaf, known):
+        return _any_of(close)
+    prefix = f"{group}." if group and any(path.startswith(f"{group}.") for path in known) else ""
+    names = {path.removeprefix(prefix).split(".")[0] for path in known if path.startswith(prefix)}
+    return did_you_mean(key, {f"{prefix}{name}" for name in names})
+
+
+def set_by(message: str, group: str, sources: Mapping[str, str]) -> str:
+    """Return which options of a message a file or a preset has set, as its end; "" if the user's command has.
+
+    Args:
+        message: text that names options by their key, or `name=value` in their own group.
+        group: key of the group that the message is about.
+        sources: source of each value, by its key.
+    """
+    found = []
+    for key, source in sorted(sources.items()):
+        own = f"({re.escape(key)}\\b|{re.escape(key.removeprefix(f'{group}.'))}=)"
+        if source not in (COMMAND_LINE, PROGRAM) and re.search(rf"(?<![\w.]){own}", message):
+            found.append(f"{key}: {'' if source == PRESET else 'set by '}{source}")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _any_of(keys: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, keys))}?"
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _same_leaf(leaf: str, known: Sequence[str]) -> list[str]:
+    return [path for path in known if _leaf(path) == leaf][:MAX_SHOWN]
+
+
+def _with_words(leaf: str, known: Sequence[str], usual: Collection[str]) -> list[str]:
+    """Return the keys whose words include those of a name, as `total_steps` includes `steps`; the usual ones if any."""
+    found = [path for path in known if {*leaf.split("_")} < {*_leaf(path).split("_")}]
+    return ([path for path in found if path in usual] or found)[:MAX_SHOWN]
+
+
+def _short_for(leaf: str, known: Sequence[str]) -> list[str]:
+    """Return the keys that abbreviate a name by the initials of its words, as `lr` does, or that it abbreviates."""
+    return [path for path in known if _is_short_for(_leaf(path), leaf) or _is_short_for(leaf, _leaf(path))]
+
+
+def _is_short_for(short: str, long: str) -> bool:
+    return "_" in long and short == "".join(word[:1] for word in long.split("_"))
+
+
+UNNAMED = ""
+"""name of a group that its user did not name"""
+_NAME = re.compile(r"\w[\w-]*")
+
+
+def single_or_named(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of groups by name also take the options of a single group, as `json_schema_extra`.
+
+    The single group has the name UNNAMED. Its keys are those of the option itself: `test_data.path`.
+    """
+    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
+    schema["anyOf"].insert(0, named["additionalProperties"])
+
+
+def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
+    """Check the name of one of several groups.
+
+    Args:
+        key: key of the groups, for messages.
+        name: the name; UNNAMED is one.
+        options: names of the options of a group.
+
+    Raises:
+        ConfigError: the name has other characters, begins with a hyphen, or is that of an option.
+    """
+    if name in options or (name != UNNAMED and not _NAME.fullmatch(name)):
+        none_of = f"; it is none of its options ({', '.join(options)})" if options else ""
+        raise ConfigError(f"{key}.{name}: a name has letters, digits, _ and -, and does not begin with -{none_of}")
+
+
+def by_name(given: Any, key: str, is_plain: Mapping[str, bool], group: type) -> Any:
+    """Return groups by name. The options of a single group get the name UNNAMED.
+
+    Args:
+        given: value of the option that holds the groups.
+        key: name of this option.
+        is_plain: whether an option of a group takes no mapping, by its name; each group needs the first option.
+        group: class of all groups.
+
+    Raises:
+        ConfigError: some options have the name of a group and others have none, or a name cannot be one.
+    """
+    first = next(iter(is_plain))
+    if isinstance(given, str):
+        raise ConfigError(f"{key}={given}: expected {key}.{first}={given}")
+    if not isinstance(given, Mapping):
+        return given
+    named = [name for name, value in given.items() if isinstance(value, Mapping | group) and is_plain.get(name, True)]
+    single = [name for name in given if name not in named]
+    for name in single:
+        is_first = ":" in str(given[name]) and not difflib.get_close_matches(str(name), [first])
+        if is_first and name not in is_plain:
+            raise ConfigError(f"{key}.{name}={given[name]}: expected {key}.{name}.{first}={given[name]}")
+    if named and single:
+        mixed = f"{key}.{single[0]} is of a group without a name, and {key}.{named[0]} has one"
+        raise ConfigError(f"{mixed}: give each its name, as in {key}.NAME.{single[0]}")
+    for name in named:
+        check_name(key, str(name), is_plain)
+    if len(named) > 1 and UNNAMED in named:
+        raise ConfigError(f"{key}: one of several has no name; expected {key}.NAME.{first} of each")
+    return {UNNAMED: given} if single else given

@@ -1,4 +1,4 @@
-"""Optional packages, and the user's own files and modules, which register algorithms, workflows and callbacks."""
+"""Optional packages, the user's own files and modules, and packages whose names are loaded at first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rlite.errors import ConfigError, ImportFailed, own_traceback, similar_file
 
@@ -132,3 +133,34 @@ def _import_by_name(name: str) -> ModuleType:
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as for python -m
     return importlib.import_module(name)
+
+
+def exports(
+    package: str, names: Mapping[str, str], submodules: Sequence[str] = ()
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return what a package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
+
+    The `__init__` also imports the names under `if TYPE_CHECKING:`, which type checkers read.
+
+    Args:
+        package: the package's name.
+        names: module -> its public names, separated by spaces; `name=original` gives an object a second name.
+        submodules: modules of the package that are its attributes without having been imported.
+
+    Returns:
+        The list of public names, the loader of a name, and the function that lists names.
+    """
+    homes = {name.partition("=")[0]: (home, name.partition("=")[2]) for home in names for name in names[home].split()}
+
+    def load(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, original = homes[name]
+        # as `from home import name` does it: that finds a module of a package, too
+        value = getattr(__import__(home, fromlist=[original or name]), original or name)
+        setattr(sys.modules[package], name, value)  # the next time it is found there
+        return value
+
+    return sorted(homes), load, lambda: sorted([*homes, *submodules])

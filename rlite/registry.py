@@ -43,8 +43,7 @@ class Table(dict[str, Algorithm]):
         """
 
         def enter(function: Algorithm) -> Algorithm:
-            if self.setdefault(name, function) is not function:
-                taken = self[name]
+            if (taken := self.setdefault(name, function)) is not function:
                 where = f"{taken.__module__}.{taken.__qualname__}" if hasattr(taken, "__qualname__") else repr(taken)
                 raise ConfigError(f"{name!r} is taken by {where}: choose another")
             self.needs[name] = needs
@@ -161,8 +160,7 @@ def check_options(
         ConfigError: an option's value is not of the annotated kind, or the function takes other arguments.
     """
     known = {name: kind for name, kind in options_of(function).items() if name not in reserved}
-    parameters = _signature(function).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in _signature(function).parameters.values())
     for option, value in options.items():
         if option in reserved or (option not in known and not takes_any):
             hint = did_you_mean(option, known) if known else "it has none"
@@ -184,12 +182,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function)
 
 
-_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
-    float: ((numbers.Real,), "a number"),
-    int: ((numbers.Integral,), "a whole number"),
-    bool: ((bool,), "true or false"),
-    str: ((str,), "a text"),
-    types.NoneType: ((types.NoneType,), "null"),
+_KINDS: dict[Any, tuple[Any, str]] = {
+    float: (numbers.Real, "a number"),
+    int: (numbers.Integral, "a whole number"),
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    types.NoneType: (types.NoneType, "null"),
 }
 
 

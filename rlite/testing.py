@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rlite import files
 from rlite.errors import RliteError
@@ -70,7 +70,7 @@ class FaultBoard:
         for name in ("hit", "request"):
             self._path(name).unlink(missing_ok=True)
         self._path("visits").write_text("")
-        _write(self._path("armed"), asdict(fault))
+        files.replace(self._path("armed"), json.dumps(asdict(fault)).encode())
 
     def disarm(self) -> None:
         """Take back a fault that has not happened."""
@@ -83,9 +83,7 @@ class FaultBoard:
 
     def request(self) -> dict[str, str] | None:
         """Return the `kind`, `pid` and `place` of a fault from outside that a process waits for, or None."""
-        with suppress(FileNotFoundError):
-            return json.loads(self._path("request").read_text())
-        return None
+        return self._read("request")
 
     def serve(self) -> None:
         """Let the process go on that waits for a fault from outside."""
@@ -104,10 +102,14 @@ class FaultBoard:
         Raises:
             InjectedError: the fault is an error.
         """
-        fault = self._armed()
-        if fault is None or fault.phase != phase or fault.role not in ("", role):
+        if (armed := self._read("armed")) is None:
             return
-        if fault.skip and self._count_visit() <= fault.skip:
+        fault = PhaseFault(**armed)
+        if fault.phase != phase or fault.role not in ("", role):
+            return
+        with self._path("visits").open("a") as file:
+            file.write("x")
+        if self._path("visits").stat().st_size <= fault.skip:
             return
         try:
             os.rename(self._path("armed"), self._path("hit"))
@@ -123,25 +125,17 @@ class FaultBoard:
             raise InjectedError(f"injected: {fault}")
         else:
             request = self._path("request")
-            _write(request, {"kind": fault.kind, "pid": str(os.getpid()), "place": place})
+            told = {"kind": fault.kind, "pid": str(os.getpid()), "place": place}
+            files.replace(request, json.dumps(told).encode())
             deadline = time.monotonic() + SERVED_S
             while request.exists() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
             time.sleep(SILENCE_S if fault.kind == "heartbeat" else 0.0)  # it is to be found in this phase
 
-    def _armed(self) -> PhaseFault | None:
+    def _read(self, name: str) -> Any:
         with suppress(FileNotFoundError, ValueError):
-            return PhaseFault(**json.loads(self._path("armed").read_text()))
+            return json.loads(self._path(name).read_text())
         return None
-
-    def _count_visit(self) -> int:
-        with self._path("visits").open("a") as file:
-            file.write("x")
-        return self._path("visits").stat().st_size
 
     def _path(self, name: str) -> Path:
         return self._folder / f"fault-{name}"
-
-
-def _write(path: Path, content: dict[str, object]) -> None:
-    files.replace(path, json.dumps(content).encode())

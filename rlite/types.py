@@ -52,6 +52,10 @@ Status = Literal[
 """
 PreferenceDivergence = Literal["reverse_kl", "forward_kl", "js"]
 """divergences from a reference, see `rlite.algorithms.preference_loss`"""
+BalanceBy = Literal["tokens", "flops"]
+"""quantity of a batch that data-parallel ranks share evenly"""
+PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
+"""ways to fill microbatches, see `rlite.runtime.parallel.microbatch_plan.plan_microbatches`"""
 MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 MAX_TOP_LOGPROBS = 20
@@ -165,23 +169,18 @@ class AsyncInference(Protocol):
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the completion of one request; `on_chunk` is called as its tokens are made."""
-        ...
 
     def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Return the tokens of one request as they are made; the last chunk has a finish_reason.
 
         Closing the iterator cancels the request.
         """
-        ...
 
     def get_version(self) -> int:
         """Return the policy version: the number of weight updates."""
-        ...
 
     def pause(self) -> None:
         """Hold generation; requests are kept."""
-        ...
 
     def resume(self) -> None:
         """Go on with generation after `pause`."""
-        ...

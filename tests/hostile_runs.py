@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlite.services.record.schema import ROWS
+from rlite.services.record.files import ROWS
 
 
 def often(text: str, number: int) -> pa.DictionaryArray:

@@ -20,12 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlite.algorithms.logprobs import OnLogprobs
+from rlite.algorithms.reduce import Loss, LossSums, Weight, call_loss
 from rlite.backends.models.huggingface import exported_class
-from rlite.data.microbatch_plan import PackingMethod
-from rlite.data.packs import lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
-from rlite.engine.registry import register_executor
-from rlite.engine.train_backend import TrainBackend
+from rlite.data.packs import BatchShare, lazy_pack, pair_rows
+from rlite.engine.registry import TrainBackend, register_executor
 from rlite.engine.user_module import take_class
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import real_tensors
@@ -36,8 +34,8 @@ from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonf
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.runtime.storage.atomic import publish, seal
 from rlite.runtime.storage.huggingface import Writer
-from rlite.runtime.storage.safe import load_values
-from rlite.runtime.storage.sharded import random_state, set_random_state
+from rlite.runtime.storage.sharded import load_values, random_state, set_random_state
+from rlite.types import PackingMethod
 
 CPU = torch.device("cpu")
 

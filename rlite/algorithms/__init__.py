@@ -9,7 +9,6 @@ batch.
 from rlite.algorithms.advantages.base import (
     ADVANTAGES,
     AdvantageFunction,
-    group_advantages,
     last_action_rewards,
     normalize_rewards,
     outcome_advantages,
@@ -18,6 +17,7 @@ from rlite.algorithms.advantages.base import (
 from rlite.algorithms.advantages.group import (
     gdpo_advantages,
     gpg_advantages,
+    group_advantages,
     is_of_group_alone,
     opo_advantages,
     pass_at_k_advantages,
@@ -32,9 +32,15 @@ from rlite.algorithms.advantages.token import (
     optimal_token_advantages,
     reinforce_pp_advantages,
 )
-from rlite.algorithms.log_ratios import importance_weights, kl_penalty
 from rlite.algorithms.logits import entropy, gather_logprobs, gather_logprobs_entropy, sum_pi_squared
-from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs, next_token, on_logprobs, previous_token
+from rlite.algorithms.logprobs import (
+    OnLogprobs,
+    TokenLogprobs,
+    importance_weights,
+    kl_penalty,
+    next_token,
+    previous_token,
+)
 from rlite.algorithms.off_policy import (
     BehaviourWeights,
     behaviour_weights,
@@ -52,10 +58,8 @@ from rlite.algorithms.policy_losses.base import (
     LossInputs,
     PolicyLossFunction,
     WeightedTokenLoss,
-    is_selective,
     policy_loss,
     register_policy_loss,
-    select_tokens,
 )
 from rlite.algorithms.policy_losses.cispo import cispo
 from rlite.algorithms.policy_losses.clip_cov import clip_cov
@@ -69,21 +73,24 @@ from rlite.algorithms.policy_losses.m2po import m2po, second_moment_mask
 from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate, ppo_clip
 from rlite.algorithms.policy_losses.reinforce import reinforce
 from rlite.algorithms.policy_losses.sapo import sapo
+from rlite.algorithms.policy_losses.selection import is_selective, select_tokens
 from rlite.algorithms.policy_losses.vespo import vespo
-from rlite.algorithms.preference.base import (
+from rlite.algorithms.preference import (
     OF_PROBABILITIES,
     PREFERENCE_LOSSES,
     PairLoss,
     PreferenceLossFunction,
     ResponseLoss,
+    aot_loss,
+    desensitised_sums,
+    kto_loss,
+    kto_reference_point,
+    orpo,
     preference_loss,
     register_preference_loss,
+    reward_model_loss,
+    simpo,
 )
-from rlite.algorithms.preference.dpo import aot_loss, desensitised_sums
-from rlite.algorithms.preference.kto import kto_loss, kto_reference_point
-from rlite.algorithms.preference.orpo import orpo
-from rlite.algorithms.preference.reward_model import reward_model_loss
-from rlite.algorithms.preference.simpo import simpo
 from rlite.algorithms.reduce import (
     Mean,
     PerToken,
@@ -98,4 +105,4 @@ from rlite.algorithms.reduce import (
     to_tokens,
 )
 from rlite.algorithms.schedules import adaptive_kl_coef, lr_factor
-from rlite.algorithms.token_losses import cross_entropy, value_loss
+from rlite.algorithms.token_losses import cross_entropy, on_logprobs, value_loss

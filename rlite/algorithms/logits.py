@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlite.algorithms.logprobs import (
+    Statistics,
     block_gradient,
     block_statistics,
     check_temperature,
     logprobs_and_entropy,
-    merge_over,
+    moved,
     no_statistics,
     scaled,
 )
@@ -81,9 +82,8 @@ def gather_logprobs_entropy(
         ConfigError: the shapes do not fit, or temperature is not positive.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
-        )
+        wanted, found = list(logits.shape[:-1]), list(labels.shape)
+        raise ConfigError(f"logits {list(logits.shape)} need labels of shape {wanted}, found {found}")
     rows = _rows_at_once(logits, chunk_size)
     return _GatherLogprobs.apply(logits, labels.long() - start, check_temperature(temperature), rows, group)
 
@@ -119,6 +119,15 @@ def sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size: int 
 def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
     elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
     return chunk_size or max(1, elements // max(1, logits.shape[-1]))
+
+
+def merge_over(group: dist.ProcessGroup, statistics: Statistics) -> Statistics:
+    """Return the statistics of the blocks of all ranks together, on every rank."""
+    greatest_and_label = statistics[[0, 3]]
+    dist.all_reduce(greatest_and_label, dist.ReduceOp.MAX, group=group)
+    totals = moved(statistics, greatest_and_label[0])
+    dist.all_reduce(totals, group=group)
+    return torch.stack([greatest_and_label[0], *totals, greatest_and_label[1]])
 
 
 class _GatherLogprobs(torch.autograd.Function):
@@ -169,15 +178,9 @@ class _GatherLogprobs(torch.autograd.Function):
         by_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.reshape(-1)
         by_entropies = None if grad_entropies is None else grad_entropies.reshape(-1)
         for rows, chunk in _row_chunks(logits, ctx.chunk_size):
-            flat_grad[rows] = block_gradient(
-                chunk,
-                labels[rows],
-                ctx.temperature,
-                log_sums[rows],
-                entropies[rows],
-                by_logprobs[rows],
-                None if by_entropies is None else by_entropies[rows],
-            )
+            own = (log_sums[rows], entropies[rows], by_logprobs[rows])
+            slopes = None if by_entropies is None else by_entropies[rows]
+            flat_grad[rows] = block_gradient(chunk, labels[rows], ctx.temperature, *own, slopes)
         return grad, None, None, None, None
 
 

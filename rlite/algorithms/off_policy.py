@@ -14,17 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.log_ratios import MAX_LOG_RATIO, Scope, is_occupied, kl_penalty
-from rlite.algorithms.reduce import (
-    finite_gradient,
-    masked_mean,
-    masked_variance,
-    sequence_index,
-    sequence_log_ratio,
-    sequence_means,
-    sequence_sums,
-    to_tokens,
-)
+from rlite.algorithms import reduce
+from rlite.algorithms.logprobs import MAX_LOG_RATIO, Scope, is_occupied, kl_penalty
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Scalar, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import check_options
@@ -53,7 +44,8 @@ def binary_divergence(logprobs: Tokens, other_logprobs: Tokens, divergence: Bina
         other_logprobs: log q of the sampled token.
         divergence: "tv" is the total variation |p - q|; "kl" is p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
-    logprobs, other_logprobs = finite_gradient(logprobs, other_logprobs), finite_gradient(other_logprobs, logprobs)
+    logprobs = reduce.finite_gradient(logprobs, other_logprobs)
+    other_logprobs = reduce.finite_gradient(other_logprobs, logprobs)
     p = logprobs.exp()
     if divergence == "tv":
         return (p - other_logprobs.exp()).abs()
@@ -111,14 +103,13 @@ def behaviour_weights(
     if scope == "sequence":
         statistic = _over_sequences(statistic, mask, over, cu_seqlens)
         if metric == "ratio" and not token_weights:
-            weights = sequence_log_ratio(log_b, mask, cu_seqlens).exp()
+            weights = reduce.sequence_log_ratio(log_b, mask, cu_seqlens).exp()
     if metric == "ratio":
         statistic = statistic.exp()
     outside = mask & ((statistic > upper) | (statistic < (-torch.inf if lower is None else lower)))
-    if action == "mask":
-        kept = mask & ~outside
-    else:
-        kept, weights = mask, torch.where(outside, weights.clamp(lower or 0.0, upper), weights)
+    kept = mask & ~outside if action == "mask" else mask
+    if action == "clamp":
+        weights = torch.where(outside, weights.clamp(lower or 0.0, upper), weights)
     return BehaviourWeights(torch.where(kept, weights, 0.0), kept, outside)
 
 
@@ -191,7 +182,7 @@ def off_policy_sequence_mask(
         threshold: bound of the sequence's mean.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
-    distance = sequence_log_ratio(sampler_logprobs - logprobs, mask, cu_seqlens)
+    distance = reduce.sequence_log_ratio(sampler_logprobs - logprobs, mask, cu_seqlens)
     return mask.bool() & ~((advantages < 0) & (distance > threshold))
 
 
@@ -247,9 +238,10 @@ def off_policy_metrics(
     """
     mask = mask.bool()
     occupied = is_occupied(mask, cu_seqlens)
-    surprise, sampler_surprise = (-sequence_means(x, mask, cu_seqlens) for x in (logprobs, sampler_logprobs))
+    surprise, sampler_surprise = (-reduce.sequence_means(x, mask, cu_seqlens) for x in (logprobs, sampler_logprobs))
     gap, log_ratio = surprise - sampler_surprise, logprobs - sampler_logprobs
     highest, lowest = _bounds(gap, occupied)
+    k3 = kl_penalty(sampler_logprobs, logprobs, "k3", max_log_ratio=None, max_value=None)
     by_sequence = {
         "perplexity": surprise.exp(),
         "sampler_perplexity": sampler_surprise.exp(),
@@ -258,15 +250,15 @@ def off_policy_metrics(
         "log_perplexity_gap": gap,
         "log_perplexity_gap_abs": gap.abs(),
         "perplexity_ratio": gap.exp(),
-        "chi2_sequence": _squared_weights(sequence_sums(log_ratio, mask, cu_seqlens)) - 1,
+        "chi2_sequence": _squared_weights(reduce.sequence_sums(log_ratio, mask, cu_seqlens)) - 1,
     }
     return {
-        "kl": masked_mean(-log_ratio, mask),
-        "k3_kl": masked_mean(kl_penalty(sampler_logprobs, logprobs, "k3", max_log_ratio=None, max_value=None), mask),
-        "chi2_token": masked_mean(_squared_weights(log_ratio), mask) - 1,
+        "kl": reduce.masked_mean(-log_ratio, mask),
+        "k3_kl": reduce.masked_mean(k3, mask),
+        "chi2_token": reduce.masked_mean(_squared_weights(log_ratio), mask) - 1,
         "log_perplexity_gap_max": highest,
         "log_perplexity_gap_min": lowest,
-    } | {key: masked_mean(value, occupied) for key, value in by_sequence.items()}
+    } | {key: reduce.masked_mean(value, occupied) for key, value in by_sequence.items()}
 
 
 @torch.no_grad()
@@ -280,12 +272,12 @@ def weight_metrics(weights: Tokens, mask: Mask) -> dict[str, Scalar]:
         weights: importance weights, `[T]` or `[B, L]`.
         mask: tokens that count.
     """
-    mean = masked_mean(weights, mask)
+    mean = reduce.masked_mean(weights, mask)
     highest, lowest = _bounds(weights, mask.bool())
-    second_moment = masked_mean(weights.square(), mask)
+    second_moment = reduce.masked_mean(weights.square(), mask)
     return {
         "mean": mean,
-        "std": masked_variance(weights, mask, unbiased=False).sqrt(),
+        "std": reduce.masked_variance(weights, mask, unbiased=False).sqrt(),
         "max": highest,
         "min": lowest,
         "effective_fraction": torch.where(second_moment > 0, mean.square() / second_moment, 0.0),
@@ -312,10 +304,10 @@ def _statistic(proximal: Tensor, behaviour: Tensor, metric: Metric) -> Tensor:
 
 def _over_sequences(x: Tensor, mask: Tensor, over: Over, cu_seqlens: Tensor | None) -> Tensor:
     if over == "mean":
-        return sequence_log_ratio(x, mask, cu_seqlens)
+        return reduce.sequence_log_ratio(x, mask, cu_seqlens)
     if over == "sum":
-        return to_tokens(sequence_sums(x, mask, cu_seqlens), mask, cu_seqlens)
-    index = sequence_index(mask, cu_seqlens).flatten()
+        return reduce.to_tokens(reduce.sequence_sums(x, mask, cu_seqlens), mask, cu_seqlens)
+    index = reduce.sequence_index(mask, cu_seqlens).flatten()
     num_sequences = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     highest = x.new_full((num_sequences + 1,), -torch.inf)
     highest = highest.scatter_reduce(0, index, x.masked_fill(~mask, -torch.inf).flatten(), "amax")

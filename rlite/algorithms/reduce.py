@@ -1,17 +1,140 @@
-"""Reduce per-token values to sequences and scalars, for packed `[T]` + `cu_seqlens` and padded `[B, L]` alike."""
+"""Calls of algorithms, checks of their results, and means of per-token values.
+
+Values are packed `[T]` with `cu_seqlens`, or padded `[B, L]`.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from rlite.algorithms.shapes import CuSeqlens, Mask, Scalar, Sequences, Tokens
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, blamed, shortened
+from rlite.registry import Table, located
 from rlite.types import Aggregation
+
+WITHOUT_GRADIENT = (
+    "returned a loss without a gradient, from which nothing is learnt: it may have no detach(), no_grad()"
+)
+_checked: set[str] = set()
+"""functions of which a result has been checked in this process, by their description"""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """An algorithm with options that suit it: looked up and checked once, called in every step."""
+
+    name: str
+    what: str
+    """kind, name and place in words, for messages"""
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+    needs: tuple[str, ...] = ()
+    """further keyword arguments that the library gives it"""
+
+    @classmethod
+    def of(
+        cls, table: Table[Any], algorithm: str | Callable[..., Any] | Configured, options: Mapping[str, Any]
+    ) -> Configured:
+        """Return an algorithm with its options. Errors are those of `Table.check`.
+
+        Args:
+            table: algorithms of one kind by name.
+            algorithm: a name in the table, a function, or either with its options, which is returned.
+            options: keyword arguments of the algorithm.
+        """
+        if isinstance(algorithm, Configured):
+            return algorithm
+        function, name = table.check(algorithm, options), table.name_of(algorithm)
+        what = f"{table.kind} {name!r}: {located(function)}"
+        return cls(name, what, function, options, table.needs.get(name, ()))
+
+    def __call__(self, *given: Any, **reserved: Any) -> Any:
+        """Return the result of the function, which is blamed for what it raises."""
+        try:
+            return self.function(*given, **reserved, **self.options)
+        except Exception:  # the function may be the user's, and raise anything
+            with blamed(self.what):
+                raise
+
+
+def one_of(kind: Any, value: object, what: str) -> None:
+    """Check that a value is one of a Literal's.
+
+    Args:
+        kind: the Literal.
+        value: the value.
+        what: name and value, for the message.
+
+    Raises:
+        ConfigError: it is another value.
+    """
+    if value not in get_args(kind):
+        raise ConfigError(f"{what}: expected one of {', '.join(get_args(kind))}")
+
+
+def found(value: Any) -> str:
+    """Return in words what a function has returned."""
+    if not isinstance(value, Tensor):
+        return shortened(value)
+    return f"a {'complex ' if value.is_complex() else ''}tensor of shape {list(value.shape)}"
+
+
+def check_result(
+    what: str, values: Any, inputs: Sequence[Tensor], mask: Tensor | None = None, is_deep: bool | None = None
+) -> Tensor:
+    """Return the result of a function if there is a value for each element of its inputs.
+
+    Args:
+        what: description of the function.
+        values: its result.
+        inputs: tensors of the shape that the result has. If the first one carries a gradient, the result has to depend
+            on inputs that do.
+        mask: elements that count; None for all.
+        is_deep: also check the gradient, and that the values are finite if the inputs are, which waits for the device.
+            None does so until a result of the function was good, if gradients are computed and some elements count.
+
+    Raises:
+        ConfigError: the result is something else.
+    """
+    like = inputs[0]
+    if not isinstance(values, Tensor) or values.shape != like.shape or values.is_complex():
+        raise ConfigError(f"{what} returned {found(values)}; expected a tensor of shape {list(like.shape)}")
+    if is_deep is None:
+        is_deep = torch.is_grad_enabled() and what not in _checked and (mask is None or bool(mask.any()))
+    if not is_deep:
+        return values
+    if like.requires_grad and not _depends_on(values, inputs):
+        raise ConfigError(f"{what} {WITHOUT_GRADIENT}")
+    result, *given = (x.detach() if mask is None else x.detach()[mask.bool()] for x in (values, *inputs))
+    bad = ~result.isfinite()
+    if bad.any() and all(x.isfinite().all() for x in given):
+        shown = ", ".join(f"{x[bad][0].item():.4g}" for x in given)
+        raise ConfigError(
+            f"{what} returned {result[bad][0].item()} for finite inputs ({shown}): look for a logarithm of 0, or for a "
+            "division by 0, such as by the deviation of equal rewards"
+        )
+    _checked.add(what)
+    return values
+
+
+def _depends_on(values: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Return whether a gradient flows from values to inputs, which `x.detach().requires_grad_()` only pretends."""
+    trained = [x for x in inputs if x.requires_grad]
+    ones = torch.ones_like(values)
+    return values.requires_grad and any(
+        gradient is not None
+        for gradient in torch.autograd.grad(values, trained, ones, retain_graph=True, allow_unused=True)
+    )
 
 
 class TokenLoss(NamedTuple):
@@ -108,8 +231,7 @@ def aggregation_weight(mask: Mask, how: Aggregation = "token", cu_seqlens: CuSeq
     Raises:
         ConfigError: `how` is unknown, or `cu_seqlens` does not fit the layout.
     """
-    if how not in get_args(Aggregation):
-        raise ConfigError(f"aggregation {how!r}: expected one of {', '.join(get_args(Aggregation))}")
+    one_of(Aggregation, how, f"aggregation {how!r}")
     mask = mask.bool()
     if how == "token":
         return mask.count_nonzero()
@@ -240,3 +362,111 @@ def _masked(x: Tensor, mask: Tensor) -> Tensor:
 
 def _accumulator(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+# -- the loss of a batch, from the losses of its packs -----------------------------------------------------------------
+
+Loss = Callable[[Any, dict[str, Any]], Any]
+"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of what to report: means, which are numbers or `Mean`,
+and values of tokens, which are `PerToken`); an OnLogprobs gets log-probabilities and entropies [T] instead of logits"""
+Weight = Callable[[dict[str, Any]], Any]
+"""loss_weight_fn(data) -> weight of the pack's mean, e.g. its number of action tokens"""
+
+
+def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return the loss of a pack and the means that loss_fn reports.
+
+    Args:
+        loss_fn: the loss.
+        outputs: logits [T, V], or a TokenLogprobs of [T].
+        data: the pack.
+
+    Raises:
+        ConfigError: loss_fn returned another type, or reports something else than numbers.
+    """
+    result = loss_fn(outputs, data)
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    loss, report = result if is_pair else (result, {})
+    if not isinstance(loss, Tensor) or not _is_number(loss):
+        what = f"loss_fn {located(loss_fn)} returned {found(loss)}"
+        raise ConfigError(f"{what}; expected a mean, one number in a tensor, or (mean, dict of means)")
+    for name, value in report.items():
+        if not isinstance(name, str) or not (isinstance(value, Mean | PerToken) or _is_number(value)):
+            what = f"loss_fn {located(loss_fn)} reports {found(value)} as {name!r}"
+            raise ConfigError(f"{what}; expected a number, or a Mean or PerToken of rlite.algorithms, under a text")
+    return loss, report
+
+
+def weigh(loss_weight_fn: Weight, data: Any) -> float:
+    """Return the weight of a pack's mean.
+
+    Args:
+        loss_weight_fn: the function of the weight.
+        data: the pack.
+
+    Raises:
+        ConfigError: the weight is no finite number of at least 0.
+    """
+    weight = loss_weight_fn(data)
+    with suppress(OverflowError):  # of a whole number beyond every float
+        if _is_number(weight) and 0 <= (number := float(weight)) < math.inf:
+            return number
+    what = f"loss_weight_fn {located(loss_weight_fn)} returned {found(weight)}"
+    raise ConfigError(f"{what}; expected the weight of a pack's mean, a finite number of at least 0")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+class LossSums:
+    """Sums of a batch's loss and of the means that its loss_fn reports, on one rank."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Any, Any]] = {}
+        """total and count of each mean"""
+
+    def add(self, means: Mapping[str, Any], weight: float) -> None:
+        """Add the means of a pack.
+
+        A `Mean` counts its own elements; a number counts `weight`. If `weight` is 0 the means may be NaN. A `PerToken`
+        is no mean, and is left out.
+
+        Args:
+            means: what the loss of the pack reports, by name.
+            weight: weight of the pack.
+        """
+        for key, mean in means.items():
+            if isinstance(mean, PerToken):
+                continue
+            total, count = self._sums.get(key, (0.0, 0.0))
+            if weight:
+                own = (mean.total, mean.count) if isinstance(mean, Mean) else (_number(mean) * weight, weight)
+                total, count = total + _number(own[0]), count + _number(own[1])
+            self._sums[key] = total, count
+
+    def means(self, sum_over: Callable[[list[float]], list[float]], num_data_ranks: int) -> dict[str, float]:
+        """Return the batch's means, by name.
+
+        Args:
+            sum_over: returns the sums over all data ranks; a collective.
+            num_data_ranks: number of data ranks.
+
+        Raises:
+            ConfigError: the ranks have different names. Every rank raises it.
+        """
+        names = sorted(self._sums)
+        own = float(zlib.crc32("\n".join(names).encode()))
+        if sum_over([own])[0] != own * num_data_ranks:
+            what = f"this rank's loss reports {names}, another rank's something else"
+            raise ConfigError(f"{what}: a loss has to report the same metrics for every pack")
+        summed = sum_over([float(part) for name in names for part in self._sums[name]])
+        totals, counts = summed[::2], summed[1::2]
+        return {name: total / count if count else 0.0 for name, total, count in zip(names, totals, counts, strict=True)}
+
+
+def _number(value: Any) -> Tensor | float:
+    """Return the value in float64 on its device. A GPU continues to work until `means` reads the batch's means."""
+    return value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)

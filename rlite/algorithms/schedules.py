@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
+from rlite.algorithms.reduce import one_of
 from rlite.errors import ConfigError
 from rlite.types import Schedule
 
@@ -39,8 +39,7 @@ def lr_factor(
     Raises:
         ConfigError: the schedule is unknown.
     """
-    if schedule not in get_args(Schedule):
-        raise ConfigError(f"schedule {schedule!r}: expected one of {', '.join(get_args(Schedule))}")
+    one_of(Schedule, schedule, f"schedule {schedule!r}")
     if step < warmup_steps:
         return warmup_from + (1 - warmup_from) * (step + 1) / warmup_steps
     span = total_steps - warmup_steps if decay_steps is None else decay_steps

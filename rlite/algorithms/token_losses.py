@@ -1,9 +1,14 @@
-"""Compute the losses of critics and of supervised fine-tuning."""
+"""Compute the losses of critics and of supervised fine-tuning, and make functions of log-probabilities losses."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, overload
+
 import torch
 
+from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs, check_temperature
 from rlite.algorithms.reduce import TokenLoss, finite_gradient
 from rlite.algorithms.shapes import Tokens
 
@@ -43,3 +48,37 @@ def cross_entropy(logprobs: Tokens) -> TokenLoss:
     L = -log p(token), from the log-probabilities of `gather_logprobs`.
     """
     return TokenLoss(-logprobs, {})
+
+
+class _Function(OnLogprobs):
+    def __init__(self, function: Callable[..., Any], temperature: float) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.temperature = check_temperature(temperature)
+
+    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
+        return self.function(tokens, data)
+
+
+@overload
+def on_logprobs(function: Callable[..., Any], *, temperature: float = 1.0) -> OnLogprobs: ...
+@overload
+def on_logprobs(*, temperature: float = 1.0) -> Callable[[Callable[..., Any]], OnLogprobs]: ...
+def on_logprobs(function: Callable[..., Any] | None = None, *, temperature: float = 1.0) -> Any:
+    """Return a loss_fn or post_hook that needs no logits, made of `function(tokens: TokenLogprobs, data)`.
+
+        @on_logprobs
+        def surprise(tokens, data):
+            return masked_mean(-tokens.logprobs, next_token(data["loss_mask"], data["cu_seqlens"]))
+
+        engine.train_batch(batch, surprise, num_tokens)
+
+    Other forms are `@on_logprobs(temperature=0.7)` and `on_logprobs(partial(function, ...), temperature=t)`.
+
+    Args:
+        function: the function; None returns a decorator.
+        temperature: divisor of the logits.
+    """
+    if function is None:
+        return functools.partial(on_logprobs, temperature=temperature)
+    return _Function(function, temperature)

@@ -17,29 +17,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rlite import config
+from rlite import config, errors
 from rlite.arguments import flat
 from rlite.config import Options
 from rlite.data.readers.tables import check_exists
-from rlite.errors import (
-    REBUILD,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergedError,
-    FolderInUse,
-    OwnCodeError,
-    RemoteTraceback,
-    RliteError,
-    StorageError,
-    UnknownOptionError,
-    why_not_written,
-)
+from rlite.errors import ConfigError, DataError, RliteError, why_not_written
 from rlite.help import help_topic
 from rlite.imports import check_file
-from rlite.nn.folders import model_folder
+from rlite.nn.options import model_folder
 from rlite.rollout.registry import find_reward
-from rlite.services.recovery import reporting
+from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
@@ -68,8 +55,8 @@ def check_named_files(options: Options) -> None:
             check_exists(value, ".".join(filter(None, [*groups, name])))
 
 
-EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError, OwnCodeError)
-FINAL = (ConfigError, UnknownOptionError, DataError, DivergedError)
+EXPLAINED = (ConfigError, DataError, errors.CheckpointError, errors.StorageError, errors.OwnCodeError)
+FINAL = (ConfigError, DataError, errors.UnknownOptionError, errors.DivergedError)
 """errors that the same command would repeat"""
 
 
@@ -155,12 +142,12 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     try:
         main(arguments)
     except RliteError as error:
-        if isinstance(error, FINAL) and not isinstance(error, FolderInUse):
-            reporting.report_final_error(error)
+        if isinstance(error, FINAL) and not isinstance(error, errors.FolderInUse):
+            record.report_final_error(error)
         # what a worker raised has its traceback there; these errors say all that a user can act on
-        is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
+        is_traced = isinstance(error.__cause__, errors.RemoteTraceback) and not isinstance(error, EXPLAINED)
         details = f"{error.__cause__}" if is_traced else ""
-        told = str(error).replace(REBUILD, INTERRUPTION.advice)
+        told = str(error).replace(errors.REBUILD, INTERRUPTION.advice)
         sys.exit(f"rlite {name}: {type(error).__name__}: {told}{details}")
     except OSError as error:
         if (reason := why_not_written(error)) == str(error):

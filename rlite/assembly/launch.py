@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 import rlite
+from rlite import config
 from rlite.runtime.cluster.session import has_session
 from rlite.trainer.options import LaunchOptions
+
+
+def main(cls: type[Any], argv: Sequence[str]) -> None:
+    """Run the trainer from the command line."""
+    cls.train(config.load(cls.config_class, argv, aliases=cls.config_class.aliases))
 
 
 def init_devices(options: LaunchOptions) -> None:

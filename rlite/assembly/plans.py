@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import rlite
@@ -12,6 +13,8 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import shortened
 from rlite.evaluation.sets import EvaluationSet
 from rlite.nn.pretrained import end_ids
+from rlite.rollout.environments.file import EnvironmentOptions
+from rlite.rollout.rewards.options import Rewards
 from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.held_out import HeldOutPromptOptions
@@ -30,119 +33,120 @@ WHERE = {
 """description of the place of evaluations, by trainer.evaluate"""
 REWARD_ARGUMENTS = ("completions", "prompt_ids", "completion_ids")
 """arguments of reward functions that columns of these names do not reach"""
+EQUAL_GROUPS = ("every group is kept", "groups of equal rewards are replaced")
 LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 
-def batch_plan(
-    options: PpoConfig,
-    engines: Engines,
-    workflow: RolloutWorkflow,
-    context: Context,
-    rows: Rows,
-    sets: Mapping[str, EvaluationSet],
-) -> dict[str, str]:
-    """Return how a step's work is divided, in words and numbers by topic.
+@dataclass(frozen=True)
+class BatchPlan:
+    """Division of a step's work, in words and numbers."""
 
-    Args:
-        options: the run's config.
-        engines: built.
-        workflow: makes the rollouts to train on.
-        context: context length that the run serves.
-        rows: the prompts to train on.
-        sets: the sets to evaluate on.
-    """
-    data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
-    session, dims = rlite.current_session(), engines.actor.dims
-    ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
-    sequences = options.num_sequences
-    per_update = sequences // actor.update_per_rollout
-    form = described(rows, engines.rollout.tokenizer if isinstance(workflow, PromptWorkflow) else None)
-    plan = {
-        **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
-        **_critic(options, engines),
-        "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-        "data": "; ".join(filter(None, (form, f"{len(rows)} items" if rows.stream is None else str(rows.stream)))),
-        **data_plan(data),
-        "reward": reward_plan(options, workflow),
-        "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}, "
-        f"with at most {context.host_gib(sequences, context.length):.2g} GiB of host memory",
-        "sampling": sampling_plan(sampling.temperature, sampling.top_p, sampling.top_k),
-        "context": context.describe(sampling.max_new_tokens),
-        "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
-        f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
-        f"{actor.max_length_per_device * dims.pack_factor} tokens",
-        "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
-        "rollout": f"{counted(len(engines.rollout.copies), 'replica')} of {counted(rollout.tp_size, 'device')}, "
-        f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
-        "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
-        "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
-    }
-    plan |= {topic_of(name): _set_plan(each, options) for name, each in sets.items()}
-    if hidden := [name for name in REWARD_ARGUMENTS if name in rows[0]]:
-        plan["hidden columns"] = f"{', '.join(hidden)}: reward functions receive values of the rollout by these names"
-    if unread := options.without_effect():
-        plan["without effect"] = unread
-    if not all(one.in_process for one in options.reward.values()):
-        plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
-    if not (sampling.stop or sampling.stop_token_ids or end_ids(actor.model_name)):
-        plan["no end"] = (
-            "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
-        )
-    if options.is_greedy:
-        plan["greedy"] = "training takes the most likely tokens and explores nothing"
-    return plan
+    options: PpoConfig
+    engines: Engines
+    """built"""
+    workflow: RolloutWorkflow
+    """makes the rollouts to train on"""
+    context: Context
+    """context length that the run serves"""
+    rows: Rows
+    """the prompts to train on"""
+    sets: Mapping[str, EvaluationSet]
+    """the sets to evaluate on"""
+
+    def topics(self) -> dict[str, str]:
+        """Return the plan in words and numbers by topic."""
+        options, engines, workflow, context, rows = self.options, self.engines, self.workflow, self.context, self.rows
+        data, actor, rollout, run = options.train_data, options.actor, options.rollout, options.trainer
+        session, dims = rlite.current_session(), engines.actor.dims
+        ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
+        sequences = options.num_sequences
+        per_update = sequences // actor.update_per_rollout
+        form = described(rows, engines.rollout.tokenizer if isinstance(workflow, PromptWorkflow) else None)
+        plan = {
+            **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
+            **self._critic(),
+            "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
+            "data": "; ".join(filter(None, (form, f"{len(rows)} items" if rows.stream is None else str(rows.stream)))),
+            **data_plan(data),
+            "reward": reward_plan(options.reward, rollout, workflow),
+            "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
+            f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}, "
+            f"with at most {context.host_gib(sequences, context.length):.2g} GiB of host memory",
+            "sampling": sampling_plan(sampling.temperature, sampling.top_p, sampling.top_k),
+            "context": context.describe(sampling.max_new_tokens),
+            "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
+            f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
+            f"{actor.max_length_per_device * dims.pack_factor} tokens",
+            "filter": EQUAL_GROUPS[options.has_dynamic_filtering],
+            "rollout": f"{counted(len(engines.rollout.copies), 'replica')} of {counted(rollout.tp_size, 'device')}, "
+            f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {self._pace()}",
+            "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {self._advantages()}",
+            "run": f"{counted(run.total_steps, 'step')}, checkpoint every {run.save_freq}, in {run.save_dir}",
+        }
+        plan |= {topic_of(name): self._set(each) for name, each in self.sets.items()}
+        if hidden := [name for name in REWARD_ARGUMENTS if name in rows[0]]:
+            names = ", ".join(hidden)
+            plan["hidden columns"] = f"{names}: reward functions receive values of the rollout by these names"
+        if unread := options.without_effect():
+            plan["without effect"] = unread
+        if not all(one.in_process for one in options.reward.values()):
+            plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
+        if not (sampling.stop or sampling.stop_token_ids or end_ids(actor.model_name)):
+            plan["no end"] = (
+                "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
+            )
+        if options.is_greedy:
+            plan["greedy"] = "training takes the most likely tokens and explores nothing"
+        return plan
+
+    def _critic(self) -> dict[str, str]:
+        if (engine := self.engines.critic) is None:
+            return {}
+        model = self.options.critic.as_model(self.options.actor)
+        plan = model_plan(model.model_name, engine, model.max_grad_norm)
+        return {("critic" if topic == "model" else f"critic's {topic}"): text for topic, text in plan.items()}
+
+    def _set(self, chosen: EvaluationSet) -> str:
+        """Return what an evaluation of a set does, when, and where."""
+        options = self.options
+        own = options.test_data.get(chosen.name, HeldOutPromptOptions())
+        where = WHERE[options.trainer.evaluate]
+        return f"{chosen.plan(own, options.trainer.test_freq, options.reward)}, {where}"
+
+    def _pace(self) -> str:
+        rollout = self.options.rollout
+        ahead = rollout.max_head_offpolicyness
+        if not ahead:
+            return "in turns with training"
+        return f"beside training, at most {counted(ahead, 'update')} ahead (too old: {rollout.on_stale})"
+
+    def _advantages(self) -> str:
+        """Return how rewards become advantages, in words."""
+        options = self.options
+        adv, kl = options.adv, options.kl
+        mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
+        deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
+        critic = options.critic.model_name or "as the actor"
+        gae = f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {critic}"
+        plans = {"gae": gae, "reinforce": f"{mean} advantages {deviation}"}
+        penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
+        return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
 
 
-def _critic(options: PpoConfig, engines: Engines) -> dict[str, str]:
-    if engines.critic is None:
-        return {}
-    model = options.critic.as_model(options.actor)
-    plan = model_plan(model.model_name, engines.critic, model.max_grad_norm)
-    return {("critic" if topic == "model" else f"critic's {topic}"): text for topic, text in plan.items()}
-
-
-def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
+def reward_plan(reward: Rewards, rollout: EnvironmentOptions, workflow: RolloutWorkflow) -> str:
     """Return where rewards come from, in words: the functions with their weights, or another source.
 
     Args:
-        options: the run's config.
+        reward: the rewards by name; there may be none.
+        rollout: options of the other sources.
         workflow: makes the rollouts to train on.
     """
-    if options.reward:
-        parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
+    if reward:
+        parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in reward.items())
         is_of_lists = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
         return f"{parts}; {LISTS_OF_ONE}" if is_of_lists else parts
-    rollout = options.rollout
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")
-
-
-def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
-    """Return what an evaluation of a set does, when, and where."""
-    own = options.test_data.get(chosen.name, HeldOutPromptOptions())
-    where = WHERE[options.trainer.evaluate]
-    return f"{chosen.plan(own, options.trainer.test_freq, options.reward)}, {where}"
-
-
-def _pace(options: PpoConfig) -> str:
-    ahead = options.rollout.max_head_offpolicyness
-    if not ahead:
-        return "in turns with training"
-    return f"beside training, at most {counted(ahead, 'update')} ahead (too old: {options.rollout.on_stale})"
-
-
-def advantage_plan(options: PpoConfig) -> str:
-    """Return how rewards become advantages, in words."""
-    adv, kl = options.adv, options.kl
-    mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
-    deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
-    plans = {
-        "gae": f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {options.critic.model_name or 'as the actor'}",
-        "reinforce": f"{mean} advantages {deviation}",
-    }
-    penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
-    return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
 
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -164,9 +168,8 @@ def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dic
         f"clipped to norm {max_grad_norm:g}",
     }
     if module.lora is not None:
-        plan["adapters"] = (
-            f"rank {module.lora.rank}, alpha {module.lora.alpha:g}, {', '.join(module.lora.target_modules)}"
-        )
+        lora = module.lora
+        plan["adapters"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.target_modules)}"
     if groups := options.parameter_groups:
         plan["parameter groups"] = "; ".join(_group(*each) for each in groups.items())
     return plan

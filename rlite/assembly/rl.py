@@ -11,44 +11,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlite import config
 from rlite.algorithms import is_selective
-from rlite.algorithms.calls import Configured
+from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import LearningFacts, run_observers
-from rlite.assembly.plans import batch_plan
-from rlite.assembly.run_record import Recording, RunRecord
-from rlite.assembly.workflows import Context, check_lengths, held_out_workflows, workflow_maker
+from rlite.assembly.observers import LearningFacts, RunRecord, run_observers
+from rlite.assembly.plans import BatchPlan
+from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
-from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
+from rlite.data.rows import Rows, mixed_rows, prompt_stream, read_source, streamed_source
 from rlite.errors import SnapshotLost
 from rlite.evaluation.sets import make_sets, reported_metrics
-from rlite.evaluation.training import Evaluations, InvalidEvaluations, make_evaluations
+from rlite.evaluation.training import InvalidEvaluations, make_evaluations
 from rlite.restarts import RestartBudget
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session, shutdown
-from rlite.services.console.alarms import Alarms
-from rlite.services.console.usage import Repeated, UsageReport
+from rlite.services.console.observers import Alarms, Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.held_out import ACCURACIES as ACCURACIES
-from rlite.trainer.held_out import held_out_sources, key_of
+from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
-from rlite.trainer.rl.advantages import LogprobPasses, outcome_estimator
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.critic import Critic, KlCoefficient
-from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.engines import Engines, LogprobPasses
+from rlite.trainer.rl.objective import PolicyLoss
+from rlite.trainer.rl.options import PpoConfig, PromptOptions
 from rlite.trainer.rl.placement import Placement
-from rlite.trainer.rl.policy_loss import PolicyLoss
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
+from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.training_run import TrainingRun
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -60,51 +57,8 @@ SHOWN = (
 """metrics of every step for the console, the most important first"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parts of a trainer."""
-
-    options: PpoConfig
-    """options of a run whose workflows sample so"""
-    context: Context
-    data: Rows
-    prompts: PromptStream
-    run: TrainingRun
-    reported: ReportedMetrics
-    placement: Placement
-    engines: Engines
-    rollouts: Rollouts
-    logprobs: LogprobPasses
-    critic: Critic | None
-    loss: PolicyLoss
-    estimator: Configured | None
-    """estimator of outcomes; None for gae and the whitened estimators"""
-    kl: KlCoefficient
-    evaluations: Evaluations
-    invalid: InvalidEvaluations
-    recovery: TrainRecovery | None
-    """None: no state is kept, and a lost worker ends the run"""
-    is_selective: bool
-    """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
-    has_adaptive_loss: bool
-    """the weight of the KL in the loss follows a target"""
-    is_single: bool
-    """true if there is one response to each prompt"""
-    reward_weights: Mapping[str, float]
-    longest: int | None
-    """tokens of one microbatch of the actor in passes that train nothing; None is the engine's default"""
-
-
-def make_parts(
-    options: PpoConfig,
-    workflow: RolloutWorkflow,
-    train_rows: Table,
-    test_rows: Table | Mapping[str, Table],
-    test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
-    callbacks: Sequence[Callback],
-    evaluated: Sequence[str],
-) -> Parts:
-    """Return the parts of a trainer.
+    """Parts of a trainer.
 
     Args:
         options: the run's config.
@@ -115,113 +69,126 @@ def make_parts(
         callbacks: callbacks besides those of the options.
         evaluated: metrics from which the best model is chosen.
     """
-    test_gconfig = test_workflow.gconfig if isinstance(test_workflow, RolloutWorkflow) else None
-    options = options.sampled_by(workflow.gconfig, test_gconfig)
-    trainer = options.trainer
-    sets = make_sets(options.test_data, options.rollout.sampling_of, workflow, test_rows, test_workflow)
-    reported = reported_metrics(sets, evaluated, SHOWN)
-    check_evaluated(trainer, reported.evaluated)
-    tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
-    context = check_lengths(options, [(workflow, train_rows, "train_data"), *tests])
-    data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
-    prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, trainer.seed, data.mixture)
-    loss = make_policy_loss(options)
-    run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
-    placement = Placement(options, context.length)
-    engines = placement.engines
-    return Parts(
-        options=options,
-        context=context,
-        data=data,
-        prompts=prompts,
-        run=run,
-        reported=reported,
-        placement=placement,
-        engines=engines,
-        rollouts=make_rollouts(options, engines, workflow, prompts),
-        logprobs=make_logprobs(options, engines),
-        critic=make_critic(options, engines),
-        loss=loss,
-        estimator=outcome_estimator(options.adv),
-        kl=KlCoefficient(options.kl),
-        evaluations=make_evaluations(options.test_data, trainer, run, engines, sets),
-        invalid=InvalidEvaluations(options.test_data, run),
-        recovery=TrainRecovery(engines, trainer.max_recoveries) if trainer.max_recoveries else None,
-        is_selective=is_selective(loss.configured),
-        has_adaptive_loss=options.kl.type == "loss" and options.kl.adaptive_target is not None,
-        is_single=options.responses_per_prompt == 1,
-        reward_weights={name: reward.weight for name, reward in options.reward.items()},
-        longest=options.inference_length(),
-    )
+
+    def __init__(
+        self,
+        options: PpoConfig,
+        workflow: RolloutWorkflow,
+        train_rows: Table,
+        test_rows: Table | Mapping[str, Table],
+        test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None,
+        callbacks: Sequence[Callback],
+        evaluated: Sequence[str],
+    ) -> None:
+        test_gconfig = test_workflow.gconfig if isinstance(test_workflow, RolloutWorkflow) else None
+        self.options = options = options.sampled_by(workflow.gconfig, test_gconfig)
+        """options of a run whose workflows sample so"""
+        trainer, maker = options.trainer, PartsMaker(options)
+        sets = make_sets(options.test_data, options.rollout.sampling_of, workflow, test_rows, test_workflow)
+        self.reported = reported_metrics(sets, evaluated, SHOWN)
+        check_evaluated(trainer, self.reported.evaluated)
+        tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
+        self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
+        self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
+        num_prompts = options.train_data.prompts_per_rollout
+        self.prompts = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
+        self.loss = maker.policy_loss()
+        self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
+        self.placement = Placement(options, self.context.length)
+        self.engines = engines = self.placement.engines
+        self.rollouts = maker.rollouts(engines, workflow, self.prompts)
+        self.logprobs = maker.logprobs(engines)
+        self.critic = maker.critic(engines)
+        self.estimator = outcome_estimator(options.adv)
+        """estimator of outcomes; None for gae and the whitened estimators"""
+        self.kl = KlCoefficient(options.kl)
+        self.evaluations = make_evaluations(options.test_data, trainer, self.run, engines, sets)
+        self.invalid = InvalidEvaluations(options.test_data, self.run)
+        self.stateful: dict[str, Any] = {
+            "prompts": self.prompts,
+            "kl": self.kl,
+            "rollouts": self.rollouts,
+            "evaluations": self.evaluations,
+        }
+        """parts whose state a checkpoint keeps, by name, in the order in which they resume"""
+        self.recovery = TrainRecovery(engines, trainer.max_recoveries) if trainer.max_recoveries else None
+        """None: no state is kept, and a lost worker ends the run"""
+        self.is_selective = is_selective(self.loss.configured)
+        """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
+        self.has_adaptive_loss = options.kl.type == "loss" and options.kl.adaptive_target is not None
+        """the weight of the KL in the loss follows a target"""
+        self.is_single = options.responses_per_prompt == 1
+        """true if there is one response to each prompt"""
+        self.reward_weights = {name: reward.weight for name, reward in options.reward.items()}
+        self.longest = options.inference_length()
+        """tokens of one microbatch of the actor in passes that train nothing; None is the engine's default"""
 
 
-def make_policy_loss(options: PpoConfig) -> PolicyLoss:
-    """Return the loss of the policy."""
-    actor = options.actor
-    return PolicyLoss(
-        policy_loss=actor.policy_loss.name,
-        options=actor.policy_loss.options,
-        clip_low=actor.clip,
-        clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
-        avg_level=actor.avg_level,
-        temperature=options.temperature,
-        max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
-        tis_coef=actor.tis_coef,
-        rejection=actor.rejection,
-        off_policy_threshold=actor.off_policy_threshold,
-        entropy_coef=actor.entropy_coef,
-        kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
-        kl_estimator=options.kl.loss_estimator,
-        returns_tokens=options.trainer.record != "none",
-    )
+@dataclass(frozen=True)
+class PartsMaker:
+    """Makes the parts of a trainer that read several groups of options."""
 
+    options: PpoConfig
 
-def make_logprobs(options: PpoConfig, engines: Engines) -> LogprobPasses:
-    """Return the forward passes beside the update."""
-    return LogprobPasses(
-        engines,
-        options.temperature,
-        has_reference=options.has_reference,
-        is_base_reference=options.is_base_reference,
-        has_old=options.has_old_logprobs,
-        longest=(options.inference_length(), options.inference_length(options.ref_actor)),
-        reports_off_policy=options.actor.off_policy_metrics,
-        tis_coef=options.actor.tis_coef,
-    )
+    def policy_loss(self) -> PolicyLoss:
+        """Return the loss of the policy."""
+        options, actor = self.options, self.options.actor
+        return PolicyLoss(
+            policy_loss=actor.policy_loss.name,
+            options=actor.policy_loss.options,
+            clip_low=actor.clip,
+            clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
+            avg_level=actor.avg_level,
+            temperature=options.temperature,
+            max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
+            tis_coef=actor.tis_coef,
+            rejection=actor.rejection,
+            off_policy_threshold=actor.off_policy_threshold,
+            entropy_coef=actor.entropy_coef,
+            kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
+            kl_estimator=options.kl.loss_estimator,
+            returns_tokens=options.trainer.record != "none",
+        )
 
+    def logprobs(self, engines: Engines) -> LogprobPasses:
+        """Return the forward passes beside the update."""
+        options = self.options
+        return LogprobPasses(
+            engines=engines,
+            temperature=options.temperature,
+            has_reference=options.has_reference,
+            is_base_reference=options.is_base_reference,
+            has_old=options.has_old_logprobs,
+            longest=(options.inference_length(), options.inference_length(options.ref_actor)),
+            reports_off_policy=options.actor.off_policy_metrics,
+            tis_coef=options.actor.tis_coef,
+        )
 
-def make_critic(options: PpoConfig, engines: Engines) -> Critic | None:
-    """Return the critic, if advantages need values."""
-    if engines.critic is None:
-        return None
-    loss = ValueLoss(
-        clip=options.critic.clip,
-        avg_level=options.critic.as_model(options.actor).avg_level,
-        max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
-    )
-    longest = options.inference_length(options.critic)
-    return Critic(engines, engines.critic, loss, options.actor.update_per_rollout, longest)
+    def critic(self, engines: Engines) -> Critic | None:
+        """Return the critic, if advantages need values."""
+        if engines.critic is None:
+            return None
+        options = self.options
+        loss = ValueLoss(
+            clip=options.critic.clip,
+            avg_level=options.critic.as_model(options.actor).avg_level,
+            max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
+        )
+        longest = options.inference_length(options.critic)
+        return Critic(engines, engines.critic, loss, options.actor.update_per_rollout, longest)
 
+    def rollouts(self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> Rollouts:
+        """Return the source of batches: they are generated in turns with training, or ahead of it.
 
-def make_rollouts(options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> Rollouts:
-    """Return the source of batches: they are generated in turns with training, or ahead of it.
-
-    Args:
-        options: `rollout.max_head_offpolicyness` chooses between the two.
-        engines: their rollout engine generates.
-        workflow: runs the episodes.
-        prompts: yields the items.
-    """
-    kind = RolloutsAhead if options.rollout.max_head_offpolicyness else Rollouts
-    return kind(
-        options.rollout,
-        engines.rollout,
-        workflow,
-        prompts,
-        options.train_data.prompts_per_rollout,
-        options.responses_per_prompt,
-        options.has_dynamic_filtering,
-    )
+        Args:
+            engines: their rollout engine generates.
+            workflow: runs the episodes.
+            prompts: yields the items.
+        """
+        options, rollout = self.options, self.options.rollout
+        sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
+        kind = RolloutsAhead if rollout.max_head_offpolicyness else Rollouts
+        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering)
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
@@ -234,80 +201,81 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     parts: Parts = trainer.parts
     options, rollout = parts.options, parts.engines.rollout
     record = RunRecord(options.trainer, parts.run, rollout, options.has_dynamic_filtering)
-    before = [
-        UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps),
-        Recording(record, record.begin),
-    ]
-    equal = options.equal_rewards
-    after = [Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach), LearningFacts(equal)]
-    progress = rollout.rollout_progress
-    return run_observers(parts.run, parts.reported, trainer.name, trainer.plan, progress, before, after)
+    usage, equal = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps), options.equal_rewards
+    own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
+    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach)
+    return [usage, record, *own, alarms, LearningFacts(equal)]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
-    sets = parts.evaluations.sets
-    return batch_plan(parts.options, parts.engines, workflow, parts.context, parts.data, sets)
+    plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
+    return plan.topics()
 
 
-def read_prompts(options: PpoConfig, given: ProgramObjects = NOTHING) -> tuple[Rows, dict[str, Rows]]:
+def read_prompts(
+    data: PromptOptions, test_data: Mapping[str, HeldOutPromptOptions], given: ProgramObjects = NOTHING
+) -> tuple[Rows, dict[str, Rows]]:
     """Return the rows of train_data, and the rows of each set of test_data.
 
     Args:
-        options: the run's config.
+        data: options of train_data.
+        test_data: options of the sets.
         given: rows of a program, in place of those of the paths.
     """
-    data = options.train_data
     sources = {name: given.source(source) for name, source in data.sources("train_data").items()}
     if data.streaming:
         rows = streamed_source(sources[""], "prompts", data.shuffle_buffer)
     else:
         parts = {name: read_source(source, "prompts") for name, source in sources.items()}
         rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    tests = held_out_sources(test_data, data.columns, data.system_prompt)
     return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
 
 
-def main(trainer: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
-    trainer.train(config.load(trainer.config_class, argv, aliases=trainer.config_class.aliases))
-
-
-def train(trainer: type[Any], options: PpoConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+def train(cls: type[Any], options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
 
     Args:
-        trainer: a class of trainers.
+        cls: a class of trainers.
         options: the run's config.
         given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
+
+    Raises:
+        ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
     """
     options.check_complete()
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
         rewards = ChosenRewards(options.reward, given.functions()) if options.reward else None
-        train_rows, test_rows = read_prompts(options, given)
-        workflow = workflow_maker(options, rewards, {"train_data": train_rows})
-        testing = held_out_workflows(options, workflow, rewards, test_rows, given)
+        train_rows, test_rows = read_prompts(options.train_data, options.test_data, given)
+        workflows = RunWorkflows(options)
+        workflow = workflows.maker(rewards, {"train_data": train_rows})
+        testing = workflows.held_out(workflow, rewards, test_rows, given)
 
-        def fit(options: PpoConfig) -> dict[str, float]:
+        def fit(run: TrainerOptions) -> dict[str, float]:
             with session_of(options):
+                own = options.model_copy(update={"trainer": run})
                 training = workflow(options.rollout.train_sampling_params)
-                return dict(trainer(options, training, train_rows, test_rows, testing, given.callbacks).fit())
+                return dict(cls(own, training, train_rows, test_rows, testing, given.callbacks).fit())
 
-        return fit(options) if has_session() else fit_again(fit, options)
+        return fit(options.trainer) if has_session() else fit_again(fit, options.trainer)
 
 
-def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:
+def fit_again(fit: Callable[[TrainerOptions], T], options: TrainerOptions) -> T:
     """Return what `fit` returns, called again from the newest checkpoint if a node dies with a part of the state.
 
     Args:
         fit: trains in a session of its own.
-        options: the run's config. `trainer.overwrite` applies to the first call only.
+        options: options of the run. `overwrite` applies to the first call only.
 
     Raises:
         SnapshotLost: the budget of recoveries is used up.
     """
-    budget = RestartBudget(options.trainer.max_recoveries)
+    budget = RestartBudget(options.max_recoveries)
     began: list[float] = []
     while True:
         try:
@@ -318,4 +286,4 @@ def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:
             logger.warning("training goes back to the newest checkpoint: %s", error)
         began.append(time.monotonic())
         shutdown()
-        options = options.model_copy(update={"trainer": options.trainer.model_copy(update={"overwrite": False})})
+        options = options.model_copy(update={"overwrite": False})

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import rlite
-from rlite import config
+from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import run_observers
 from rlite.assembly.plans import data_plan, model_plan
-from rlite.assembly.run_record import Recording
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options
 from rlite.data.readers.formats import RowKind
@@ -19,14 +18,14 @@ from rlite.data.readers.streaming import StreamedTable
 from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
 from rlite.data.tokens import TokenRows, mixed
-from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationRecord
 from rlite.nn.pretrained import end_ids, load_tokenizer
-from rlite.services.console.usage import Repeated, UsageReport
-from rlite.trainer.held_out import held_out_sources
+from rlite.services.console.observers import Repeated, UsageReport
+from rlite.trainer.held_out import HeldOutOptions, held_out_sources
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.saved_state import started_at
-from rlite.trainer.supervised_options import SupervisedConfig
+from rlite.trainer.supervised_options import DataOptions, SupervisedConfig
 from rlite.wording import counted
 
 
@@ -38,16 +37,8 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         repeated: returns the result of a call of the engine.
         record: record of evaluations by answers, if the trainer makes some.
     """
-    before: list[Observer] = [UsageReport(trainer.engine, repeated)]
-    if record is not None:
-        before.append(Recording(record, lambda: begin_record(trainer, record)))
-    return run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan, before=before)
-
-
-def begin_record(trainer: Any, record: EvaluationRecord) -> None:
-    """Begin a record, if there are sets that the model answers."""
-    if trainer.generated:
-        record.open(load_tokenizer(trainer.model.model_name))
+    own = run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan)
+    return [UsageReport(trainer.engine, repeated), *filter(None, [record]), *own]
 
 
 def make_plan(trainer: Any) -> dict[str, str]:
@@ -76,52 +67,49 @@ def make_plan(trainer: Any) -> dict[str, str]:
     }
 
 
-def main(trainer: type[Any], argv: Sequence[str]) -> None:
-    """Run a trainer from the command line."""
-    trainer.train(config.load(trainer.config_class, argv))
-
-
-def train(trainer: type[Any], options: SupervisedConfig, given: ProgramObjects) -> dict[str, float]:
-    """Return the metrics of the last step of a run in the program's session, or in one of its own.
+def train(cls: type[Any], options: SupervisedConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
 
     Args:
-        trainer: a class of trainers.
+        cls: a class of trainers.
         options: the trainer's config.
         given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
     """
     serve_if_worker(options)
     with CLOCK.fixed(started_at(options)):
-        model_name = getattr(options, trainer.key).model_name
-        rows, test_rows = read_tokens(options, model_name, trainer.tokenise, trainer.kind, given)
-        further = trainer.read_further(options, given)
+        model_name = getattr(options, cls.key).model_name
+        rows, test_rows = read_tokens(options.data, options.test_data, model_name, cls.tokenise, cls.kind, given)
+        further = cls.read_further(options, given)
         with session_of(options):
-            return dict(trainer(options, rows, test_rows, given.callbacks, **further).fit())
+            return dict(cls(options, rows, test_rows, given.callbacks, **further).fit())
 
 
 def read_tokens(
-    options: SupervisedConfig,
+    data: DataOptions,
+    test_data: Mapping[str, HeldOutOptions],
     model_name: str,
     tokenise: Callable[..., TokenRows],
     kind: RowKind,
     given: ProgramObjects = NOTHING,
 ) -> tuple[TokenRows, dict[str, TokenRows]]:
-    """Return the token rows of options.data, and of each set of options.test_data.
+    """Return the token rows of the data, and of each set to evaluate on.
 
     Args:
-        options: the trainer's config.
+        data: options of the data.
+        test_data: options of the sets by name.
         model_name: checkpoint with the tokenizer.
         tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
         kind: what the rows are for.
         given: rows of a program, in place of those of the paths.
     """
-    tokenizer, data = load_tokenizer(model_name), options.data
+    tokenizer = load_tokenizer(model_name)
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
-    template_options = {
-        **data.chat_template_options,
-        **({"last_turn_only": True} if data.last_turn_only else {}),
-        "escape_special_tokens": data.escape_special_tokens,
-    }
+    turns = {"last_turn_only": True} if data.last_turn_only else {}
+    template_options = {**data.chat_template_options, **turns, "escape_special_tokens": data.escape_special_tokens}
 
     def tokens_of(table: Rows, source: Source, ends: LearntEnds, limit: int | None = None) -> TokenRows:
         made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, ends=ends, **template_options)
@@ -139,8 +127,7 @@ def read_tokens(
         parts = {name: tokens(source, ends) for name, source in sources.items()}
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
     ends.is_settled = True
-    sets = {name: each for name, each in options.test_data.items() if not each.is_generated}
+    sets = {name: each for name, each in test_data.items() if not each.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
-    return replace(rows, ends=ends), {
-        name: tokens(source, test_ends, options.test_data[name].limit) for name, source in tests.items()
-    }
+    test_rows = {name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()}
+    return replace(rows, ends=ends), test_rows

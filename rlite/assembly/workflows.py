@@ -58,61 +58,10 @@ class Context:
     def describe(self, max_new_tokens: int) -> str:
         """Return what fits, in words and numbers."""
         room = self.length - self.longest_prompt
-        prompts = (
-            f"prompts of at most {self.longest_prompt}" if self.longest_prompt else "prompts that are not known yet"
-        )
+        prompts = f"prompts {f'of at most {self.longest_prompt}' if self.longest_prompt else 'that are not known yet'}"
         if room >= max_new_tokens:
             return f"at most {self.length} tokens; {prompts}"
         return f"at most {self.length} tokens; {prompts}, after which {room} of {max_new_tokens} new tokens fit"
-
-
-def context_limit(options: PpoConfig) -> int:
-    """Return the longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
-    limits = [limit for model in options.models if (limit := model_limit(model.model_name)) is not None]
-    return min([options.max_length, *limits])
-
-
-def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
-    """Return the context to serve, after a check of all prompts.
-
-    Args:
-        options: the run's config.
-        sources: each workflow with its rows, which may be none, and their option, for messages.
-
-    Raises:
-        ConfigError: the sequences of a step do not fit into the memory of this machine.
-    """
-    limit, longest = context_limit(options), []
-    vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
-    for workflow, rows, where in sources:
-        how: Any = {"workflow": workflow, "max_length": limit, "where": where, "vocab_size": vocab_size}
-        if (stream := stream_of(rows)) is not None:
-            stream.check("prompts", partial(check_openings, **how))
-            longest.append((workflow, 0))  # of prompts that are not read yet
-        elif rows:
-            longest.append((workflow, check_openings(rows, **how)))
-    context, num = make_context(options, limit, longest), options.num_sequences
-    least = context.host_gib(num, context.longest_prompt)
-    if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
-        what = f"train_data.prompts_per_rollout x train_data.responses_per_prompt = {num:,} sequences in a step"
-        raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
-    return context
-
-
-def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
-    """Return the context to serve: what prompts and new tokens need, at most the limit.
-
-    Args:
-        options: the run's config; its `rollout.max_model_len`, if set, is the answer.
-        limit: what `context_limit` returns.
-        prompts: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
-    """
-    pairs = list(prompts)
-    needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in pairs]
-    longest_prompt = max(longest for _, longest in pairs)
-    if options.rollout.max_model_len is not None:
-        return Context(options.rollout.max_model_len, longest_prompt)
-    return Context(min([limit, *([] if None in needs else [max(need for need in needs if need)])]), longest_prompt)
 
 
 def check_openings(
@@ -141,68 +90,6 @@ OPTIONS_KEY = "train_data.chat_template_options"
 Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def workflow_maker(
-    options: PpoConfig, rewards: ChosenRewards | None, tables: Tables, workflow: str | None = None
-) -> Callable[[SamplingOptions], RolloutWorkflow]:
-    """Return a function that makes the workflow of a source of rewards with some sampling.
-
-    Args:
-        options: the run's config.
-        rewards: the rewards of `reward`; None if the options name another source.
-        tables: rows of the data, by their option.
-        workflow: name of a registered workflow; default: the workflow of the run, unless there are rewards.
-
-    Raises:
-        DataError: a row lacks a column that a reward needs.
-    """
-    template_options = options.train_data.chat_template_options
-    if rewards is not None:
-        make = _of_rewards(rewards, tables)
-    else:
-        make = _other_source(options) if workflow is None else WORKFLOWS[workflow]
-    tokenizer: Any = load_tokenizer(options.actor.model_name)
-    if template_options:
-        check_template_options(tokenizer, template_options, OPTIONS_KEY)
-        make = partial(_taking_options(make), chat_template_options=template_options)
-    if options.rollout.escape_special_tokens:
-        tokenizer = EscapingTokenizer(tokenizer)
-    return lambda sampling: make(sampling.gconfig(), tokenizer)
-
-
-def held_out_workflows(
-    options: PpoConfig,
-    make: Callable[[SamplingOptions], RolloutWorkflow],
-    rewards: ChosenRewards | None,
-    tables: Tables,
-    given: ProgramObjects,
-) -> dict[str, RolloutWorkflow]:
-    """Return the workflow of each set to evaluate on, by the set's name.
-
-    Args:
-        options: the run's config.
-        make: makes the workflow of the run's source of rewards.
-        rewards: the rewards of `reward`; None if the options name another source.
-        tables: rows of each set, by its name.
-        given: reward functions of a program, in place of those of the paths.
-
-    Raises:
-        ConfigError: a reward of a set cannot be used.
-        DataError: a row lacks a column that a reward needs.
-    """
-    found = {}
-    for name, rows in tables.items():
-        own, key = options.test_data[name], key_of(name)
-        make_own = make
-        if own.reward:
-            make_own = workflow_maker(options, own_rewards(own, key, given), {key: rows})
-        elif own.workflow is not None:
-            make_own = workflow_maker(options, None, {}, own.workflow)
-        elif rewards is not None:
-            rewards.check_columns(rows, key)
-        found[name] = make_own(options.rollout.sampling_of(own.sampling))
-    return found
-
-
 def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., RolloutWorkflow]:
     """Return a maker of workflows that takes `chat_template_options`.
 
@@ -227,13 +114,119 @@ def _of_rewards(rewards: ChosenRewards, tables: Tables) -> Callable[..., Rollout
     return partial(SingleTurnWorkflow, rewards.make())
 
 
-def _other_source(options: PpoConfig) -> Callable[..., RolloutWorkflow]:
-    rollout = options.rollout
-    if rollout.workflow is not None:
-        return WORKFLOWS[rollout.workflow]
-    assert rollout.env_path is not None
-    make = environment_workflow(rollout.env_path, **rollout.process_options)
-    return partial(make, max_turns=rollout.max_turns, max_length=context_limit(options))
+@dataclass(frozen=True)
+class RunWorkflows:
+    """The workflows of a run, and the lengths of their sequences."""
+
+    options: PpoConfig
+
+    @property
+    def context_limit(self) -> int:
+        """The longest sequence, in tokens, that devices, models and `rollout.max_model_len` allow."""
+        limits = [limit for model in self.options.models if (limit := model_limit(model.model_name)) is not None]
+        return min([self.options.max_length, *limits])
+
+    def check_lengths(self, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
+        """Return the context to serve, after a check of all prompts.
+
+        Args:
+            sources: each workflow with its rows, which may be none, and their option, for messages.
+
+        Raises:
+            ConfigError: the sequences of a step do not fit into the memory of this machine.
+        """
+        options, limit, longest = self.options, self.context_limit, []
+        vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
+        for workflow, rows, where in sources:
+            how: Any = {"workflow": workflow, "max_length": limit, "where": where, "vocab_size": vocab_size}
+            if (stream := stream_of(rows)) is not None:
+                stream.check("prompts", partial(check_openings, **how))
+                longest.append((workflow, 0))  # of prompts that are not read yet
+            elif rows:
+                longest.append((workflow, check_openings(rows, **how)))
+        context, num = self.make_context(limit, longest), options.num_sequences
+        least = context.host_gib(num, context.longest_prompt)
+        if least > (gib := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30):
+            what = f"train_data.prompts_per_rollout x train_data.responses_per_prompt = {num:,} sequences in a step"
+            raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
+        return context
+
+    def make_context(self, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
+        """Return the context to serve: `rollout.max_model_len`, or what prompts and new tokens need.
+
+        Args:
+            limit: `context_limit`.
+            prompts: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
+        """
+        pairs = list(prompts)
+        needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in pairs]
+        longest_prompt = max(longest for _, longest in pairs)
+        length = self.options.rollout.max_model_len
+        if length is None:
+            length = limit if None in needs else min(limit, max(need for need in needs if need))
+        return Context(length, longest_prompt)
+
+    def maker(
+        self, rewards: ChosenRewards | None, tables: Tables, workflow: str | None = None
+    ) -> Callable[[SamplingOptions], RolloutWorkflow]:
+        """Return a function that makes the workflow of a source of rewards with some sampling.
+
+        Args:
+            rewards: the rewards of `reward`; None if the options name another source.
+            tables: rows of the data, by their option.
+            workflow: name of a registered workflow; default: the workflow of the run, unless there are rewards.
+
+        Raises:
+            DataError: a row lacks a column that a reward needs.
+        """
+        options, rollout = self.options, self.options.rollout
+        template_options, name = options.train_data.chat_template_options, workflow or rollout.workflow
+        if rewards is not None:
+            make = _of_rewards(rewards, tables)
+        elif name is not None:
+            make = WORKFLOWS[name]
+        else:
+            assert rollout.env_path is not None
+            make = environment_workflow(rollout.env_path, **rollout.process_options)
+            make = partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
+        tokenizer: Any = load_tokenizer(options.actor.model_name)
+        if template_options:
+            check_template_options(tokenizer, template_options, OPTIONS_KEY)
+            make = partial(_taking_options(make), chat_template_options=template_options)
+        if rollout.escape_special_tokens:
+            tokenizer = EscapingTokenizer(tokenizer)
+        return lambda sampling: make(sampling.gconfig(), tokenizer)
+
+    def held_out(
+        self,
+        make: Callable[[SamplingOptions], RolloutWorkflow],
+        rewards: ChosenRewards | None,
+        tables: Tables,
+        given: ProgramObjects,
+    ) -> dict[str, RolloutWorkflow]:
+        """Return the workflow of each set to evaluate on, by the set's name.
+
+        Args:
+            make: makes the workflow of the run's source of rewards.
+            rewards: the rewards of `reward`; None if the options name another source.
+            tables: rows of each set, by its name.
+            given: reward functions of a program, in place of those of the paths.
+
+        Raises:
+            ConfigError: a reward of a set cannot be used.
+            DataError: a row lacks a column that a reward needs.
+        """
+        found = {}
+        for name, rows in tables.items():
+            own, key, make_own = self.options.test_data[name], key_of(name), make
+            if own.reward:
+                make_own = self.maker(own_rewards(own, key, given), {key: rows})
+            elif own.workflow is not None:
+                make_own = self.maker(None, {}, own.workflow)
+            elif rewards is not None:
+                rewards.check_columns(rows, key)
+            found[name] = make_own(self.options.rollout.sampling_of(own.sampling))
+        return found
 
 
 def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 if TYPE_CHECKING:
     from rlite.control.job import JobHandle, JobResult, RLJob, RLJobBuilder
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlite.control.spec import JobSpec, RLRoleType, RoleSpec
     from rlite.control.workers import BaseTrainer, BaseWorkload
 
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
         "rlite.control.job": "JobHandle JobResult RLJob RLJobBuilder",

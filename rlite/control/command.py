@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -16,14 +16,14 @@ from typing import ClassVar
 from rlite.arguments import named
 from rlite.config import Natural, Options, load
 from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
-from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
+from rlite.control.job import NEEDS_RAY, JobHandle, JobResult, connect, job_of
 from rlite.control.spec import TRAINER, JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
+from rlite.imports import require
 from rlite.runtime.owner import Owner
 from rlite.runtime.storage.texts import FileStore
 from rlite.services.recovery.failover import JobState
-from rlite.services.recovery.record import JobRecord, load_record
-from rlite.services.recovery.reporting import clock
+from rlite.services.recovery.record import JobRecord, clock, load_record
 
 JOB_SERVERS = ("http://", "https://")
 STOPPED = 143
@@ -118,7 +118,7 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
     Raises:
         ConfigError: Ray is not installed, or a file is not in this folder.
     """
-    check_ray()
+    require(*NEEDS_RAY)
     folder = Path.cwd()
     if outside := [file for file in files if not Path(file).resolve().is_relative_to(folder)]:
         raise ConfigError(
@@ -144,7 +144,7 @@ def status(arguments: Sequence[str]) -> None:
         return
     known = entries() if query.address is None else []
     on_cluster = set()
-    with suppress(ConfigError) if known else nullcontext():  # the jobs from here may be all
+    with suppress(*([ConfigError] if known else [])):  # the jobs from here may be all
         connect(None, query.address)
         for name in importlib.import_module("rlite.runtime.cluster.ray.fleet").RayStore().names():
             handle = JobHandle(name)
@@ -157,10 +157,9 @@ def status(arguments: Sequence[str]) -> None:
             _show(name, record, handle)
     for entry in known:
         if entry.submission not in on_cluster:
-            kept = _kept(entry)
-            stage = "on its cluster" if kept is None else kept.state.stage
-            of = entry.run_folder or entry.name
-            print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {of}")
+            stage = "on its cluster" if (kept := _kept(entry)) is None else kept.state.stage
+            name = entry.run_folder or entry.name
+            print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {name}")
 
 
 def _show(name: str, record: JobRecord, handle: JobHandle | None) -> None:

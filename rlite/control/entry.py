@@ -120,29 +120,26 @@ def keep_record(name: str, record: JobRecord) -> None:
             save_record(FileStore(folder / RECORD), name, record)
 
 
-@dataclass(frozen=True)
-class JobProcess:
-    """Maker of the worker of a job's process.
+def run_in_job(job: str, submission: str, role: str, factory: WorkerFactory, context: WorkerContext) -> Any:
+    """Return the worker of a job's process.
 
     Programs that the process starts end with it. `rlite logs` finds its output, which Ray writes into files.
+
+    Args:
+        job: name of the job.
+        submission: its submission.
+        role: role of the process.
+        factory: makes the worker.
+        context: place of the process.
     """
-
-    job: str
-    submission: str
-    role: str
-    factory: WorkerFactory
-    """makes the worker"""
-
-    def __call__(self, context: WorkerContext) -> Any:
-        """Return the worker."""
-        own_children()
-        folder = folder_of(self.job, self.submission) / "output"
-        for stream, number in (("out", 1), ("err", 2)):
-            with suppress(OSError):  # a system without /proc, or a folder that cannot be written
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                link = folder / f"{self.role}-{context.rank}.{os.getpid()}.{stream}"
-                link.symlink_to(os.readlink(f"/proc/self/fd/{number}"))
-        return self.factory(context)
+    own_children()
+    folder = folder_of(job, submission) / "output"
+    for stream, number in (("out", 1), ("err", 2)):
+        with suppress(OSError):  # a system without /proc, or a folder that cannot be written
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            link = folder / f"{role}-{context.rank}.{os.getpid()}.{stream}"
+            link.symlink_to(os.readlink(f"/proc/self/fd/{number}"))
+    return factory(context)
 
 
 class JobOutput:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -63,9 +65,10 @@ class JobHandle:
     """
 
     def __init__(self, name: str, submission: str = "", store: str = "ray") -> None:
-        self.name = name
-        self._submission, self._store = submission, store
+        self.name, self._submission, self._store = name, submission, store
         self._fleet = _ray("fleet")
+        self._processes = self._fleet.Fleet(name)
+        self._ask: Callable[..., Any] = self._fleet.Service(name).ask
 
     def record(self) -> JobRecord:
         """Return the job's state and log, which a store may keep after the end."""
@@ -91,7 +94,7 @@ class JobHandle:
 
     def orphans(self) -> list[str]:
         """Return the names of the job's processes that have no master."""
-        names = self._fleet.Fleet(self.name).names()
+        names = self._processes.names()
         return [] if "master" in names else names
 
     def stop(self, why: str = "stopped on request", is_now: bool = False) -> None:
@@ -109,7 +112,7 @@ class JobHandle:
         except JobNotFound:
             if not self.orphans():
                 raise
-            self._fleet.Fleet(self.name).end()
+            self._processes.end()
             store = self._fleet.make_store(self._store)
             record = load_record(store, self.name) or JobRecord(self._submission)
             state = replace(record.state, stage="STOPPED", error=f"{why}; its master was gone")
@@ -127,41 +130,28 @@ class JobHandle:
         Raises:
             CallTimeout: the job still runs.
         """
-        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while True:
-            left = max(deadline - time.monotonic(), 0.0)
-            record = self._record("wait", min(WAIT_S, left))
-            if record.state.has_ended:
-                break
+        left = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + left
+        while not (record := self._record("wait", min(WAIT_S, left))).state.has_ended:
             if left == 0.0:
                 raise CallTimeout(f"job {self.name!r} still runs after {timeout:g} s; stop() ends it")
-        processes = self._fleet.Fleet(self.name)
-        processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
-        processes.end()
+            left = max(deadline - time.monotonic(), 0.0)
+        self._processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
+        self._processes.end()
         self._fleet.drop_plan(self.name, record.submission)
         keep_record(self.name, record)
-        state = record.state
-        is_stopped = state.stage == "STOPPED"
-        return JobResult(state.stage == "FINISHED", state.restarts, record.log, state.error, is_stopped)
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._fleet.Service(self.name).ask(method, *args)
+        stage, state = record.state.stage, record.state
+        return JobResult(stage == "FINISHED", state.restarts, record.log, state.error, stage == "STOPPED")
 
 
 class RLJob:
     """A job that was checked. `RLJobBuilder` makes it, and `job_of` from a spec."""
 
     def __init__(self, spec: JobSpec, classes: JobClasses) -> None:
-        self.spec = spec
-        self.classes = classes
-        self.layout = spec.layout()
+        self.spec, self.classes, self.layout = spec, classes, spec.layout()
 
     def submit(
-        self,
-        job_name: str = "rlite-job",
-        blocking: bool = True,
-        job_max_restart: int = 10,
-        address: str | None = None,
+        self, job_name: str = "rlite-job", blocking: bool = True, job_max_restart: int = 10, address: str | None = None
     ) -> JobResult | JobHandle:
         """Run the job on a Ray cluster: the connected one, the one at `address`, or one that is started for it.
 
@@ -183,8 +173,7 @@ class RLJob:
             raise ConfigError(f"job_max_restart={job_max_restart!r}: expected a number of restarts, 0 or more")
         connect(self.spec, address)
         fleet = _ray("fleet")
-        kind = self.spec.device_type
-        check_capacity(self.layout, fleet.capacities(self.spec.device_kind), kind)
+        check_capacity(self.layout, fleet.capacities(self.spec.device_kind), self.spec.device_type)
         processes = fleet.Fleet(job_name)
         if processes.names():
             raise ConfigError(f"job_name={job_name!r}: {fleet.TAKEN}")
@@ -213,29 +202,16 @@ class RLJob:
 
     def plan(self, job_name: str, job_max_restart: int) -> JobPlan:
         """Return what the master of a new submission needs."""
-        return JobPlan(
-            name=job_name,
-            submission=uuid.uuid4().hex,
-            spec=self.spec,
-            classes=self.classes,
-            layout=self.layout,
-            policy=self.spec.policy(job_max_restart),
-            folder=os.getcwd(),
-        )
+        policy = self.spec.policy(job_max_restart)
+        return JobPlan(job_name, uuid.uuid4().hex, self.spec, self.classes, self.layout, policy, os.getcwd())
 
     def _entry(self, plan: JobPlan) -> JobEntry:
         address = _ray("fleet").cluster_address()
-        is_own = _ray("connection").is_started_here(address)
         trainer = self.spec.config.get("trainer") if self.spec.is_program else None
         folder = trainer.get("save_dir") if isinstance(trainer, dict) else None
-        return JobEntry(
-            name=plan.name,
-            submission=plan.submission,
-            address=address,
-            store=self.spec.store,
-            run_folder=os.path.realpath(folder) if isinstance(folder, str) else "",
-            owner=Owner.of_this_process() if is_own else None,
-        )
+        run_folder = os.path.realpath(folder) if isinstance(folder, str) else ""
+        owner = Owner.of_this_process() if _ray("connection").is_started_here(address) else None
+        return JobEntry(plan.name, plan.submission, address, self.spec.store, run_folder, owner)
 
     def _end(self, handle: JobHandle) -> str:
         """Let a job whose submitter was interrupted save and end. A second interruption ends it at once.
@@ -258,11 +234,9 @@ class RLJob:
 
     def _abandon(self, handle: JobHandle) -> None:
         """End a job whose submitter no longer waits."""
-        try:
+        with suppress(RliteError):  # the cluster is gone, or does not answer; the first error counts
             handle.stop("its submitter was interrupted", is_now=True)
             handle.result(timeout=60.0)
-        except RliteError:  # the cluster is gone, or does not answer; the first error counts
-            return
 
 
 def make_master(job: str, submission: str) -> Any:
@@ -293,10 +267,7 @@ def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
     Raises:
         ConfigError: the class cannot be imported, or is no BaseWorkload.
     """
-    where = role.lower()
-    found, options = _plain(_imported(where, given))
-    if not isinstance(found, type) or not issubclass(found, BaseWorkload):
-        raise ConfigError(f"{where}: {_name(found)} is not a class that extends rlite.control.BaseWorkload")
+    found, options = _subclass(role.lower(), given, BaseWorkload)
     return WorkloadClass(label_of(found), cloudpickle.dumps(found), interface_of(found), options)
 
 
@@ -311,9 +282,7 @@ def trainer_class(given: Any) -> type[BaseTrainer]:
     Raises:
         ConfigError: the class cannot be imported, is no BaseTrainer, or lacks `init` or `fit`.
     """
-    found, _ = _plain(_imported("trainer", given))
-    if not isinstance(found, type) or not issubclass(found, BaseTrainer):
-        raise ConfigError(f"trainer: {_name(found)} is not a class that extends rlite.control.BaseTrainer")
+    found, _ = _subclass("trainer", given, BaseTrainer)
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
     return found
@@ -330,15 +299,23 @@ def check_program(module: str) -> None:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"trainer: {module!r} cannot be found: {error}") from error
     if found is None:
-        raise ConfigError(
-            f"trainer: no module {module!r}; expected a module such as rlite.trainer.ppo, or module:Class"
-        )
+        expected = "expected a module such as rlite.trainer.ppo, or module:Class"
+        raise ConfigError(f"trainer: no module {module!r}; {expected}")
 
 
-def _plain(given: Any) -> tuple[Any, dict[str, Any]]:
-    if not hasattr(given, "__ray_metadata__"):
-        return given, {}
-    return _ray("host").plain_class(given)
+def _subclass(where: str, given: Any, base: type) -> tuple[Any, dict[str, Any]]:
+    """Return a class that extends a base, and its options of `@ray.remote`.
+
+    Raises:
+        ConfigError: it cannot be imported, or is another object.
+    """
+    found, options = _imported(where, given), {}
+    if hasattr(found, "__ray_metadata__"):
+        found, options = _ray("host").plain_class(found)
+    if not isinstance(found, type) or not issubclass(found, base):
+        name = getattr(found, "__name__", repr(found))
+        raise ConfigError(f"{where}: {name} is not a class that extends rlite.control.{base.__name__}")
+    return found, options
 
 
 def _imported(where: str, given: Any) -> Any:
@@ -356,17 +333,8 @@ def _imported(where: str, given: Any) -> Any:
     return getattr(module, name)
 
 
-def _name(found: Any) -> str:
-    return getattr(found, "__name__", repr(found))
-
-
-def check_ray() -> None:
-    """Check that Ray is installed.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
-    require("the control plane needs", "ray", "ray")
+NEEDS_RAY = ("the control plane needs", "ray", "ray")
+"""arguments of `require` for Ray"""
 
 
 def connect(spec: JobSpec | None, address: str | None) -> None:
@@ -379,12 +347,12 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.
     """
-    check_ray()
-    connection = _ray("connection")
+    require(*NEEDS_RAY)
+    make = _ray("connection").RayConnection
     if spec is None:
-        made = connection.RayConnection("cpu", None, address, may_start=False)
+        made = make("cpu", None, address, may_start=False)
     else:
-        made = connection.RayConnection(spec.device_kind, spec.node_num * spec.device_per_node, address)
+        made = make(spec.device_kind, spec.node_num * spec.device_per_node, address)
     importlib.import_module("rlite.runtime.cluster.session").at_shutdown(made.close)
 
 
@@ -396,41 +364,40 @@ def _ray(module: str) -> Any:
 class RoleBuilder:
     """Options of one role. `end()` returns to the job."""
 
-    def __init__(self, job: RLJobBuilder, values: dict[str, Any]) -> None:
-        self._job = job
-        self._values = values
+    def __init__(self, job: RLJobBuilder, workload: Any) -> None:
+        self._job, self._workload = job, workload
+        self._values: dict[str, Any] = {}
 
     def total(self, total: int) -> RoleBuilder:
         """Set the number of workloads."""
-        return self._with("total", total)
+        return self._with(total=total)
 
     def per_node(self, per_node: int) -> RoleBuilder:
         """Set the number of workloads on one node."""
-        return self._with("per_node", per_node)
+        return self._with(per_node=per_node)
 
     def env(self, env: Mapping[str, Any]) -> RoleBuilder:
         """Set environment variables of the workloads."""
-        return self._with("env", dict(env))
+        return self._with(env=dict(env))
 
     def resource(self, resource: Mapping[str, float] | None = None, **more: float) -> RoleBuilder:
         """Set the Ray resources of one workload: `resource(GPU=0.5)` or `resource({"GPU": 0.5})`."""
         given = {**(resource or {}), **more}
-        return self._with("resource", {name: float(amount) for name, amount in given.items()})
+        return self._with(resource={name: float(amount) for name, amount in given.items()})
 
     def on_failure(
         self, level: Literal["ignore", "workload", "role", "job"], max_restarts: int | None = None
     ) -> RoleBuilder:
         """Set the failure scope and restart limit."""
-        if max_restarts is not None:
-            self._with("max_restarts", max_restarts)
-        return self._with("on_failure", level)
+        limit = {} if max_restarts is None else {"max_restarts": max_restarts}
+        return self._with(on_failure=level, **limit)
 
     def end(self) -> RLJobBuilder:
         """Return to the job."""
         return self._job
 
-    def _with(self, name: str, value: Any) -> RoleBuilder:
-        self._values[name] = value
+    def _with(self, **values: Any) -> RoleBuilder:
+        self._values.update(values)
         return self
 
 
@@ -440,21 +407,20 @@ class RLJobBuilder:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._trainer: Any = None
-        self._roles: dict[RLRoleType, dict[str, Any]] = {}
-        self._classes: dict[RLRoleType, Any] = {}
+        self._roles: dict[RLRoleType, RoleBuilder] = {}
         self._collocations: list[list[str]] = []
 
     def node_num(self, num: int) -> RLJobBuilder:
         """Set the number of nodes."""
-        return self._with("node_num", num)
+        return self.options(node_num=num)
 
     def device_per_node(self, num: int) -> RLJobBuilder:
         """Set the number of devices on each node."""
-        return self._with("device_per_node", num)
+        return self.options(device_per_node=num)
 
     def device_type(self, kind: str) -> RLJobBuilder:
         """Set the kind of the devices: "CPU" or "GPU"."""
-        return self._with("device_type", str(kind).upper())
+        return self.options(device_type=str(kind).upper())
 
     def config(self, config: Mapping[str, Any] | DictConfig) -> RLJobBuilder:
         """Set the configuration of the trainer and the workloads.
@@ -466,11 +432,11 @@ class RLJobBuilder:
             config = OmegaConf.to_container(config)  # type: ignore[assignment]
         if not isinstance(config, Mapping):
             raise ConfigError(f"config: expected a mapping, found a {type(config).__name__}")
-        return self._with("config", dict(config))
+        return self.options(config=dict(config))
 
     def global_env(self, env: Mapping[str, Any]) -> RLJobBuilder:
         """Set environment variables of the trainer and all workloads."""
-        return self._with("global_env", dict(env))
+        return self.options(global_env=dict(env))
 
     def options(self, **options: Any) -> RLJobBuilder:
         """Set further options of `JobSpec`, such as `start_timeout`."""
@@ -522,9 +488,9 @@ class RLJobBuilder:
             raise ConfigError("a job needs a trainer: .trainer(MyTrainer)")
         if RLRoleType.ACTOR not in self._roles:
             raise ConfigError("a job needs an actor: .actor(MyActor).total(N).per_node(N).end()")
-        workloads = {role: workload_class(role, self._classes[role]) for role in self._roles}
+        workloads = {role: workload_class(role, own._workload) for role, own in self._roles.items()}
         trainer = trainer_class(self._trainer)
-        roles = {role.lower(): {"workload": workloads[role].label, **values} for role, values in self._roles.items()}
+        roles = {role.lower(): {"workload": workloads[role].label, **own._values} for role, own in self._roles.items()}
         rest = {"trainer": label_of(trainer), "collocations": self._collocations}
         spec = JobSpec(**{**self._values, **roles, **rest})
         return RLJob(spec, JobClasses(cloudpickle.dumps(trainer), workloads))
@@ -532,13 +498,8 @@ class RLJobBuilder:
     def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
         if role in self._roles:
             raise ConfigError(f"{role} is already in the job")
-        self._classes[role] = _given(workload, class_name)
-        self._roles[role] = {}
-        return RoleBuilder(self, self._roles[role])
-
-    def _with(self, name: str, value: Any) -> RLJobBuilder:
-        self._values[name] = value
-        return self
+        self._roles[role] = RoleBuilder(self, _given(workload, class_name))
+        return self._roles[role]
 
 
 def _given(given: Any, class_name: str | None) -> Any:

@@ -32,11 +32,8 @@ from rlite.runtime.cluster.host import CallPosition
 from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, is_restarted, kept_plan, make_store, own_node
 from rlite.runtime.storage.texts import StateStore
 from rlite.services.recovery import failover
-from rlite.services.recovery.failover import (
-    WorkloadId,
-)
-from rlite.services.recovery.record import JobRecord, LogEntry, load_record, save_record
-from rlite.services.recovery.reporting import TrainerReport
+from rlite.services.recovery.failover import WorkloadId
+from rlite.services.recovery.record import JobRecord, LogEntry, TrainerReport, load_record, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,8 @@ class Master:
             Fleet(job).end()
             why = f"the master cannot read its state: {type(error).__name__}: {error}"
             logger.error("job %s: %s", job, why)
-            self._record = _failed(submission, why)
+            ended = JobRecord(submission, failover.JobState(stage="ERROR", error=why))
+            self._record = ended.noted(LogEntry(time.time(), "ERROR", why, "end the job"))
             with suppress(OSError):  # the end then stands in memory alone
                 save_record(self._store, job, self._record)
                 keep_record(job, self._record)
@@ -147,8 +145,7 @@ class Master:
         self._keep(replace(self._record.noted(entry), state=decision.state))
         self._judge.forget(lambda life: not self._is_wanted(life))
         for action in decision.actions:
-            if not isinstance(action, failover.EndJob):
-                self._in_thread(self._perform, action)
+            self._in_thread(self._perform, action)
 
     def _is_wanted(self, life: WorkloadId) -> bool:
         return life == trainer_life(self._state.run) if life.role == TRAINER else self._state.is_current(life)
@@ -169,12 +166,13 @@ class Master:
     # Actions
 
     def _perform(self, action: failover.Action) -> None:
-        if isinstance(action, failover.StartTrainer):
-            self._start_trainer(action)
-        elif isinstance(action, failover.InterruptTrainer):
-            self._processes.interrupt_trainer()
-        elif not isinstance(action, failover.EndJob):
-            self._recover(action)
+        match action:
+            case failover.StartTrainer():
+                self._start_trainer(action)
+            case failover.InterruptTrainer():
+                self._processes.interrupt_trainer()
+            case failover.CreateJob() | failover.RestartRole() | failover.RestartWorkload():
+                self._recover(action)
 
     def _recover(self, action: failover.CreateJob | failover.RestartRole | failover.RestartWorkload) -> None:
         try:
@@ -347,11 +345,6 @@ def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, 
         lost = f"the record of an earlier submission is replaced, which had not ended ({stored.state.stage})"
         own = own.noted(LogEntry(time.time(), "INIT", lost))
     return own, True
-
-
-def _failed(submission: str, why: str) -> JobRecord:
-    state = failover.JobState(stage="ERROR", error=why)
-    return JobRecord(submission, state).noted(LogEntry(time.time(), "ERROR", why, "end the job"))
 
 
 def _detail(event: failover.Event) -> str:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from rlite.control.entry import JobProcess
+from rlite.control.entry import run_in_job
 from rlite.control.health import NodeAgent
-from rlite.control.program import Program
 from rlite.control.role_group import Rendezvous
 from rlite.control.spec import TRAINER, JobPlan, RLRoleType, actor_name, trainer_life
-from rlite.control.workers import RoleActors, TrainerFactory, TrainerOutcome, WorkloadFactory
+from rlite.control.workers import ProgramProcess, RoleActors, TrainerOutcome, TrainerProcess, make_workload
 from rlite.runtime.cluster.group import WorkerGroup, worker_name
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerFactory, WorkerHost
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.cluster.ray import fleet
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
@@ -53,8 +52,7 @@ class JobProcesses:
     """All processes of a job. Threads of several actions may use it at the same time."""
 
     def __init__(self, plan: JobPlan, own: fleet.Fleet) -> None:
-        self._plan = plan
-        self._fleet = own
+        self._plan, self._fleet = plan, own
         self._reserved: dict[int, fleet.Reserved] = {}
         self._groups: dict[RLRoleType, WorkerGroup] = {}
         self._rendezvous = Rendezvous(plan.spec.start_timeout)
@@ -165,12 +163,7 @@ class JobProcesses:
     def adopt(self, lives: Lives) -> dict[WorkloadId, ProcessView]:
         """Return the processes that another master started, and use them."""
         for role, each in lives.items():
-            handles = [
-                handle_of(
-                    self._fleet.find(actor_name(life)), worker_name(str(role), life.rank, self._device(role, life.rank))
-                )
-                for life in each
-            ]
+            handles = [handle_of(self._fleet.find(actor_name(life)), self._name_of(role, life.rank)) for life in each]
             self._groups[role] = self._group(role, handles)
             told = _values([h.aside((str(role), rank), "_rendezvous_address") for rank, h in enumerate(handles)])
             if told:
@@ -194,19 +187,19 @@ class JobProcesses:
         num_gpus = float(plan.spec.device_per_node) if place and plan.spec.device_type == "GPU" else 0.0
         actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
-        group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory: Any = (
-            Program(plan, fleet.cluster_address(), has_begun) if plan.spec.is_program else self._trainer_factory()
-        )
-        group.create(self._in_job(TRAINER, factory), ["cpu"], [0], [0], plan.spec.start_timeout)
+        device = Device("", 0)
+        group = WorkerGroup(TRAINER, [device], [self._trainer], plan.spec.start_timeout)
+        factory: WorkerFactory
+        if plan.spec.is_program:
+            factory = partial(ProgramProcess, plan, fleet.cluster_address(), has_begun)
+        else:
+            report_late = partial(fleet.Service(plan.name).tell, "report_late")
+            actors = {role: self._actors(role) for role in self._groups}
+            factory = partial(TrainerProcess, plan, actors, handle_of, report_late)
+        context = WorkerContext(0, 1, device, "cpu", 0, (0,))
+        group.create(self._in_job(TRAINER, factory), [context], plan.spec.start_timeout)
         for role in self._groups:  # its processes may have been replaced before the trainer could be told
             self.renew_trainer(role)
-
-    def _trainer_factory(self) -> TrainerFactory:
-        actors = {role: self._actors(role) for role in self._groups}
-        return TrainerFactory(
-            self._plan, actors, handle_of, partial(fleet.Service(self._plan.name).tell, "report_late")
-        )
 
     def adopt_trainer(self, run: int) -> bool:
         """Return True if the trainer's process exists, and use it."""
@@ -226,7 +219,7 @@ class JobProcesses:
             WorkerDied: the process has ended.
         """
         assert self._trainer is not None
-        return fleet.value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+        return self._trainer.aside(TRAINER_KEY, "outcome", wait_s).result().result(TRAINER)
 
     def interrupt_trainer(self) -> None:
         """Let the trainer's program save and end."""
@@ -252,9 +245,8 @@ class JobProcesses:
 
     def look_on(self, node: str, pids: Sequence[int]) -> Future[Outcome]:
         """Return the answer of a node's agent about processes. The agent of this node watches this process, too."""
-        return self._agent(node).aside(
-            fleet.SERVICE_KEY, "look", list(pids), os.getpid() if node == fleet.own_node() else 0
-        )
+        master = os.getpid() if node == fleet.own_node() else 0
+        return self._agent(node).aside(fleet.SERVICE_KEY, "look", list(pids), master)
 
     def replace_agent(self, node: str) -> None:
         """End a node's agent that does not answer. The next question starts another."""
@@ -267,9 +259,8 @@ class JobProcesses:
 
     def _agent(self, node: str) -> RayHandle:
         if node not in self._agents:
-            self._agents[node] = self._fleet.start_on_node(
-                f"agent-{node}", node, partial(NodeAgent, self._plan.spec.health.stopped_after)
-            )
+            make = partial(NodeAgent, self._plan.spec.health.stopped_after)
+            self._agents[node] = self._fleet.start_on_node(f"agent-{node}", node, make)
         return self._agents[node]
 
     # Parts
@@ -284,7 +275,10 @@ class JobProcesses:
         place = (self._reserved[seat.node], seat.device)
         share = 0.0 if plan.spec.device_kind == "cpu" else GPU_SHARE
         actor = self._fleet.start(actor_name(life), self._actor_classes[role], place, share, plan.env(role))
-        return RayHandle(actor, worker_name(str(role), life.rank, self._device(role, life.rank)))
+        return RayHandle(actor, self._name_of(role, life.rank))
+
+    def _name_of(self, role: RLRoleType, rank: int) -> str:
+        return worker_name(str(role), rank, self._device(role, rank))
 
     def _device(self, role: RLRoleType, rank: int) -> Device:
         seat = self._plan.layout.seats[role][rank]
@@ -293,35 +287,34 @@ class JobProcesses:
 
     def _group(self, role: RLRoleType, handles: Sequence[Any]) -> WorkerGroup:
         devices = [self._device(role, rank) for rank in range(len(handles))]
-        group = WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout)
-        group.divide(1)
-        return group
+        return WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout, replica_size=1)
 
     def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Make the workloads in started processes."""
         plan, timeout = self._plan, self._plan.spec.start_timeout
-        factory = WorkloadFactory(
-            workload=plan.classes.workloads[role].pickled,
-            role=role,
-            config=plan.spec.config,
-            master=fleet.Service(plan.name).actor,
-            local_ranks=plan.layout.local_ranks(role),
-            rendezvous=self._rendezvous.known[role],
-            collocation=plan.spec.collocation_of(role),
+        factory = partial(
+            make_workload,
+            plan.classes.workloads[role].pickled,
+            role,
+            plan.spec.config,
+            fleet.Service(plan.name).actor,
+            plan.layout.local_ranks(role),
+            self._rendezvous.known[role],
+            plan.spec.collocation_of(role),
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
-        count = len(group)
-        group.create(
-            self._in_job(role, factory), [torch_device] * count, [0] * count, range(count), timeout, list(ranks)
-        )
+        everyone = tuple(range(len(group)))
+        contexts = [
+            WorkerContext(rank, len(group), group.devices[rank], torch_device, 0, everyone) for rank in sorted(ranks)
+        ]
+        group.create(self._in_job(role, factory), contexts, timeout)
 
-    def _in_job(self, role: str, factory: WorkerFactory) -> JobProcess:
-        return JobProcess(self._plan.name, self._plan.submission, role, factory)
+    def _in_job(self, role: str, factory: WorkerFactory) -> WorkerFactory:
+        return partial(run_in_job, self._plan.name, self._plan.submission, role, factory)
 
     def _actors(self, role: RLRoleType) -> RoleActors:
-        group = self._groups[role]
-        handles: Sequence[Any] = group.handles
-        return RoleActors(group.name, tuple(handle.actor for handle in handles), group.devices)
+        group: Any = self._groups[role]
+        return RoleActors(group.name, tuple(handle.actor for handle in group.handles), tuple(group.devices))
 
     def _end(self, is_chosen: Callable[[str], bool], groups: Sequence[WorkerGroup]) -> None:
         """End actors by name, and wait until the processes of these groups are gone."""

@@ -8,6 +8,7 @@ Rendezvous of the workloads of each role: the address and the port at which the 
 from __future__ import annotations
 
 import inspect
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from rlite.errors import CallTimeout, ConfigError, RliteError, UnknownOptionErro
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 
 Target = Literal["ALL", "RANK0"]
+_FLAGS = ("blocking", "is_async", "auto_shard")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -44,18 +46,17 @@ class Invocation:
     """called in the trainer with what the call would return; returns what the call returns instead"""
 
     def __post_init__(self) -> None:
-        for name in ("blocking", "is_async", "auto_shard"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"trainer_invocation({name}={value!r}): expected True or False")
-        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
-        if not is_number or not 0 < self.timeout < float("inf"):
-            raise ConfigError(f"trainer_invocation(timeout={self.timeout!r}): expected a number of seconds above 0")
-        if self.target not in get_args(Target):
-            hint = did_you_mean(str(self.target), get_args(Target))
-            raise ConfigError(f"trainer_invocation(target={self.target!r}): expected 'ALL' or 'RANK0'; {hint}")
-        for name in ("pre_func", "post_func"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise ConfigError(f"trainer_invocation({name}={value!r}): expected a function")
+        is_time = type(self.timeout) in (int, float) and 0 < self.timeout < math.inf
+        functions = {"pre_func": self.pre_func, "post_func": self.post_func}
+        expected = {
+            **{name: ("True or False", isinstance(getattr(self, name), bool)) for name in _FLAGS},
+            "timeout": ("a number of seconds above 0", is_time),
+            "target": ("'ALL' or 'RANK0'", self.target in get_args(Target)),
+            **{name: ("a function", made is None or callable(made)) for name, made in functions.items()},
+        }
+        for name, (what, is_given) in expected.items():
+            if not is_given:
+                raise ConfigError(f"trainer_invocation({name}={getattr(self, name)!r}): expected {what}")
         if not self.blocking and (self.is_async or self.post_func):
             other = "is_async=True" if self.is_async else "post_func"
             raise ConfigError(f"trainer_invocation(blocking=False, {other}): without blocking there is no result yet")
@@ -74,9 +75,7 @@ def trainer_invocation(**options: Any) -> Callable[[Function], Function]:
     known = Invocation.__dataclass_fields__
     for name in options:
         if name not in known:
-            near = {"pre_function": "pre_func", "post_function": "post_func"}.get(name)
-            hint = f"did you mean {near!r}?" if near else did_you_mean(name, known)
-            raise UnknownOptionError(f"trainer_invocation({name}=...): unknown option; {hint}")
+            raise UnknownOptionError(f"trainer_invocation({name}=...): unknown option; {did_you_mean(name, known)}")
     invocation = Invocation(**options)
 
     def mark(function: Function) -> Function:
@@ -107,10 +106,7 @@ class RoleGroup:
             group: their processes.
             on_late: called before CallTimeout is raised.
         """
-        self._role = role
-        self._cls = cls
-        self._group = group
-        self._on_late = on_late
+        self._role, self._cls, self._group, self._on_late = role, cls, group, on_late
         self._is_whole = threading.Event()
         self._is_whole.set()
 
@@ -120,12 +116,9 @@ class RoleGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = None if name.startswith("_") else getattr(self._cls, name, None)
         if not callable(function):
-            methods = [
-                each for each in dir(self._cls) if not each.startswith("_") and callable(getattr(self._cls, each))
-            ]
-            raise AttributeError(
-                f"{self._cls.__name__} ({self._role}) has no method {name!r}; {did_you_mean(name, methods)}"
-            )
+            methods = [each for each, _ in inspect.getmembers(self._cls, callable) if not each.startswith("_")]
+            told = did_you_mean(name, methods)
+            raise AttributeError(f"{self._cls.__name__} ({self._role}) has no method {name!r}; {told}")
         if inspect.iscoroutinefunction(function):
             raise ConfigError(f"{self._cls.__name__}.{name} is async; a workload's methods are synchronous")
         return partial(self._invoke, name, invocation_of(function))
@@ -156,10 +149,8 @@ class RoleGroup:
         else:
             group.check(ranks)
             with group.order:
-                actors = [group.handles[rank].actor for rank in ranks]  # type: ignore[attr-defined]
-                results = [
-                    getattr(actor, name).remote(*call[0], **call[1]) for actor, call in zip(actors, calls, strict=True)
-                ]
+                methods = [getattr(group.handles[rank].actor, name) for rank in ranks]  # type: ignore[attr-defined]
+                results = [method.remote(*call[0], **call[1]) for method, call in zip(methods, calls, strict=True)]
         answer = results[0] if how.target == "RANK0" else results
         return answer if how.post_func is None else how.post_func(answer)
 

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
@@ -79,19 +80,6 @@ MAX_SHARING = 5
 
 
 @dataclass(frozen=True)
-class RoleSize:
-    """Number of a role's workloads."""
-
-    total: int
-    per_node: int
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes that the role needs."""
-        return -(-self.total // self.per_node)
-
-
-@dataclass(frozen=True)
 class Seat:
     """Device of a workload."""
 
@@ -109,23 +97,18 @@ class Layout:
     """devices in use on each node"""
 
     def local_ranks(self, role: RLRoleType) -> tuple[tuple[int, int], ...]:
-        """Return each rank's local rank and local world size."""
-        sizes = Counter(seat.node for seat in self.seats[role])
-        seen: Counter[int] = Counter()
-        ranks = []
-        for seat in self.seats[role]:
-            ranks.append((seen[seat.node], sizes[seat.node]))
-            seen[seat.node] += 1
-        return tuple(ranks)
+        """Return each rank's local rank and local world size. Neighbouring ranks share a node."""
+        sizes = Counter(seat.node for seat in self.seats[role]).values()
+        return tuple((local_rank, size) for size in sizes for local_rank in range(size))
 
 
 def lay_out(
-    sizes: Mapping[RLRoleType, RoleSize], groups: Sequence[Sequence[RLRoleType]], node_num: int, device_per_node: int
+    sizes: Mapping[RLRoleType, RoleSpec], groups: Sequence[Sequence[RLRoleType]], node_num: int, device_per_node: int
 ) -> Layout:
     """Place all workloads.
 
     Args:
-        sizes: roles with the number of their workloads.
+        sizes: the roles, which say the number of their workloads.
         groups: roles that share devices.
         node_num: nodes of the job.
         device_per_node: devices of each node.
@@ -142,7 +125,7 @@ def lay_out(
     used = [0] * node_num
     seats: dict[RLRoleType, tuple[Seat, ...]] = {}
     for group, width in sorted(widths.items(), key=lambda item: -item[1]):  # large ones first, to fit more
-        num_nodes = max(sizes[role].num_nodes for role in group)
+        num_nodes = max(ceil(sizes[role].total / sizes[role].per_node) for role in group)
         free = [node for node in range(node_num) if device_per_node - used[node] >= width]
         if len(free) < num_nodes:
             raise PlacementError(
@@ -160,12 +143,12 @@ def lay_out(
     return Layout({role: seats[role] for role in sizes}, tuple(used))
 
 
-def _seats(size: RoleSize, nodes: Sequence[int], used: Sequence[int], width: int, offset: int) -> tuple[Seat, ...]:
+def _seats(size: RoleSpec, nodes: Sequence[int], used: Sequence[int], width: int, offset: int) -> tuple[Seat, ...]:
     places = (divmod(rank, size.per_node) for rank in range(size.total))
     return tuple(Seat(nodes[node], used[nodes[node]] + (offset + place) % width) for node, place in places)
 
 
-def _shared_width(group: Sequence[RLRoleType], sizes: Mapping[RLRoleType, RoleSize], device_per_node: int) -> int:
+def _shared_width(group: Sequence[RLRoleType], sizes: Mapping[RLRoleType, RoleSpec], device_per_node: int) -> int:
     per_node = {role: sizes[role].per_node for role in group}
     total = sum(per_node.values())
     if total % device_per_node or not 1 <= total // device_per_node <= MAX_SHARING:
@@ -177,7 +160,7 @@ def _shared_width(group: Sequence[RLRoleType], sizes: Mapping[RLRoleType, RoleSi
     return device_per_node
 
 
-def _own_width(role: RLRoleType, size: RoleSize, device_per_node: int) -> int:
+def _own_width(role: RLRoleType, size: RoleSpec, device_per_node: int) -> int:
     width = min(size.per_node, size.total)
     if width > device_per_node:
         raise PlacementError(
@@ -355,8 +338,7 @@ class JobSpec(Options):
         """
         if self.is_program:
             return Layout({}, (self.device_per_node,))
-        sizes = {role: RoleSize(spec.total, spec.per_node) for role, spec in self.roles().items()}
-        return lay_out(sizes, self.groups(), self.node_num, self.device_per_node)
+        return lay_out(self.roles(), self.groups(), self.node_num, self.device_per_node)
 
     def collocation_of(self, role: RLRoleType) -> str | None:
         """Return the names of the roles that share devices with a role, in the order given, or None."""
@@ -372,13 +354,9 @@ class JobSpec(Options):
         Args:
             max_job_restarts: restarts of the job, after which a failure ends it.
         """
-        return FailoverPolicy(
-            roles={str(role): RolePolicy(spec.on_failure, spec.max_restarts) for role, spec in self.roles().items()},
-            max_job_restarts=max_job_restarts,
-            max_trainer_restarts=self.max_trainer_restarts,
-            max_node_faults=self.max_node_faults,
-            backoff_s=self.backoff,
-        )
+        roles = {str(role): RolePolicy(spec.on_failure, spec.max_restarts) for role, spec in self.roles().items()}
+        limits = max_job_restarts, self.max_trainer_restarts, self.max_node_faults
+        return FailoverPolicy(roles, *limits, backoff_s=self.backoff)
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -433,9 +411,8 @@ class JobPlan:
         kind: str = self.spec.device_type
         if self.spec.is_program:
             return {0: [{kind: float(self.spec.device_per_node)}]}
-        bundles = {
-            node: [{kind: 1.0} for _ in range(count)] for node, count in enumerate(self.layout.num_devices) if count
-        }
+        counts = enumerate(self.layout.num_devices)
+        bundles = {node: [{kind: 1.0} for _ in range(count)] for node, count in counts if count}
         for role, seats in self.layout.seats.items():
             more = {name: amount for name, amount in self.spec.resource_of(role).items() if name != kind and amount}
             for seat in seats if more else ():

@@ -1,24 +1,50 @@
-"""Workers of a job: workloads and the trainer, with the classes that users extend, and the makers of both."""
+"""Workers of a job: workloads and the trainer, with the classes that users extend, and the makers of both.
+
+A trainer that is started by module path is a program of its own, watched by the job's trainer process.
+
+    trainer process (Ray)                    program: python -m rlite.trainer.ppo --config FILE, or under torchrun
+      ├─ starts ────────────────────────────>  │
+      ├─ looks twice a second: dead, stopped?  │
+      └─ reads the step and final errors <──── report_step, once per step
+
+The end of the program, for any cause, is the end of the trainer's run. The master restarts the trainer process,
+which starts the program again with the same options. The program then resumes from its newest checkpoint.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal
 
 import cloudpickle
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from rlite.control.health import Judge, NodeAgent
 from rlite.control.role_group import RoleGroup, UnboundGroup, role_groups
-from rlite.control.spec import JobPlan, RLRoleType
+from rlite.control.spec import HealthOptions, JobPlan, RLRoleType
 from rlite.errors import RliteError
 from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.guard import Guard, ranks_of, reap
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.placement import Device
-from rlite.services.recovery.reporting import TrainerReport
+from rlite.services.recovery import record
+from rlite.services.recovery.failover import WorkloadId
+from rlite.services.recovery.record import TrainerReport
 
 
 @dataclass(frozen=True)
@@ -36,9 +62,9 @@ class WorkloadPlace:
     collocation: str | None
 
 
-def _placed(name: str, meaning: str) -> Any:
-    """Return a property that reads a field of the workload's place."""
-    return property(lambda workload: getattr(workload._where, name), doc=meaning)
+def _read(path: str, meaning: str) -> Any:
+    """Return a property that reads an attribute, or an attribute of an attribute."""
+    return property(attrgetter(path), doc=meaning)
 
 
 class BaseWorkload:
@@ -56,29 +82,20 @@ class BaseWorkload:
             master_handle: Ray actor handle of the job's master.
             config: the job's configuration.
         """
-        self._master_handle = master_handle
-        self._config = config
+        self._master_handle, self._config = master_handle, config
 
-    @property
-    def master_handle(self) -> Any:
-        """Ray actor handle of the job's master."""
-        return self._master_handle
-
-    @property
-    def config(self) -> DictConfig:
-        """Configuration of the job."""
-        return self._config
-
-    name: str = _placed("name", 'Unique name of the workload: "ACTOR-0".')
-    role: RLRoleType = _placed("role", "Role of the workload.")
-    rank: int = _placed("rank", "Rank among the workloads of the role.")
-    world_size: int = _placed("world_size", "Number of the role's workloads.")
-    word_size: int = _placed("world_size", "Same as `world_size`, in DLRover's spelling.")
-    local_rank: int = _placed("local_rank", "Rank among the role's workloads on this node.")
-    local_world_size: int = _placed("local_world_size", "Number of the role's workloads on this node.")
-    torch_master_addr: str = _placed("torch_master_addr", "Address of rank 0, for torch.distributed's rendezvous.")
-    torch_master_port: int = _placed(
-        "torch_master_port",
+    master_handle: Any = _read("_master_handle", "Ray actor handle of the job's master.")
+    config: DictConfig = _read("_config", "Configuration of the job.")
+    name: str = _read("_where.name", 'Unique name of the workload: "ACTOR-0".')
+    role: RLRoleType = _read("_where.role", "Role of the workload.")
+    rank: int = _read("_where.rank", "Rank among the workloads of the role.")
+    world_size: int = _read("_where.world_size", "Number of the role's workloads.")
+    word_size: int = _read("_where.world_size", "Same as `world_size`, in DLRover's spelling.")
+    local_rank: int = _read("_where.local_rank", "Rank among the role's workloads on this node.")
+    local_world_size: int = _read("_where.local_world_size", "Number of the role's workloads on this node.")
+    torch_master_addr: str = _read("_where.torch_master_addr", "Address of rank 0, for torch.distributed's rendezvous.")
+    torch_master_port: int = _read(
+        "_where.torch_master_port",
         "Port at rank 0, for torch.distributed's rendezvous. No other program gets it while the role lives.",
     )
 
@@ -116,36 +133,33 @@ class BaseWorkload:
         return self._place
 
 
-@dataclass(frozen=True)
-class WorkloadFactory:
-    """Maker of a role's workloads, called in their processes."""
+def make_workload(
+    pickled: bytes,
+    role: RLRoleType,
+    config: Mapping[str, Any],
+    master: Any,
+    local_ranks: Sequence[tuple[int, int]],
+    rendezvous: tuple[str, int],
+    collocation: str | None,
+    context: WorkerContext,
+) -> BaseWorkload:
+    """Return the workload of a rank, in its process. Its place is set before its constructor runs.
 
-    workload: bytes
-    """the pickled class"""
-    role: RLRoleType
-    config: Mapping[str, Any]
-    master: Any
-    local_ranks: tuple[tuple[int, int], ...]
-    """by rank: local rank and local world size"""
-    rendezvous: tuple[str, int]
-    collocation: str | None
-
-    def __call__(self, context: WorkerContext) -> BaseWorkload:
-        """Return the workload of a rank. Its place is set before its constructor runs."""
-        workload = object.__new__(cloudpickle.loads(self.workload))
-        local_rank, local_world_size = self.local_ranks[context.rank]
-        workload._place = WorkloadPlace(
-            f"{self.role}-{context.rank}",
-            self.role,
-            context.rank,
-            context.world_size,
-            local_rank,
-            local_world_size,
-            *self.rendezvous,
-            self.collocation,
-        )
-        workload.__init__(self.master, OmegaConf.create(dict(self.config)))
-        return workload
+    Args:
+        pickled: the class.
+        role: the role.
+        config: the job's configuration.
+        master: Ray actor handle of the job's master.
+        local_ranks: local rank and local world size, by rank.
+        rendezvous: address and port of rank 0.
+        collocation: roles that share the devices.
+        context: place of the process.
+    """
+    workload = object.__new__(cloudpickle.loads(pickled))
+    own = (role, context.rank, context.world_size, *local_ranks[context.rank], *rendezvous, collocation)
+    workload._place = WorkloadPlace(f"{role}-{context.rank}", *own)
+    workload.__init__(master, OmegaConf.create(dict(config)))
+    return workload
 
 
 def _handles_of(role: RLRoleType, meaning: str) -> Any:
@@ -164,10 +178,7 @@ class BaseTrainer(ABC):
     _resources: Mapping[RLRoleType, Mapping[str, float]] = {}
 
     def __init__(
-        self,
-        actor_handles: dict[RLRoleType, list[Any]],
-        actor_classes: dict[RLRoleType, type],
-        config: DictConfig,
+        self, actor_handles: dict[RLRoleType, list[Any]], actor_classes: dict[RLRoleType, type], config: DictConfig
     ) -> None:
         """Keep the arguments.
 
@@ -176,9 +187,7 @@ class BaseTrainer(ABC):
             actor_classes: classes of the workloads, by role.
             config: the job's configuration.
         """
-        self._actor_handles = actor_handles
-        self._actor_classes = actor_classes
-        self._config = config
+        self._actor_handles, self._actor_classes, self._config = actor_handles, actor_classes, config
 
     @abstractmethod
     def init(self) -> None:
@@ -192,21 +201,11 @@ class BaseTrainer(ABC):
         """Return True if `init` and `fit` may run again beside the same workloads when the trainer's process ended."""
         return False
 
-    @property
-    def config(self) -> DictConfig:
-        """Configuration of the job."""
-        return self._config
-
-    @property
-    def actor_handles(self) -> dict[RLRoleType, list[Any]]:
-        """Ray actor handles of all workloads, by role, in rank order."""
-        return self._actor_handles
-
-    @property
-    def actor_classes(self) -> dict[RLRoleType, type]:
-        """Classes of the workloads, by role."""
-        return self._actor_classes
-
+    config: DictConfig = _read("_config", "Configuration of the job.")
+    actor_handles: dict[RLRoleType, list[Any]] = _read(
+        "_actor_handles", "Ray actor handles of all workloads, by role, in rank order."
+    )
+    actor_classes: dict[RLRoleType, type] = _read("_actor_classes", "Classes of the workloads, by role.")
     actors: list[Any] = _handles_of(RLRoleType.ACTOR, "Ray actor handles of the actors.")
     references: list[Any] = _handles_of(RLRoleType.REFERENCE, "Ray actor handles of the reference workloads.")
     rollouts: list[Any] = _handles_of(RLRoleType.ROLLOUT, "Ray actor handles of the rollout workloads.")
@@ -225,9 +224,8 @@ class BaseTrainer(ABC):
         if not name.startswith("RG_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self._groups is None:
-            raise UnboundGroup(
-                f"{name} does not exist in __init__, which only sets attributes; use it in init() or fit()"
-            )
+            why = "does not exist in __init__, which only sets attributes; use it in init() or fit()"
+            raise UnboundGroup(f"{name} {why}")
         if name not in self._groups:
             raise UnboundGroup(f"{name}: the job has no such role; it has {', '.join(self._groups)}")
         return self._groups[name]
@@ -262,34 +260,29 @@ class TrainerOutcome:
     """every restart would repeat the error"""
 
 
-@dataclass(frozen=True)
-class TrainerFactory:
-    """Maker of a trainer's process."""
-
-    plan: JobPlan
-    roles: Mapping[RLRoleType, RoleActors]
-    make_handle: Callable[[Any, str], Any]
-    """makes a worker handle of an actor and its name"""
-    report_late: Callable[[str, list[int], str, float], None]
-    """tells the master that calls are late"""
-
-    def __call__(self, context: WorkerContext) -> TrainerProcess:
-        """Return the process's worker."""
-        return TrainerProcess(self)
-
-
 class TrainerRun(ABC):
     """Worker of a trainer's process. `run` is called in order, the other methods beside it."""
 
     def __init__(self) -> None:
         self._progress: Progress = "new"
         self._error = self._trace = ""
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._report: TrainerReport | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
 
     @abstractmethod
     def _run(self) -> str:
         """Run to the end. Return why the trainer failed, or ""."""
+
+    def _is_recoverable(self) -> bool:
+        """Return True if a new process may run the trainer again beside the same workloads."""
+        return True
+
+    def outcome(self, wait_s: float) -> TrainerOutcome:
+        """Return the state of the run, at its end or after `wait_s` seconds."""
+        self._ended.wait(wait_s)
+        report, recoverable = self._report, self._is_recoverable()
+        is_final = self._progress == "raised" and report is not None and bool(report.final_error)
+        return TrainerOutcome(self._progress, recoverable, self._error, self._trace, report, is_final)
 
     def run(self) -> None:
         """Run to the end, once."""
@@ -306,39 +299,48 @@ class TrainerRun(ABC):
 
 
 class TrainerProcess(TrainerRun):
-    """Worker of the process of a user's trainer."""
+    """Worker of the process of a user's trainer.
 
-    def __init__(self, factory: TrainerFactory) -> None:
+    Args:
+        plan: plan of the job.
+        roles: processes of the workloads, by role.
+        make_handle: makes a worker handle of an actor and its name.
+        report_late: tells the master that calls are late.
+        context: place of the process.
+    """
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        roles: Mapping[RLRoleType, RoleActors],
+        make_handle: Callable[[Any, str], Any],
+        report_late: Callable[[str, list[int], str, float], None],
+        context: WorkerContext,
+    ) -> None:
         super().__init__()
-        self._factory, plan = factory, factory.plan
+        self._make_handle, self._call_timeout = make_handle, plan.spec.call_timeout
         cls: type[BaseTrainer] = cloudpickle.loads(plan.classes.trainer)
         classes = {role: cloudpickle.loads(each.pickled) for role, each in plan.classes.workloads.items()}
-        groups = {
-            role: RoleGroup(role, classes[role], self._group(actors), factory.report_late)
-            for role, actors in factory.roles.items()
+        self._groups = {
+            role: RoleGroup(role, classes[role], self._group(own), report_late) for role, own in roles.items()
         }
-        handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
+        handles = {role: list(own.actors) for role, own in roles.items()}
+        config = OmegaConf.create(dict(plan.spec.config))
         self._trainer = cls.__new__(cls)
         self._trainer._resources = {role: plan.spec.resource_of(role) for role in plan.spec.roles()}
-        self._trainer.__init__(  # type: ignore[misc]
-            handles, classes, OmegaConf.create(dict(plan.spec.config))
-        )
-        self._groups = groups
-        self._trainer._groups = role_groups(groups.values())
+        self._trainer.__init__(handles, classes, config)  # type: ignore[misc]
+        self._trainer._groups = role_groups(self._groups.values())
         if not hasattr(self._trainer, "_actor_handles"):
-            raise RliteError(
-                f"{cls.__name__}.__init__ has to call super().__init__(actor_handles, actor_classes, config)"
-            )
+            call = "super().__init__(actor_handles, actor_classes, config)"
+            raise RliteError(f"{cls.__name__}.__init__ has to call {call}")
 
     def _run(self) -> str:
         self._trainer.init()
         self._trainer.fit()
         return ""
 
-    def outcome(self, wait_s: float) -> TrainerOutcome:
-        """Return the state of the run, at its end or after `wait_s` seconds."""
-        self._ended.wait(wait_s)
-        return TrainerOutcome(self._progress, self._trainer.is_recoverable(), self._error, self._trace)
+    def _is_recoverable(self) -> bool:
+        return self._trainer.is_recoverable()
 
     def renew(self, role: RLRoleType, actors: RoleActors) -> None:
         """Use new processes of a role."""
@@ -347,7 +349,161 @@ class TrainerProcess(TrainerRun):
 
     def _group(self, role: RoleActors) -> WorkerGroup:
         names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
-        handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
-        group = WorkerGroup(role.name, role.devices, handles, self._factory.plan.spec.call_timeout)
-        group.divide(1)
-        return group
+        handles: Sequence[Any] = list(map(self._make_handle, role.actors, names))
+        return WorkerGroup(role.name, role.devices, handles, self._call_timeout, replica_size=1)
+
+
+SUBMISSION = "RLITE_SUBMISSION"
+"""environment variable with the id of the job's submission, in every process of the program"""
+LOOK_S = 0.5
+TAIL_LINES = 40
+"""last lines of the program's output in the event log"""
+NODE = "here"
+
+
+class ProgramProcess(TrainerRun):
+    """Worker of the trainer's process of a program: `python -m MODULE --config FILE`.
+
+    Args:
+        plan: plan of the job: `spec.trainer` is the MODULE, and `spec.config` is the FILE.
+        ray_address: address of the cluster.
+        has_begun: an earlier start of the program has reported.
+        context: place of the process.
+    """
+
+    def __init__(self, plan: JobPlan, ray_address: str, has_begun: bool, context: WorkerContext) -> None:
+        super().__init__()
+        self._plan, self._ray_address, self._has_begun = plan, ray_address, has_begun
+        self._is_interrupted = False
+        self._process: subprocess.Popen[str] | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def _run(self) -> str:
+        reap(self._plan.submission, SUBMISSION)  # what an earlier start left on this machine
+        guard = Guard()
+        try:
+            with tempfile.TemporaryDirectory(prefix="rlite-program-") as folder:
+                error = self._run_in(Path(folder), guard)
+        finally:
+            guard.end()
+            guard.close()
+        self._trace = "\n".join(self._tail) if error else ""
+        return error
+
+    def interrupt(self) -> None:
+        """Let the program save and end, as after SIGTERM without a control plane."""
+        was_asked, self._is_interrupted = self._is_interrupted, True
+        if self._process is not None and not was_asked:  # a second signal would end it at once
+            self._process.terminate()
+
+    def _run_in(self, folder: Path, guard: Guard) -> str:
+        """Run the program.
+
+        Args:
+            folder: for the options and the report.
+            guard: owner of the program's processes.
+
+        Returns:
+            Why the program failed; "" if it did not.
+        """
+        options, report_file = folder / "config.yaml", folder / "report.json"
+        options.write_text(yaml.safe_dump(dict(self._plan.spec.config), sort_keys=False))
+        process = self._process = subprocess.Popen(
+            self._command(options),
+            env=self._environment(report_file, guard),
+            cwd=self._plan.folder if os.path.isdir(self._plan.folder) else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if self._is_interrupted:
+            process.terminate()
+        reader = threading.Thread(target=self._pass_on, args=(process,), name="rlite-program-output", daemon=True)
+        reader.start()
+        watch = ProgramWatch(self._plan.spec.health, process.pid)
+        error = ""
+        while process.poll() is None and not error:
+            self._report = record.read(report_file) or self._report
+            error = watch.look(self._report)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.0 if error else LOOK_S)
+        guard.end()  # all that the program left, and a stopped or hung program itself
+        process.wait()
+        reader.join(LOOK_S)
+        self._report = record.read(report_file) or self._report
+        final_error = "" if self._report is None else self._report.final_error
+        return final_error or error or _end_of(self._plan.spec.trainer, process.returncode)
+
+    def _command(self, file: Path) -> list[str]:
+        """Return the command of the program, whose options are in a file."""
+        spec, torchrun = self._plan.spec, list[str]()
+        if spec.num_processes > 1:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={spec.num_processes}"]
+        return [sys.executable, *torchrun, "-m", spec.trainer, "--config", str(file)]
+
+    def _environment(self, report_file: Path, guard: Guard) -> dict[str, str]:
+        plan, spec = self._plan, self._plan.spec
+        paths = [path for path in (plan.folder, os.environ.get("PYTHONPATH")) if path]
+        is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
+        threads = {} if is_left else {"OMP_NUM_THREADS": str(spec.device_per_node // spec.num_processes)}
+        return {
+            **os.environ,
+            **threads,
+            **guard.mark,
+            **record.environment(report_file, self._has_begun),
+            SUBMISSION: plan.submission,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "RAY_ADDRESS": self._ray_address,
+        }
+
+    def _pass_on(self, process: subprocess.Popen[str]) -> None:
+        """Print the program's output, which Ray shows to the submitter, and keep the end of it."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._tail.append(line.rstrip())
+            print(line, end="", flush=True)
+
+
+class ProgramWatch:
+    """Health of a program: its first process and the ranks that torchrun started."""
+
+    def __init__(self, health: HealthOptions, pid: int) -> None:
+        self._judge = Judge(health)
+        self._late_after_s = health.late_step
+        self._agent = NodeAgent()
+        self._pid = pid
+        self._first = WorkloadId("program", 0)
+        self._looked_at = self._advanced_at = time.monotonic()
+        self._is_late = False
+        self._report: record.TrainerReport | None = None
+
+    def look(self, report: record.TrainerReport | None) -> str:
+        """Return the reason why the program counts as failed, or ""."""
+        now = time.monotonic()
+        seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_S), now
+        if report != self._report:
+            self._report, self._advanced_at = report, now
+        self._watch_new()
+        is_late = now - self._advanced_at > self._late_after_s
+        if is_late != self._is_late:
+            self._is_late = is_late
+            self._judge.note_late(self._first, f"a step (limit {self._late_after_s:g} s)" if is_late else "")
+        findings = self._judge.observe(NODE, self._agent.look(self._judge.pids().get(NODE, [])), seconds)
+        return "; ".join(f"{finding.condition}: {finding.detail}" for finding in findings)
+
+    def _watch_new(self) -> None:
+        for pid in {self._pid, *ranks_of(self._pid)} - set(self._judge.pids().get(NODE, ())):
+            life = self._first if pid == self._pid else WorkloadId("rank", pid)
+            self._judge.watch(life, NODE, pid)
+
+
+def _end_of(module: str, status: int) -> str:
+    """Return how a program failed, in words; "" if it did not."""
+    if status < 0:
+        return f"{module} was killed by {signal.Signals(-status).name}"
+    if status in (130, 143):
+        return f"{module} was ended by {signal.Signals(status - 128).name}"
+    return f"{module} ended with status {status}" if status else ""

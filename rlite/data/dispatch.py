@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from rlite.data.balancing import balanced_partitions
 from rlite.errors import ConfigError, did_you_mean
+from rlite.runtime.parallel.balancing import balanced_partitions
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """the arguments of one rank: (args, kwargs)"""
@@ -50,10 +50,8 @@ class NeedParallel:
     def __post_init__(self) -> None:
         if self.type not in ("dp", "seq"):
             raise ConfigError(f"NeedParallel(type={self.type!r}); {did_you_mean(str(self.type), ('dp', 'seq'))}")
-        if isinstance(self.balance_by, str) and self.balance_by != "tokens":
-            raise ConfigError(
-                f"NeedParallel(balance_by={self.balance_by!r}): expected 'tokens', weights, a function, or None"
-            )
+        if isinstance(by := self.balance_by, str) and by != "tokens":
+            raise ConfigError(f"NeedParallel(balance_by={by!r}): expected 'tokens', weights, a function, or None")
         if self.type == "seq" and self.balance_by is not None:
             raise ConfigError("NeedParallel(type='seq') cuts every sequence evenly; balance_by is for type='dp'")
         if isinstance(self.value, NeedParallel) and {self.type, self.value.type} != {"dp", "seq"}:
@@ -81,22 +79,10 @@ class Shares:
         return cls(tuple(balanced_partitions(weights, num_ranks)))
 
     @cached_property
-    def num_rows(self) -> int:
-        """Number of rows in all shares."""
-        return sum(len(rows) for rows in self.rows)
-
-    @cached_property
-    def is_contiguous(self) -> bool:
-        """True if the concatenated shares are the input."""
-        return list(chain(*self.rows)) == list(range(self.num_rows))
-
-    @cached_property
     def positions(self) -> Sequence[int]:
-        """`positions[row]` is the index of an input row in the concatenated shares."""
-        positions = [0] * self.num_rows
-        for position, row in enumerate(chain(*self.rows)):
-            positions[row] = position
-        return _as_range(positions)
+        """`positions[row]` is the index of an input row in the concatenated shares: a `range` if they are the input."""
+        order = list(chain(*self.rows))
+        return _as_range(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _piece(length: int, index: int, num_pieces: int) -> range:
@@ -107,8 +93,6 @@ def _piece(length: int, index: int, num_pieces: int) -> range:
 
 
 def _as_range(rows: Sequence[int]) -> Sequence[int]:
-    if isinstance(rows, range) and rows.step == 1:
-        return rows
     first = rows[0] if rows else 0
     consecutive = range(first, first + len(rows))
     return consecutive if list(rows) == list(consecutive) else tuple(rows)
@@ -180,8 +164,8 @@ def num_rows(value: Any, where: str = "value") -> int:
     """
     if _is_dict(value):
         counts = {key: num_rows(entry, _below(where, key)) for key, entry in value.items()}
-        if len(set(counts.values())) == 1:
-            return next(iter(counts.values()))
+        if len(found := {*counts.values()}) == 1:
+            return found.pop()
         raise ValueError(f"{where} is a dict whose entries must have one number of rows; found {counts or 'no entry'}")
     is_tensor = _is_array(value) or _is_tensordict(value)
     if _is_list(value) or (is_tensor and value.ndim):
@@ -224,10 +208,8 @@ def _weights(value: Any, balance_by: Sequence[float] | Callable[[Any], float] | 
         return _token_counts(value, where)
     if callable(balance_by):
         return [balance_by(_walk(lambda _, leaf, row=row: leaf[row], "", value)) for row in range(count)]
-    if len(balance_by) != count:
-        raise ValueError(
-            f"{where} has {count} rows, and balance_by has {len(balance_by)} weights; expected one per row"
-        )
+    if (found := len(balance_by)) != count:
+        raise ValueError(f"{where} has {count} rows, and balance_by has {found} weights; expected one per row")
     return balance_by
 
 
@@ -240,10 +222,9 @@ def _token_counts(value: Any, where: str) -> list[float]:
     if not isinstance(value, Mapping) and not _is_tensordict(value):
         return [_tokens(row, where) for row in value]
     keys = list(value.keys())
-    if "attention_mask" in keys:
-        return list(map(_total, value["attention_mask"]))
-    if "input_ids" in keys:
-        return list(map(len, value["input_ids"]))
+    for key, count in (("attention_mask", _total), ("input_ids", len)):
+        if key in keys:
+            return list(map(count, value[key]))
     raise ValueError(f"{where}: balance_by='tokens' needs the key attention_mask or input_ids; found {keys}")
 
 
@@ -293,9 +274,8 @@ def _cut(value: Any, index: int, num_pieces: int) -> Any:
 
     def cut(where: str, leaf: Any) -> Any:
         if _is_tensordict(leaf) and leaf.ndim == 1:
-            return leaf.clone(recurse=False).update(
-                {key: _cut(entry, index, num_pieces) for key, entry in leaf.items()}
-            )
+            entries = {key: _cut(entry, index, num_pieces) for key, entry in leaf.items()}
+            return leaf.clone(recurse=False).update(entries)
         if _sequence_lengths(leaf, "") is None:
             return leaf
         if not _is_list(leaf):
@@ -312,13 +292,12 @@ def _cut(value: Any, index: int, num_pieces: int) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Marked:
+class _Marked(NamedTuple):
     """An unwrapped `NeedParallel` argument."""
 
     where: str
     value: Any
-    types: frozenset[str]
+    types: set[str]
     balance_by: BalanceBy
 
 
@@ -332,7 +311,7 @@ def _marked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, _
         if isinstance(marker, NeedParallel):
             inner = marker.value if isinstance(marker.value, NeedParallel) else marker
             balance_by = inner.balance_by if marker.balance_by is None else marker.balance_by
-            found[key] = _Marked(f"argument {key!r}", inner.value, frozenset({marker.type, inner.type}), balance_by)
+            found[key] = _Marked(f"argument {key!r}", inner.value, {marker.type, inner.type}, balance_by)
     return found
 
 
@@ -373,17 +352,12 @@ def plan_shares(
             f"{first.where} has {count} rows for {num_ranks} data-parallel ranks, and every rank needs at least one; "
             f"pass at least {num_ranks} rows, or build with data_parallel_size of at most {max(count, 1)}"
         )
-    plans = {
-        argument.where: Shares.balanced(_weights(argument.value, argument.balance_by, argument.where), num_ranks)
-        for argument in rows
-        if argument.balance_by is not None
-    }
+    weights = {at.where: _weights(at.value, at.balance_by, at.where) for at in rows if at.balance_by is not None}
+    plans = {where: Shares.balanced(own, num_ranks) for where, own in weights.items()}
     for (where, plan), (elsewhere, another) in pairwise(plans.items()):
         if plan != another:
-            raise ValueError(
-                f"{where} and {elsewhere} are balanced by different weights, and their rows must stay together; "
-                "give balance_by to one of them"
-            )
+            odd = f"{where} and {elsewhere} are balanced by different weights, and their rows must stay together"
+            raise ValueError(f"{odd}; give balance_by to one of them")
     return next(iter(plans.values()), None) or Shares.contiguous(count, num_ranks)
 
 
@@ -393,21 +367,16 @@ def cuts_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _check_sequences(marked: Mapping[int | str, _Marked], num_seq_ranks: int, allow_empty: bool) -> None:
-    found: dict[str, list[int]] = {}
-    for argument in marked.values():
-        if "seq" not in argument.types:
-            continue
-        lengths = _sequence_lengths(argument.value, argument.where)
+    cut = {argument.where: argument.value for argument in marked.values() if "seq" in argument.types}
+    found = {where: _sequence_lengths(value, where) for where, value in cut.items()}
+    for where, lengths in found.items():
         if lengths is None:
-            raise TypeError(
-                f"{argument.where} has no sequence dimension; NeedParallel(type='seq') cuts dimension 1 of tensors, "
-                "and each inner list of a list"
-            )
-        found[argument.where] = lengths
+            how = "NeedParallel(type='seq') cuts dimension 1 of tensors, and each inner list of a list"
+            raise TypeError(f"{where} has no sequence dimension; {how}")
         if lengths and max(lengths) < num_seq_ranks and not allow_empty:
             raise ValueError(
-                f"{argument.where} has sequences of at most {max(lengths)} tokens for {num_seq_ranks} context-parallel "
-                "ranks, and every rank needs at least one; pad them, or use a smaller context-parallel group"
+                f"{where} has sequences of at most {max(lengths)} tokens for {num_seq_ranks} context-parallel ranks, "
+                "and every rank needs at least one; pad them, or use a smaller context-parallel group"
             )
     _agreed(found)
 
@@ -441,10 +410,10 @@ def scatter(
     _check_sequences(marked, num_seq_ranks, allow_empty)
 
     parts: dict[int | str, list[Any]] = {}
-    for key, argument in marked.items():
-        is_split, is_cut, pieces = "dp" in argument.types, "seq" in argument.types, range(num_seq_ranks)
-        by_rank = split(argument.value, shares) if shares and is_split else [argument.value] * num_ranks
-        parts[key] = [_cut(rows, i, num_seq_ranks) if is_cut else rows for rows in by_rank for i in pieces]
+    for key, (_, value, types, _) in marked.items():
+        by_rank = split(value, shares) if shares and "dp" in types else [value] * num_ranks
+        pieces = range(num_seq_ranks)
+        parts[key] = [_cut(rows, i, num_seq_ranks) if "seq" in types else rows for rows in by_rank for i in pieces]
     return [_with_parts(args, kwargs, parts, rank) for rank in range(num_ranks * num_seq_ranks)]
 
 
@@ -456,9 +425,7 @@ def _with_parts(args: Sequence[Any], kwargs: Mapping[str, Any], parts: Mapping[A
     )
 
 
-def deal(
-    args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_shard: bool, *, allow_empty: bool = False
-) -> list[Call]:
+def deal(args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_shard: bool) -> list[Call]:
     """Return the arguments of each member of a role group.
 
     `NeedParallel` is split. With `auto_shard`, lists are split, one item per member, if every list among the other
@@ -469,7 +436,6 @@ def deal(
         kwargs: keyword arguments of the call.
         num_targets: members of the group.
         auto_shard: split lists.
-        allow_empty: give members without rows empty containers instead of refusing the call.
 
     Raises:
         ValueError: as `plan_shares`; also for `type="seq"`, because a role group has no context-parallel group.
@@ -477,7 +443,7 @@ def deal(
     for argument in _marked(args, kwargs).values():
         if "seq" in argument.types:
             raise ValueError(f"{argument.where} is NeedParallel(type='seq'); a role group splits rows only (type='dp')")
-    calls = scatter(args, kwargs, num_targets, allow_empty=allow_empty)
+    calls = scatter(args, kwargs, num_targets)
     lists = {key: value for key, value in _arguments(args, kwargs).items() if isinstance(value, list)}
     if auto_shard and all(len(items) == num_targets for items in lists.values()):
         calls = [_with_parts(*call, lists, rank) for rank, call in enumerate(calls)]
@@ -507,8 +473,7 @@ def gathered(how: How) -> Callable[[Function], Function]:
 
 def gather_of(function: Callable[..., Any]) -> How:
     """Return how the results of a method are gathered: "list" if the method does not state it."""
-    how: How = getattr(function, "__rlite_gather__", "list")
-    return how
+    return getattr(function, "__rlite_gather__", "list")
 
 
 def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = None) -> Any:
@@ -540,14 +505,13 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
     if shares is not None:
         results = [result for result, rows in zip(results, shares.rows, strict=True) if rows] or results[:1]
     joined = _walk(_mean if how == "mean" else _concatenate, "the results", *results)
-    if how == "mean" or shares is None or shares.is_contiguous:
+    if how == "mean" or shares is None or isinstance(shares.positions, range):
         return joined
     for result, rows in zip(results, filter(None, shares.rows), strict=True):
         if (found := num_rows(result, "a result")) != len(rows):
-            raise ValueError(
-                f"a rank returned {found} rows for a share of {len(rows)}, and balanced shares can only be put back in "
-                "order row by row; return one row for each, or drop balance_by"
-            )
+            odd = f"a rank returned {found} rows for a share of {len(rows)}"
+            remedy = "return one row for each, or drop balance_by"
+            raise ValueError(f"{odd}, and balanced shares can only be put back in order row by row; {remedy}")
     return _take(joined, shares.positions)
 
 
@@ -569,9 +533,8 @@ def _concatenate(where: str, *leaves: Any) -> Any:
 def _mean(where: str, *leaves: Any) -> Any:
     for leaf in leaves:
         if not (isinstance(leaf, int | float) or _is_array(leaf) or _is_instance(leaf, "numpy", "number")):
-            raise TypeError(
-                f"{where} hold a {type(leaf).__name__}; a mean is made of numbers, tensors, or dicts of them"
-            )
+            kind = type(leaf).__name__
+            raise TypeError(f"{where} hold a {kind}; a mean is made of numbers, tensors, or dicts of them")
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     if len(set(shapes)) > 1:
         raise ValueError(f"{where} have different shapes: {shapes}")

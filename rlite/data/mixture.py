@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlite.data.order import ShuffledOrder
+from rlite.data.prompts import ShuffledOrder
+from rlite.data.readers.streaming import check_same
 from rlite.errors import CheckpointError, ConfigError
 
 
@@ -49,12 +50,9 @@ class Mixture:
         largest_rest = sorted(exact, key=lambda name: counts[name] - exact[name])
         for name in largest_rest[: total - sum(counts.values())]:
             counts[name] += 1
-        for name, count in counts.items():
-            if count == 0:
-                raise ConfigError(
-                    f"mixture.{name}.weight={self.weights[name]:g} of {scale:g} gives no item in an epoch of "
-                    f"{total} items; raise it, or leave the source out"
-                )
+        if empty := [f"mixture.{name}.weight={self.weights[name]:g}" for name, count in counts.items() if not count]:
+            few = f"{empty[0]} of {scale:g} gives no item in an epoch of {total} items"
+            raise ConfigError(f"{few}; raise it, or leave the source out")
         return counts
 
     def source_of(self, item: int) -> tuple[str, int]:
@@ -83,23 +81,20 @@ class MixedOrder(ShuffledOrder):
     """
 
     def __init__(self, mixture: Mixture, seed: int, digest: Callable[[], str] | None = None) -> None:
-        labels = np.repeat(np.arange(len(mixture.sizes)), list(mixture.counts.values()))
         super().__init__(mixture.num_items, seed, digest)
-        self._mixture, self._labels = mixture, labels
+        self._mixture, self._names = mixture, np.repeat(list(mixture.counts), list(mixture.counts.values()))
         self._orders = {
             name: ShuffledOrder(size, zlib.crc32(f"{seed} {name}".encode())) for name, size in mixture.sizes.items()
         }
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` numbers; they may span epochs."""
-        names = list(self._orders)
-        sources = [names[label] for label in self._labels[super().take(count)]]
-        return [self._mixture.starts[name] + self._orders[name].take(1)[0] for name in sources]
+        names = self._names[super().take(count)].tolist()
+        return [self._mixture.starts[name] + self._orders[name].take(1)[0] for name in names]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch and in each source."""
-        sources = {name: order.state_dict() for name, order in self._orders.items()}
-        return {**super().state_dict(), "sources": sources}
+        return super().state_dict() | {"sources": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another order's position, with its seed. New weights apply from there on.
@@ -108,11 +103,8 @@ class MixedOrder(ShuffledOrder):
             CheckpointError: the sources or their items differ.
         """
         found = list(state.get("sources", ()))
-        if found != list(self._orders):
-            raise CheckpointError(
-                f"the checkpoint was made with the sources {', '.join(found) or 'of no mixture'}; now there are "
-                f"{', '.join(self._orders)}: resume with the same data, or start over from the weights"
-            )
+        made = f"with the sources {', '.join(found) or 'of no mixture'}; now there are {', '.join(self._orders)}"
+        check_same(found == list(self._orders), made)
         for name, order in self._orders.items():
             try:
                 order.load_state_dict(state["sources"][name])

@@ -1,17 +1,298 @@
-"""Batches of rows, right-padded, and packs: rows of a batch, concatenated to one-dimensional tensors."""
+"""Trajectories, batches, packs and microbatches: the data of a step, from the tokens of a rollout to one forward pass.
+
+A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_mask` [k, L], further keys per token
+[k, L, ...] or per row [k, ...]. A batch [N, L] holds the rows of several trajectories, right-padded. A pack holds some
+rows of a batch, concatenated to one dimension: those of a microbatch. Every data-parallel rank gets a share of a batch
+in equally many microbatches of bounded size. `rlite.batch` has the table of keys.
+"""
 
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from rlite.batch import KEYS, PACK_LAYOUT, RAGGED
-from rlite.errors import DataError
+from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PACK_LAYOUT, PER_TOKEN, RAGGED
+from rlite.data.kept_ids import check_kept_ids, is_ragged_value
+from rlite.errors import ConfigError, DataError
+from rlite.runtime.parallel.microbatch_plan import plan_microbatches
+from rlite.types import LLMResponse, PackingMethod, StopReason
+
+# -- trajectories ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class TokenHistory:
+    """Tokens of one sequence in the order in which the model reads and writes them. Each list has one entry per token.
+
+    Tokens that the model has written are trained on, once, with their log-probabilities and versions. Tokens that it
+    has only read are not.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    kept_ids: list[Sequence[int]] = field(default_factory=list)
+    is_truncated: bool = False
+    has_kept_ids: bool = False
+    """some turn came with kept ids"""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append tokens of a prompt, an environment or a tool."""
+        self._append(tokens, False, [0.0] * len(tokens), [-1] * len(tokens), [()] * len(tokens))
+
+    def write(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        stop_reason: StopReason,
+        kept_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Append one turn of the model.
+
+        Args:
+            tokens: the output.
+            logprobs: one per token.
+            versions: the version of the weights, one per token.
+            stop_reason: "length" marks the sequence as truncated.
+            kept_ids: the ids among which each token was sampled, over which its log-probability is; [] is the
+                vocabulary. None: the engine was not asked for them.
+        """
+        self._append(tokens, True, logprobs, versions, [()] * len(tokens) if kept_ids is None else kept_ids)
+        self.has_kept_ids |= kept_ids is not None
+        self.is_truncated |= stop_reason == "length"
+
+    def add(self, response: LLMResponse) -> None:
+        """Append one turn of the model, with its kept ids if the request asked for them."""
+        made = response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason
+        self.write(*made, response.extras.get("kept_ids"))
+
+    def reward(self, reward: float) -> None:
+        """Add the reward of the turn that was written last, on its last token."""
+        assert self.loss_mask[-1]
+        self.rewards[-1] += reward
+
+    def drop_unanswered(self) -> None:
+        """Remove the tokens after the last turn of the model."""
+        while self.loss_mask and not self.loss_mask[-1]:
+            for values in (self.tokens, self.loss_mask, self.logprobs, self.versions, self.rewards, self.kept_ids):
+                values.pop()
+
+    def row(self, *, has_rewards: bool = False) -> TensorDict:
+        """Return the sequence as a trajectory of batch size [1].
+
+        Args:
+            has_rewards: add `token_rewards` [1, L] float32.
+
+        Returns:
+            `input_ids`, `attention_mask`, `loss_mask`, `logprobs` and `versions` [1, L], `truncated` [1]; with kept ids
+            `kept_counts` [1, L] and `kept_ids` [1, M].
+        """
+        columns = {
+            "input_ids": torch.tensor([self.tokens], dtype=torch.int64),
+            "attention_mask": torch.ones(1, len(self.tokens), dtype=torch.bool),
+            "loss_mask": torch.tensor([self.loss_mask], dtype=torch.bool),
+            "logprobs": torch.tensor([self.logprobs], dtype=torch.float32),
+            "versions": torch.tensor([self.versions], dtype=torch.int64),
+            "truncated": torch.tensor([self.is_truncated]),
+        }
+        if self.has_kept_ids:
+            columns["kept_counts"] = torch.tensor([[len(ids) for ids in self.kept_ids]], dtype=torch.int32)
+            columns["kept_ids"] = torch.tensor([list(chain.from_iterable(self.kept_ids))], dtype=torch.int32)
+        if has_rewards:
+            columns["token_rewards"] = torch.tensor([self.rewards], dtype=torch.float32)
+        return TensorDict(columns, batch_size=[1])
+
+    def _append(self, tokens: Sequence[int], is_action: bool, *columns: Sequence[Any]) -> None:
+        """Append tokens with their log-probabilities, versions and kept ids."""
+        lists: list[list[Any]] = [self.logprobs, self.versions, self.kept_ids]
+        for own, values in zip(lists, columns, strict=True):
+            own.extend(values)
+        self.loss_mask += [is_action] * len(tokens)
+        self.rewards += [0.0] * len(tokens)
+        self.tokens += tokens  # at last: the thread that writes the record counts by them
+
+
+def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
+    """Check that this is a TensorDict that can be trained on.
+
+    The table of `rlite.batch` says which keys are per token, and which of them hold integers. Floating-point values
+    must be finite. `attention_mask` must be ones and then zeros in every row, and `loss_mask` ones and zeros within it.
+    `sequence_index` must count the rows. `kept_ids` must hold each token that has kept ids.
+
+    Raises:
+        DataError: Something does not fit; the message names the key.
+    """
+    if not isinstance(trajectory, TensorDict):
+        raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
+    if (fault := next(_faults(trajectory), None)) is not None:
+        raise DataError(f"{what}{fault}")
+    check_ragged(trajectory, what)
+    if "kept_ids" in trajectory:
+        check_kept_ids(trajectory, what)
+
+
+def _faults(trajectory: TensorDict) -> Iterator[str]:
+    """Yield what is wrong with the columns of a trajectory; the caller reads the first."""
+    if missing := [key for key in ("input_ids", "attention_mask") if key not in trajectory]:
+        yield f" has no {' and no '.join(missing)}; expected input_ids and attention_mask [1, L]"
+    shape = trajectory["input_ids"].shape
+    if len(shape) != 2 or 0 in shape:
+        yield f": input_ids has shape {list(shape)}; expected [1, L] with L > 0"
+    for key, value in trajectory.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            yield f": {key} is {found}; expected a tensor, {list(shape)} per token or [{shape[0]}] per row"
+        if key in PER_TOKEN and value.shape != shape:
+            yield f": {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same"
+        if key == "rewards" and value.shape not in (shape[:1], shape):
+            expected = f"[{shape[0]}], one for each row, or {list(shape)}, one for each token"
+            yield f": rewards has shape {list(value.shape)}; expected {expected}"
+        is_part = str(key).startswith(NAMED_REWARD)
+        if value.is_floating_point() and not is_part and not value.isfinite().all():
+            yield f": {key} holds a value that is not finite: {value.flatten()[:8].tolist()}"
+    for key in sorted(INTEGER & set(trajectory.keys())):
+        if trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool:
+            yield f": {key} is {_describe(trajectory[key])}; expected whole numbers"
+    mask = trajectory["attention_mask"].bool()
+    if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
+        yield ": attention_mask must be ones and then zeros (right padding), and not all zeros"
+    if "loss_mask" in trajectory:
+        chosen = trajectory["loss_mask"].bool()
+        if (chosen & ~mask).any():
+            yield ": loss_mask selects positions that attention_mask leaves out"
+        if (trajectory["loss_mask"] != chosen).any():
+            yield ": loss_mask holds other values than ones and zeros"
+    if "sequence_index" in trajectory:
+        index = trajectory["sequence_index"]
+        if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
+            yield f": sequence_index is {index.tolist()}; expected the rows counted from 0"
+
+
+def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
+    """Return what `pad_trajectories` returns, of trajectories that `check_trajectory` has passed.
+
+    Raises:
+        DataError: They do not fit together.
+    """
+    trajectories, batch = _with_ragged(trajectories), {}
+    for key, is_per_token in check_alike(trajectories).items():
+        values, padding = [each[key] for each in trajectories], KEYS[key].padding if key in KEYS else 0
+        rows = [row for value in values for row in value]
+        batch[key] = pad_sequence(rows, True, padding) if is_per_token else torch.cat(values)
+    ids = torch.tensor(range(len(trajectories)) if group_ids is None else group_ids, dtype=torch.int64)
+    if len(ids) != len(trajectories):
+        raise DataError(f"{len(ids)} group_ids for {len(trajectories)} trajectories; expected one each")
+    batch["group_ids"] = ids.repeat_interleave(torch.tensor([len(row["input_ids"]) for row in trajectories]))
+    return TensorDict(batch, batch_size=[len(batch["group_ids"])])
+
+
+def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
+    """Check that these fit into one batch.
+
+    Returns:
+        Whether each key is per token, [k, L, ...].
+
+    Raises:
+        DataError: They differ; the message names the key and the trajectory.
+    """
+    trajectories = _with_ragged(trajectories)
+    keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]
+    for index, own in enumerate(keys):
+        if odd := sorted(own ^ keys[0]):
+            has, lacks = (index, 0) if odd[0] in own else (0, index)
+            raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
+    lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
+    columns = [str(key) for key in trajectories[0].keys() if key != "group_ids"]  # noqa: SIM118
+    return {key: _is_per_token(key, [row[key] for row in trajectories], lengths) for key in columns}
+
+
+def _with_ragged(trajectories: Sequence[TensorDict]) -> Sequence[TensorDict]:
+    """Return trajectories that have the same ragged keys: without values, if a trajectory had none."""
+    for key, counts in RAGGED.items():
+        if like := [each for each in trajectories if key in each]:
+            trajectories = [
+                each if key in each else _without_values(each, like[0], key, counts) for each in trajectories
+            ]
+    return trajectories
+
+
+def _without_values(trajectory: TensorDict, like: TensorDict, key: str, counts: str) -> TensorDict:
+    rows = trajectory["input_ids"]
+    none = {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
+    return with_keys(trajectory, **none)
+
+
+def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
+    """Return what must agree within a batch, by key: the type, the number of dimensions, the sizes after the second."""
+    free = {"group_ids", *RAGGED, *RAGGED.values()}
+    return frozenset(
+        (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key not in free
+    )
+
+
+def trajectory_index(batch: TensorDict) -> Tensor:
+    """Return the number [N] of each row's trajectory, from 0.
+
+    The rows of a trajectory are adjacent, and `sequence_index` [N] counts them from 0. Without that key every row is a
+    trajectory.
+    """
+    if "sequence_index" not in batch:
+        return torch.arange(len(batch))
+    return (batch["sequence_index"] == 0).cumsum(0) - 1
+
+
+def last_rows(batch: TensorDict) -> Tensor:
+    """Return the row [M] with each trajectory's outcome: the last row with an action, or the last row if none has."""
+    index, rows = trajectory_index(batch), torch.arange(len(batch))
+    # any row with an action comes after all rows without
+    order = torch.where(batch["loss_mask"].any(1), rows + len(batch), rows)
+    return torch.zeros(int(index[-1]) + 1, dtype=torch.int64).scatter_reduce(0, index, order, "amax") % len(batch)
+
+
+def first_rows(batch: TensorDict) -> Tensor:
+    """Return the first row [M] of each trajectory: values of the whole trajectory are read there, once."""
+    return (trajectory_index(batch).diff(prepend=torch.tensor([-1])) > 0).nonzero()[:, 0]
+
+
+def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
+    """Return whether these values are [k, L, ...].
+
+    Raises:
+        DataError: They do not fit together.
+    """
+    first = values[0]
+    for index, value in enumerate(values):
+        if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
+            found = f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0"
+            same = "the same type, the same dimensions and the same sizes after the second"
+            raise DataError(f"{found}; expected {same}")
+    widths = [] if first.dim() == 1 else [value.shape[1] for value in values]
+    if widths == lengths or (key in RAGGED and widths):  # a ragged key is padded like one
+        return True
+    if len(set(widths)) < 2:
+        return False
+    index, length = next((i, own) for i, own in enumerate(lengths) if widths[i] != own)
+    found = f"{key} is {_describe(values[index])} in trajectory {index}, which has {length} tokens"
+    raise DataError(f"{found}; expected [1, {length}] per token, or one shape in all trajectories")
+
+
+def _describe(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 BatchT = TypeVar("BatchT", bound=Any)
 
@@ -34,11 +315,9 @@ def check_has(batch: Any, *names: str) -> None:
     """
     for name in names:
         if name not in batch:
-            key = KEYS[name]
-            raise DataError(
-                f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
-                f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
-            )
+            key, found = KEYS[name], ", ".join(sorted(map(str, batch.keys())))
+            told = f"{key.meaning} Expected {key.dtype} {key.shape}; it has {found}"
+            raise DataError(f"the batch has no {name!r}, which the {key.writer} must return: {told}")
 
 
 def check_one_per_row(batch: Any, name: str) -> None:
@@ -49,10 +328,9 @@ def check_one_per_row(batch: Any, name: str) -> None:
     """
     check_has(batch, name)
     if batch[name].dim() != 1:
-        raise DataError(
-            f"{name} has shape {list(batch[name].shape)}; expected [{len(batch)}], one for each row: rewards of single "
-            "tokens are the key token_rewards, beside rewards with their sum"
-        )
+        remedy = "rewards of single tokens are the key token_rewards, beside rewards with their sum"
+        found = list(batch[name].shape)
+        raise DataError(f"{name} has shape {found}; expected [{len(batch)}], one for each row: {remedy}")
 
 
 def check_batch(batch: Any) -> None:
@@ -61,24 +339,20 @@ def check_batch(batch: Any) -> None:
     Raises:
         DataError: the batch has another form.
     """
-    missing = [key for key in ("input_ids", "attention_mask") if key not in batch]
-    if missing:
+    if missing := [key for key in ("input_ids", "attention_mask") if key not in batch]:
         raise DataError(f"a batch needs input_ids and attention_mask [N, L]; missing: {', '.join(missing)}")
-    shape = tuple(batch["input_ids"].shape)
-    if len(shape) != 2 or tuple(batch["attention_mask"].shape) != shape:
-        raise DataError(
-            f"input_ids {shape} and attention_mask {tuple(batch['attention_mask'].shape)}: expected both [N, L]"
-        )
+    shape, other = (tuple(batch[key].shape) for key in ("input_ids", "attention_mask"))
+    if len(shape) != 2 or other != shape:
+        raise DataError(f"input_ids {shape} and attention_mask {other}: expected both [N, L]")
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise DataError(f"{key}: expected a tensor [{shape[0]}] or [{shape[0]}, {shape[1]}], found {value!r}")
-        if key not in RAGGED and (
-            value.shape[0] != shape[0] or (value.dim() > 1 and tuple(value.shape[:2]) != shape and value.shape[1] != 1)
-        ):
+        fits = value.dim() == 1 or tuple(value.shape[:2]) == shape or value.shape[1] == 1
+        if key not in RAGGED and (value.shape[0] != shape[0] or not fits):
             raise DataError(f"{key} {tuple(value.shape)}: expected [{shape[0]}] or [{shape[0]}, {shape[1]}]")
     mask = batch["attention_mask"].bool()
-    if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
-        row = int(((mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).nonzero()[0])
+    if (wrong := (mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).any():
+        row = int(wrong.nonzero()[0])
         raise DataError(f"row {row}: attention_mask must be ones and then zeros (right padding), and not all zeros")
     check_ragged(batch, "the batch")
 
@@ -89,20 +363,16 @@ def check_ragged(batch: Any, what: str) -> None:
     Raises:
         DataError: a key holds another number of values; the message begins with `what`.
     """
-    shape = tuple(batch["input_ids"].shape)
+    n, length = batch["input_ids"].shape
     for key, counts in RAGGED.items():
         if key not in batch and counts not in batch:
             continue
-        if key not in batch or counts not in batch or tuple(batch[counts].shape) != shape:
-            raise DataError(
-                f"{what}: expected {key} [{shape[0]}, M] with {counts} [{shape[0]}, {shape[1]}], its values per token"
-            )
+        if key not in batch or counts not in batch or tuple(batch[counts].shape) != (n, length):
+            raise DataError(f"{what}: expected {key} [{n}, M] with {counts} [{n}, {length}], its values per token")
         values, number = batch[key], batch[counts]
-        if values.dim() != 2 or len(values) != shape[0] or values.is_floating_point():
-            raise DataError(
-                f"{what}: {key} is {values.dtype} {list(values.shape)}; expected whole numbers [{shape[0]}, M], the "
-                "values of each row end to end"
-            )
+        if values.dim() != 2 or len(values) != n or values.is_floating_point():
+            expected = f"whole numbers [{n}, M], the values of each row end to end"
+            raise DataError(f"{what}: {key} is {values.dtype} {list(values.shape)}; expected {expected}")
         if (number < 0).any() or (number[:, 0] != 0).any() or (number.bool() & ~batch["attention_mask"].bool()).any():
             raise DataError(f"{what}: {counts} must be at least 0, and 0 for the first token of a row and for padding")
         if (most := max(number.sum(-1).tolist(), default=0)) > values.shape[1]:
@@ -121,14 +391,7 @@ def pair_rows(batch: Mapping[str, Tensor]) -> list[int]:
     return (batch["pair_ids"] == batch["pair_ids"][0]).nonzero()[:, 0].tolist()
 
 
-def is_ragged_value(counts: Tensor, width: int) -> Tensor:
-    """Return where a ragged key has values, `[n, width]`; the rest is padding.
-
-    Args:
-        counts: number of values of each token, `[n, L]`.
-        width: width of the ragged key.
-    """
-    return torch.arange(width) < counts.sum(-1, keepdim=True)
+# -- packs -------------------------------------------------------------------------------------------------------------
 
 
 class Pack(UserDict[str, Any]):
@@ -172,3 +435,92 @@ def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.de
     packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
     packed["max_seqlen"] = int(lengths.max())
     return packed
+
+
+# -- shares and microbatches -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """One data rank's part of a batch."""
+
+    rows: list[int]
+    """row numbers in the whole batch, in the order of the microbatches"""
+    batch: dict[str, Tensor]
+    """tensors of these rows, cut to the longest of them"""
+    microbatches: list[list[int]]
+    """row numbers in this share, for each microbatch; every rank has the same number of microbatches"""
+
+
+def split_batch(
+    what: str,
+    batch: Mapping[str, Tensor],
+    num_data_ranks: int,
+    capacity: int,
+    costs: Callable[[Sequence[int]], list[float]] | None = None,
+    method: PackingMethod = "first_fit_decreasing",
+) -> list[BatchShare]:
+    """Divide the rows so that all data ranks have similar work.
+
+    Args:
+        what: name of the operation, for messages.
+        batch: right-padded batch; see `check_batch`. Rows of equal `pair_ids` [N] stay in one microbatch.
+        num_data_ranks: number of shares. A share without rows of its own gets some rows for their shape, in no
+            microbatch.
+        capacity: maximum tokens in a microbatch.
+        costs: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the lengths.
+        method: packing method; see `plan_microbatches`.
+
+    Returns:
+        One share for each data rank.
+
+    Raises:
+        DataError: the batch has another form, has no rows, or has a row longer than `capacity`.
+    """
+    check_batch(batch)
+    if len(batch["input_ids"]) == 0:
+        raise DataError(f"{what}: the batch has no rows")
+    lengths = sequence_lengths(batch)
+    pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
+    row_costs = None if costs is None else costs(lengths)
+    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=row_costs, method=method)
+    return [_share(batch, microbatches, lengths) for microbatches in plan]
+
+
+def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: Sequence[int]) -> BatchShare:
+    rows = [row for microbatch in microbatches for row in microbatch] or pair_rows(batch)
+    local = {row: index for index, row in enumerate(rows)}
+    width, full_width = max(lengths[row] for row in rows), batch["input_ids"].shape[1]
+    index = torch.tensor(rows)
+    part = {key: value[index] for key, value in batch.items()}
+    for key, value in part.items():
+        if key in RAGGED:
+            part[key] = value[:, : int(batch[RAGGED[key]][index].sum(-1).max())]
+        elif value.dim() > 1 and value.shape[1] == full_width:
+            part[key] = value[:, :width]
+    return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches])
+
+
+def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
+    """Return values [N, L, ...] in the order of the whole batch, padded with 0.
+
+    Args:
+        what: name of the values, for messages.
+        shares: shares of the batch.
+        results: for each share, the values of the tokens of its own rows [T, ...].
+        attention_mask: mask of the whole batch, [N, L].
+
+    Raises:
+        ConfigError: a share has another number of values than tokens.
+    """
+    mask = attention_mask.bool()
+    most = max(results, key=len)
+    padded = most.new_zeros(*mask.shape, *most.shape[1:])
+    for share, values in zip(shares, results, strict=True):
+        rows = torch.tensor(share.rows[: sum(map(len, share.microbatches))], dtype=torch.long)  # all rows, or none
+        row, column = mask[rows].nonzero(as_tuple=True)
+        if values.shape[:1] != row.shape:
+            what = f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens"
+            raise ConfigError(f"{what}; expected one value for each token of every pack")
+        padded[rows[row], column] = values
+    return padded

@@ -1,15 +1,179 @@
-"""Prompts for rollouts: batches of rows, in an order that a resumed run continues."""
+"""Prompts for rollouts: their order, which a resumed run continues, and their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
 
-from rlite.data.mixture import Mixture, shuffled
-from rlite.data.readers.streaming import ShuffledStream
-from rlite.data.rows import Rows, rows_digest, stream_of
-from rlite.errors import ConfigError, StreamedDataError
+import numpy as np
+
+from rlite.data.readers.streaming import ShuffledStream, check_same
+from rlite.data.source import Table
+from rlite.errors import ConfigError, DataError, StreamedDataError
+from rlite.types import StopReason
+
+CHARACTERS_PER_TOKEN = 16
+"""a text with more characters for each token that fits is tokenised piece by piece, until it is surely too long"""
+
+
+class TooManyTokens(DataError):
+    """A text is longer than the model's context."""
+
+
+class TextTokenizer(Protocol):
+    """A Hugging Face tokenizer, as far as raw texts need one."""
+
+    @property
+    def bos_token_id(self) -> Any:
+        """The token that begins a sequence; None if there is none."""
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        """Tokenise a text, or a list of texts."""
+
+
+def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+    """Tokenise raw prompts. Training and generation both use this function, so that a prompt has the same tokens.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: the prompts.
+        limit: as for `bounded_tokens`.
+
+    Returns:
+        The tokens of each prompt. Each begins, once, with the token that the tokenizer puts before every text (Llama's
+        `<|begin_of_text|>`), if there is one.
+    """
+    bos = tokenizer.bos_token_id
+    begin = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
+    tokens = raw_tokens(tokenizer, texts) if limit is None else [bounded_tokens(tokenizer, t, limit) for t in texts]
+    return [ids if begin and ids[:1] == begin else begin + ids for ids in tokens]
+
+
+def raw_tokens(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts that continue other texts: no token is put before or after them."""
+    # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> list[int]:
+    """Return the tokens of a text that continues another, at a cost that depends on `limit`, not on the text.
+
+    A long text is first tokenised in large pieces. A cut adds few tokens to a piece, so twice as many tokens as fit
+    prove that the text does not fit, even if the tokenizer leaves out or merges characters.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: any text.
+        limit: tokens that fit into the model's context; None does not bound the text.
+
+    Raises:
+        TooManyTokens: the text is far longer than `limit`. A text that is a little longer is tokenised.
+    """
+    if limit is not None and len(text) > (size := CHARACTERS_PER_TOKEN * max(limit, 1024)):
+        count = 0
+        for start in range(0, len(text), size):
+            count += len(raw_tokens(tokenizer, [text[start : start + size]])[0])
+            if count > 2 * max(limit, 1024):
+                raise TooManyTokens(f"a text of {len(text)} characters has far more tokens than the {limit} that fit")
+    return raw_tokens(tokenizer, [text])[0]
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens, the end token among them."""
+    return frozenset(getattr(tokenizer, "all_special_ids", ()))
+
+
+def end_of(output: Sequence[int], stop_reason: StopReason, end_ids: Collection[int]) -> list[int]:
+    """Return the end token with which a model has ended an answer, in a list; an empty list if it wrote none.
+
+    Args:
+        output: the tokens of the answer.
+        stop_reason: why the answer ended.
+        end_ids: tokens that end an answer.
+    """
+    return [token for token in output[-1:] if stop_reason == "stop" and token in end_ids]
+
+
+BREAK = f"\U000f1ce5{secrets.randbits(64)}\U000f1ce6"
+"""stands within the name of a special token that is plain text; random, so that no text holds it"""
+
+
+def plain_text(text: str) -> str:
+    """Return a rendered text as a person reads it, without BREAK."""
+    return text.replace(BREAK, "")
+
+
+class ShuffledOrder:
+    """Endless sequence of the numbers 0 to num_items - 1. Each epoch has another order, given by seed and epoch.
+
+    `position` counts the numbers returned so far; set it to continue from there.
+
+    Args:
+        num_items: items of data.
+        seed: seed of the order.
+        digest: returns a hash of the items. A state belongs to one hash.
+
+    Raises:
+        ConfigError: there are no items.
+    """
+
+    def __init__(self, num_items: int, seed: int, digest: Callable[[], str] | None = None) -> None:
+        if num_items < 1:
+            raise ConfigError(f"num_items={num_items}: expected at least 1")
+        self._digest = cache(digest) if digest is not None else None
+        self._num_items = num_items
+        self._seed = seed
+        self._epoch = -1
+        self.position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs so far."""
+        return self.position // self._num_items
+
+    @property
+    def left_in_epoch(self) -> int:
+        """Numbers left in the current epoch, at least one."""
+        return self._num_items - self.position % self._num_items
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` numbers; they may span epochs."""
+        taken = [self._number(place) for place in range(self.position, self.position + count)]
+        self.position += count
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: seed, epoch, offset in the epoch, and number and hash of the items it holds for."""
+        epoch, offset = divmod(self.position, self._num_items)
+        state = {"seed": self._seed, "epoch": epoch, "offset": offset, "num_items": self._num_items}
+        return state if self._digest is None else {**state, "content": self._digest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another order's position, with its seed.
+
+        Raises:
+            CheckpointError: the items differ. States of earlier versions have no hash of them.
+        """
+        check_same("num_items" in state, "with streaming", "with it")
+        made = f"with {state['num_items']} items of data; now there are {self._num_items}"
+        check_same(state["num_items"] == self._num_items, made, "with the same data and max_length")
+        made = "with as many items of data, but with another content or in another order"
+        note = "the ends of answers in a checkpoint of an earlier version (sft, rm, dpo, kto) need data.end_token=keep"
+        is_same = self._digest is None or state.get("content", digest := self._digest()) == digest
+        check_same(is_same, made, "with the same data, tokenizer and max_length", f"; {note}")
+        self._seed = state["seed"]
+        self._epoch = -1
+        self.position = state["epoch"] * self._num_items + state["offset"]
+
+    def _number(self, place: int) -> int:
+        epoch, offset = divmod(place, self._num_items)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(self._num_items)
+        return int(self._permutation[offset])
+
 
 MAX_ITEM = 200
 """characters of a row's name"""
@@ -38,31 +202,15 @@ class PromptStream:
     """Endless batches of rows: each epoch in another order that depends only on seed and epoch.
 
     Args:
-        rows: the table, or the first window of a table that is streamed.
+        rows: the table; not read if it is streamed.
         batch_size: rows of a batch.
-        seed: seed of the order.
-        mixture: the table's sources; None if there is one.
-
-    Raises:
-        ConfigError: a batch would be larger than the table.
+        order: order of the rows, or the stream of a table that is streamed.
     """
 
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int, mixture: Mixture | None = None
-    ) -> None:
-        stream = stream_of(rows)
-        if batch_size > len(rows) and (stream is None or stream.is_whole):
-            raise ConfigError(
-                f"train_data.prompts_per_rollout={batch_size}: there are {len(rows)} rows, so one rollout would hold a "
-                "prompt twice; lower it, or give more rows"
-            )
-        self._rows = rows.rows if isinstance(rows, Rows) else rows
-        self._batch_size = batch_size
-        self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
-        """order of the rows, unless they are streamed; its `position` counts the rows returned so far"""
-        self._stream: ShuffledStream[Mapping[str, Any]] | None = (
-            None if stream is None else ShuffledStream(stream, seed)
-        )
+    def __init__(self, rows: Table, batch_size: int, order: ShuffledOrder | ShuffledStream[Mapping[str, Any]]) -> None:
+        self._rows, self._batch_size = rows, batch_size
+        self.order = order
+        """order of the rows; its `position` counts the rows returned so far, unless they are streamed"""
         self.returned: list[Prompt] = []
         """rows that come before all others: they were returned before, and not used"""
 
@@ -74,12 +222,12 @@ class PromptStream:
         return first + new
 
     def _take(self, count: int) -> list[Prompt]:
-        if self._stream is None:
+        if isinstance(self.order, ShuffledOrder):
             return [Prompt(row, item_name(row, n)) for n in self.order.take(count) for row in [self._rows[n]]]
         taken: list[Prompt] = []
         while len(taken) < count:
             try:
-                placed = self._stream.take_placed(count - len(taken))
+                placed = self.order.take_placed(count - len(taken))
             except StreamedDataError:
                 self.returned = taken + self.returned
                 raise
@@ -93,7 +241,7 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's position and a digest of the rows."""
-        return (self._stream or self.order).state_dict()
+        return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another stream's position.
@@ -101,4 +249,4 @@ class PromptStream:
         Raises:
             CheckpointError: the state is of other rows.
         """
-        (self._stream or self.order).load_state_dict(state)
+        self.order.load_state_dict(state)

@@ -45,23 +45,21 @@ def build_problems(name: str, size: int, seed: int, *, exclude: Iterable[str] = 
         ConfigError: reasoning-gym is missing, or does not know the task or an option.
         DataError: the task has fewer distinct problems.
     """
-    dataset = make_task(name, seed=seed, size=size * ATTEMPTS_PER_PROBLEM, **options)
+    draws = size * ATTEMPTS_PER_PROBLEM
+    dataset = make_task(name, seed=seed, size=draws, **options)
     seen = {question.casefold() for question in exclude}
     rows: list[Row] = []
-    for index in range(size * ATTEMPTS_PER_PROBLEM):
-        if len(rows) == size:
-            break
-        problem = dataset[index]
+    for problem in map(dataset.__getitem__, range(draws)):
         question = problem["question"]
         if question.casefold() not in seen:
             seen.add(question.casefold())
             messages = [{"role": "user", "content": question}]
             rows.append({"messages": messages, "answer": problem["answer"], "metadata": problem["metadata"]})
+        if len(rows) == size:
+            break
     if len(rows) < size:
-        raise DataError(
-            f"{name} gave {len(rows)} distinct problems in {size * ATTEMPTS_PER_PROBLEM} draws, but {size} were asked "
-            "for; ask for fewer, or widen its options"
-        )
+        gave = f"{name} gave {len(rows)} distinct problems in {draws} draws, but {size} were asked for"
+        raise DataError(f"{gave}; ask for fewer, or widen its options")
     return rows
 
 

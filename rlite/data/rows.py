@@ -9,16 +9,18 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import has_chat_template, unread_keys
-from rlite.data.mixture import Mixture
+from rlite.data.mixture import Mixture, shuffled
+from rlite.data.prompts import PromptStream
 from rlite.data.readers.formats import RowKind, normalise
-from rlite.data.readers.streaming import StreamedTable
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.readers.tables import NULL, Row, check_text, is_null, read_rows, type_in_words, without_added_nulls
-from rlite.data.source import Source
-from rlite.errors import DataError
+from rlite.data.source import Source, Table
+from rlite.errors import ConfigError, DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
@@ -33,7 +35,7 @@ MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 class Rows(Sequence[Mapping[str, Any]]):
     """Rows in the form that rlite reads."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Table
     form: str = ""
     """format of the table, in words; "" if it is unknown"""
     mixture: Mixture | None = None
@@ -51,7 +53,7 @@ class Rows(Sequence[Mapping[str, Any]]):
         """Return a row, or several."""
         return self.rows[number]
 
-    def items(self) -> Sequence[Mapping[str, Any]]:
+    def items(self) -> Table:
         """Return the rows."""
         return self.rows
 
@@ -68,12 +70,11 @@ def read_source(source: Source, kind: RowKind) -> Rows:
         kind: what the rows are for.
     """
     if source.rows is None:
-        rows = read_rows(source.path, f"{source.key}.path", source.columns)
-    elif hasattr(source.rows, "features"):  # a table of the `datasets` library, as it is in a file
-        rows = [without_added_nulls(dict(row)) for row in source.rows]
-    else:
-        rows = [dict(row) for row in source.rows]
-    return converted(rows, source, kind)
+        return converted(read_rows(source.path, f"{source.key}.path", source.columns), source, kind)
+    rows = map(dict, source.rows)
+    if hasattr(source.rows, "features"):  # a table of the `datasets` library, as it is in a file
+        rows = map(without_added_nulls, rows)
+    return converted(list(rows), source, kind)
 
 
 def streamed_source(source: Source, kind: RowKind, buffer_size: int) -> Rows:
@@ -96,15 +97,35 @@ def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
         source: the table.
         kind: what the rows are for.
     """
-    made, form = normalise(
-        rows, kind, source.where, columns=source.columns, system_prompt=source.system_prompt, key=source.key
-    )
+    made, form = normalise(rows, kind, source)
     return Rows(made, form, paths={"": source.path} if source.rows is None else {})
 
 
 def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     """Return the table of which the rows are the first window; None if they are the whole table."""
     return rows.stream if isinstance(rows, Rows) else None
+
+
+def prompt_stream(rows: Table, batch_size: int, seed: int, mixture: Mixture | None = None) -> PromptStream:
+    """Return the batches of a table's rows.
+
+    Args:
+        rows: the table, or the first window of a table that is streamed.
+        batch_size: rows of a batch.
+        seed: seed of the order.
+        mixture: the table's sources; None if there is one.
+
+    Raises:
+        ConfigError: a batch would be larger than the table.
+    """
+    stream = stream_of(rows)
+    if batch_size > len(rows) and (stream is None or stream.is_whole):
+        few = f"there are {len(rows)} rows, so one rollout would hold a prompt twice; lower it, or give more rows"
+        raise ConfigError(f"train_data.prompts_per_rollout={batch_size}: {few}")
+    if stream is not None:
+        return PromptStream(rows, batch_size, ShuffledStream(stream, seed))
+    order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
+    return PromptStream(rows.rows if isinstance(rows, Rows) else rows, batch_size, order)
 
 
 def described(rows: Rows, tokenizer: Any | None) -> str:
@@ -115,15 +136,14 @@ def described(rows: Rows, tokenizer: Any | None) -> str:
         tokenizer: renders messages, if it has a chat template; None if there is none.
     """
     empty = [name for name in TEXT_COLUMNS if any(row.get(name) == "" for row in rows)]
-    remarks = [f"some rows have an empty {name!r}" for name in empty]
-    if tokenizer is None or not has_chat_template(tokenizer):
-        return "; ".join([rows.form, *remarks])
-    if isinstance(rows[0].get("prompt"), str) and rows[0].get("messages") is None:
-        remarks.append(NO_TEMPLATE)
-    conversations = (value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list))
-    if unread := unread_keys(tokenizer, conversations):
-        remarks.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")
-    return "; ".join([rows.form, *remarks])
+    said = [rows.form, *(f"some rows have an empty {name!r}" for name in empty)]
+    if tokenizer is not None and has_chat_template(tokenizer):
+        if isinstance(rows[0].get("prompt"), str) and rows[0].get("messages") is None:
+            said.append(NO_TEMPLATE)
+        conversations = (value for row in rows for name in MESSAGE_COLUMNS if isinstance(value := row.get(name), list))
+        if unread := unread_keys(tokenizer, conversations):
+            said.append(f"keys of messages that the chat template does not read: {', '.join(unread)}")
+    return "; ".join(said)
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:
@@ -159,7 +179,7 @@ def place_of(rows: Sequence[Any], number: int, where: str) -> str:
     return f"{where}, row index {number}"
 
 
-def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
+def rows_digest(rows: Table) -> str:
     """Return a hash of the rows in their order. Values that JSON cannot hold count by their type only."""
     digest = hashlib.sha256()
     for row in rows:
@@ -168,7 +188,7 @@ def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
+def check_prompts(rows: Table, where: str) -> None:
     """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`.
 
     Raises:
@@ -181,17 +201,17 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
         keys = [key for key in PROMPT_KEYS if not is_null(row.get(key))]
         if len(keys) != 1:
             raise DataError(f"{at}: {_not_one_prompt(row, keys, at)}")
-        prompt = row[keys[0]]
+        key, prompt = keys[0], row[keys[0]]
         if isinstance(prompt, (str, list, tuple)) and not prompt:
-            raise DataError(f"{at}: {keys[0]!r} is empty")
-        if keys[0] == "messages" or (keys[0] == "prompt" and not isinstance(prompt, str)):
-            if keys[0] == "prompt" and not isinstance(prompt, (list, tuple)):
-                raise DataError(f"{at}: 'prompt' is {type_in_words(prompt)}; expected a text or a list of messages")
-            check_messages(prompt, at, keys[0])
+            raise DataError(f"{at}: {key!r} is empty")
+        if key == "prompt" and not isinstance(prompt, (str, list, tuple)):
+            raise DataError(f"{at}: 'prompt' is {type_in_words(prompt)}; expected a text or a list of messages")
+        if key == "messages" or (key == "prompt" and not isinstance(prompt, str)):
+            check_messages(prompt, at, key)
             if prompt[-1]["role"] == "assistant":
-                raise DataError(f"{at}: {keys[0]!r} ends with the assistant; expected the prompt alone, to be answered")
+                raise DataError(f"{at}: {key!r} ends with the assistant; expected the prompt alone, to be answered")
         elif isinstance(prompt, str):
-            check_text(prompt, f"{at}: {keys[0]!r}")
+            check_text(prompt, f"{at}: {key!r}")
 
 
 def _not_one_prompt(row: Mapping[str, Any], keys: Sequence[str], at: str) -> str:

@@ -18,16 +18,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.answers import learnt_turns, prompted_answer_encoder
+from rlite.data.chat.answers import chat_encoder, prompted_answer_encoder
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.masks import ChatEncoder, check_messages
 from rlite.data.readers.tables import check_columns
-from rlite.data.tokens import TokenRows, Tokens, answer_encoder, text_encoder, tokenise
+from rlite.data.source import Table
+from rlite.data.tokens import TokenRows, answer_encoder, text_encoder, tokenise
 from rlite.errors import DataError
 
 
 def sft_rows(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Table,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     where: str = "data.path",
@@ -61,8 +62,8 @@ def sft_rows(
             assistant; the message names row and column.
         ConfigError: the tokenizer cannot do this.
     """
-    is_chat = bool(rows) and rows[0].get("messages") is not None
-    is_text = bool(rows) and not is_chat and rows[0].get("text") is not None and rows[0].get("prompt") is None
+    given = {name for name, value in (rows[0] if rows else {}).items() if value is not None}
+    is_chat, is_text = "messages" in given, "text" in given and "prompt" not in given
     for number, row in enumerate(rows):
         at = f"{where}, row index {number}"
         if not is_chat:
@@ -72,29 +73,16 @@ def sft_rows(
         check_messages(_conversation(row), at)
         if not any(message["role"] == "assistant" for message in _conversation(row)):
             raise DataError(f"{at}: 'messages' has no turn of the assistant, hence nothing to learn")
-    if is_text:
-        return tokenise(len(rows), text_encoder(tokenizer, rows, ends), max_length, where)
     if not is_chat:
-        return tokenise(len(rows), answer_encoder(tokenizer, rows, ["response"], ends), max_length, where)
+        raw = text_encoder(tokenizer, rows, ends) if is_text else answer_encoder(tokenizer, rows, ["response"], ends)
+        return tokenise(len(rows), raw, max_length, where)
+
+    def conversations(row: Mapping[str, Any]) -> list[tuple[list[Any], int]]:
+        return [(_conversation(row), len(row["messages"]) if row.get("completion") else 0)]
+
     encoder = ChatEncoder(tokenizer, ends=ends, **template_options)
-
-    def encode_chats(numbers: range) -> list[list[Tokens]]:
-        names = [f"{where}, row index {number}" for number in numbers]
-        chats = encoder.encode(
-            [_conversation(rows[number]) for number in numbers],
-            names,
-            [rows[number].get("tools") for number in numbers],
-        )
-        tokens = []
-        for number, chat, name in zip(numbers, chats, names, strict=True):
-            row = rows[number]
-            first = len(row["messages"]) if row.get("completion") else 0
-            turns = learnt_turns(chat, _conversation(row), first, name)[-1 if last_turn_only else 0 :]
-            ended = encoder.ended(chat, turns, name)
-            tokens.append([(ended.input_ids, ended.mask(turns))])
-        return tokens
-
-    return tokenise(len(rows), encode_chats, max_length, where)
+    encode = chat_encoder(encoder, rows, conversations, where, last_turn_only, is_cut=False)
+    return tokenise(len(rows), encode, max_length, where)
 
 
 def _conversation(row: Mapping[str, Any]) -> list[Any]:
@@ -105,11 +93,7 @@ SIDES = ("chosen", "rejected")
 
 
 def preference_rows(
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    where: str = "data.path",
-    **template_options: Any,
+    rows: Table, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str = "data.path", **template_options: Any
 ) -> TokenRows:
     """Tokenise preference pairs for reward models and DPO.
 
@@ -148,15 +132,8 @@ def preference_rows(
     return replace(pairs, per_row=per_row)
 
 
-ANSWER = "completion"
-
-
 def labelled_rows(
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    where: str = "data.path",
-    **template_options: Any,
+    rows: Table, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str = "data.path", **template_options: Any
 ) -> TokenRows:
     """Tokenise labelled answers for KTO.
 
@@ -179,7 +156,7 @@ def labelled_rows(
         DataError: a row has another form, or the template refuses a conversation; the message names row and column.
         ConfigError: the tokenizer cannot do this.
     """
-    encode = prompted_answer_encoder(rows, tokenizer, [ANSWER], {"label": bool}, where, template_options)
+    encode = prompted_answer_encoder(rows, tokenizer, ["completion"], {"label": bool}, where, template_options)
     tokens = tokenise(len(rows), encode, max_length, where)
     labels = [rows[number]["label"] for number in tokens.source]
     return replace(tokens, per_row={"is_desirable": np.asarray(labels, dtype=bool)})
@@ -201,24 +178,19 @@ def mismatched(batch: TensorDict, max_length: int) -> TensorDict | None:
             answer to the same prompt; None if that leaves no row.
     """
     lengths, starts = batch["attention_mask"].sum(-1).tolist(), batch["loss_mask"].int().argmax(-1).tolist()
-    prompts = [ids[:start] for ids, start in zip(batch["input_ids"], starts, strict=True)]
-    answers = [ids[a:b] for ids, a, b in zip(batch["input_ids"], starts, lengths, strict=True)]
-    masks = [mask[a:b] for mask, a, b in zip(batch["loss_mask"], starts, lengths, strict=True)]
-    rows = [
-        (
-            torch.cat([prompts[row], answers[other]])[:max_length],
-            torch.cat([torch.zeros(starts[row], dtype=torch.bool), masks[other]])[:max_length],
-        )
-        for row, other in _partners([tuple(prompt.tolist()) for prompt in prompts])
-    ]
-    if not rows:
+    prompts = [tuple(ids[:start].tolist()) for ids, start in zip(batch["input_ids"], starts, strict=True)]
+    pairs = _partners(prompts)
+    if not pairs:
         return None
-    columns: dict[str, Tensor] = {
-        "input_ids": pad_sequence([ids for ids, _ in rows], batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(mask) for _, mask in rows], batch_first=True),
-        "loss_mask": pad_sequence([mask for _, mask in rows], batch_first=True),
-    }
-    return TensorDict(columns, batch_size=[len(rows)])
+
+    def joined(key: str) -> Tensor:
+        """Return a key of prompts and of the answers to others."""
+        values = batch[key]
+        made = [torch.cat([values[a, : starts[a]], values[b, starts[b] : lengths[b]]])[:max_length] for a, b in pairs]
+        return pad_sequence(made, batch_first=True)
+
+    columns = {key: joined(key) for key in ("input_ids", "attention_mask", "loss_mask")}
+    return TensorDict(columns, batch_size=[len(pairs)])
 
 
 def longest_mismatch(rows: TokenRows) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+Table = Sequence[Mapping[str, Any]]
+"""rows of a table"""
 
 
 class Source(NamedTuple):

@@ -1,4 +1,4 @@
-"""Token rows: tokenised data as compact integer arrays, and right-padded batches of them."""
+"""Tokenized rows: tables, mixtures, and batches of them in a shuffled order that resumes exactly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.prompt_tokens import raw_prompts, raw_tokens
-from rlite.data.mixture import Mixture
-from rlite.data.readers.streaming import StreamedTable
+from rlite.data.mixture import Mixture, shuffled
+from rlite.data.prompts import raw_prompts, raw_tokens
+from rlite.data.readers.streaming import ShuffledStream, StreamedTable
+from rlite.data.source import Table
 from rlite.errors import ConfigError, DataError
+from rlite.wording import counted
 
 Tokens = tuple[np.ndarray, np.ndarray]
 """(input_ids [L], loss_mask [L]) of one sequence"""
+Encode = Callable[[range], list[list[Tokens]]]
+"""numbers of rows -> for each row, its sequences"""
 
 _CHUNK = 512
 """rows that are tokenised in one call, in which the tokenizer works in parallel"""
@@ -114,12 +118,9 @@ class TokenRows:
         rows = (np.asarray(items)[:, None] * self.rows_per_item + np.arange(self.rows_per_item)).ravel()
         lengths = self.lengths[rows]
         mask = np.arange(lengths.max()) < lengths[:, None]
-        places = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
-        input_ids = np.zeros(mask.shape, dtype=np.int64)
-        input_ids[mask] = self.input_ids[places]
-        loss_mask = np.zeros_like(mask)
-        loss_mask[mask] = self.loss_mask[places]
-        columns = {"input_ids": input_ids, "attention_mask": mask, "loss_mask": loss_mask}
+        places = np.where(mask, self.starts[rows, None] + np.arange(mask.shape[1]), 0)
+        input_ids = np.where(mask, self.input_ids[places], 0).astype(np.int64)
+        columns = {"input_ids": input_ids, "attention_mask": mask, "loss_mask": mask & self.loss_mask[places]}
         columns |= {key: values[rows] for key, values in self.per_row.items()}
         return TensorDict({key: torch.from_numpy(values) for key, values in columns.items()}, batch_size=[len(rows)])
 
@@ -143,10 +144,9 @@ class TokenRows:
             row = int(np.searchsorted(self.starts, self.input_ids.argmax(), side="right")) - 1
             raise ConfigError(f"{self._name_of(row, table)} holds {beyond_vocabulary(largest, vocab_size)}")
         if max_positions is not None and (longest := self.lengths.max()) > max_positions:
-            raise ConfigError(
-                f"{self._name_of(int(self.lengths.argmax()), table)} has {longest} tokens, and the model has positions "
-                f"for {max_positions} (max_position_embeddings of its config); lower data.max_length"
-            )
+            name = self._name_of(int(self.lengths.argmax()), table)
+            known = f"the model has positions for {max_positions} (max_position_embeddings of its config)"
+            raise ConfigError(f"{name} has {longest} tokens, and {known}; lower data.max_length")
 
     def _name_of(self, row: int, table: str) -> str:
         item = row // self.rows_per_item
@@ -166,11 +166,10 @@ class TokenRows:
         """
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
-            name_of_row = self._name_of(int(sizes.argmax()) * self.rows_per_item, table)
+            row = self._name_of(int(sizes.argmax()) * self.rows_per_item, table)
             what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
-            raise ConfigError(
-                f"{name_of_row} has {sizes.max()} {what} and {name} is {capacity}; raise that, or lower data.max_length"
-            )
+            found = f"{row} has {sizes.max()} {what} and {name} is {capacity}"
+            raise ConfigError(f"{found}; raise that, or lower data.max_length")
 
 
 def beyond_vocabulary(token_id: int, vocab_size: int) -> str:
@@ -206,13 +205,7 @@ class Tally:
         return "; ".join(parts)
 
 
-def tokenise(
-    num_rows: int,
-    encode: Callable[[range], Sequence[Sequence[Tokens]]],
-    max_length: int,
-    where: str,
-    rows_per_item: int = 1,
-) -> TokenRows:
+def tokenise(num_rows: int, encode: Encode, max_length: int, where: str, rows_per_item: int = 1) -> TokenRows:
     """Tokenise a table once, chunk by chunk, and cut rows longer than `max_length` at their end.
 
     An item is dropped, and counted, if one of its rows has nothing left to learn (the prompt alone fills `max_length`),
@@ -275,9 +268,9 @@ def mixed(parts: Mapping[str, TokenRows], weights: Mapping[str, float] | None) -
         DataError: sources have other keys than others, such as a margin.
         ConfigError: a source's weight gives it no item in an epoch.
     """
-    (first, some), *others = parts.items()
-    for name, part in others:
-        if odd := some.per_row.keys() ^ part.per_row.keys():
+    first = next(iter(parts))
+    for name, part in parts.items():
+        if odd := parts[first].per_row.keys() ^ part.per_row.keys():
             raise DataError(f"mixture: one of {first} and {name} has {', '.join(sorted(odd))}, the other has none")
     sizes = {name: len(part) for name, part in parts.items()}
     mixture = Mixture(sizes, weights or sizes)
@@ -290,13 +283,11 @@ def joined(tables: Sequence[TokenRows]) -> TokenRows:
     per_row = {key: np.concatenate([part.per_row[key] for part in tables]) for key in tables[0].per_row}
     if "pair_ids" in per_row:
         per_row["pair_ids"] = np.repeat(np.arange(sum(map(len, tables))), tables[0].rows_per_item)
-    ends = np.cumsum([0, *(part.starts[-1] for part in tables)])
+    lengths = np.concatenate([part.lengths for part in tables])
     return TokenRows(
         input_ids=np.concatenate([part.input_ids for part in tables]),
         loss_mask=np.concatenate([part.loss_mask for part in tables]),
-        starts=np.concatenate(
-            [[0], *(part.starts[1:] + end for part, end in zip(tables, ends, strict=False))], dtype=np.int64
-        ),
+        starts=np.cumsum([0, *lengths], dtype=np.int64),
         source=np.concatenate([part.source for part in tables]),
         rows_per_item=tables[0].rows_per_item,
         per_row=per_row,
@@ -326,18 +317,15 @@ def _fault(sequences: Sequence[Tokens], max_length: int) -> str | None:
     """Return why nothing can be learnt from an item, if so."""
     if not all(mask.any() for _, mask in sequences):
         return f"nothing to learn within max_length={max_length}"
-    first = sequences[0][0]
-    if len(sequences) > 1 and all(np.array_equal(first, ids) for ids, _ in sequences[1:]):
+    first, *others = [ids for ids, _ in sequences]
+    if others and all(np.array_equal(first, ids) for ids in others):
         return f"chosen equals rejected within max_length={max_length}"
     return None
 
 
 def answer_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Mapping[str, Any]],
-    answers: Sequence[str],
-    ends: LearntEnds | None = None,
-) -> Callable[[range], list[list[Tokens]]]:
+    tokenizer: PreTrainedTokenizerBase, rows: Table, answers: Sequence[str], ends: LearntEnds | None = None
+) -> Encode:
     """Return a function that tokenises a raw `prompt` with each of its answers.
 
     Prompt and answer are tokenised apart, as they are when an answer is generated. An answer ends with one
@@ -357,21 +345,15 @@ def answer_encoder(
     """
     end = _end_of_sequence(tokenizer, ends)
 
-    def joined(prompt: list[int], answer: list[int]) -> Tokens:
-        ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
-        return np.asarray(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt)
-
     def encode(numbers: range) -> list[list[Tokens]]:
         prompts = raw_prompts(tokenizer, [rows[number]["prompt"] for number in numbers])
         columns = [raw_tokens(tokenizer, [rows[number][name] for number in numbers]) for name in answers]
-        return [[joined(prompt, answer) for answer in own] for prompt, *own in zip(prompts, *columns, strict=True)]
+        return [[_ended(prompt, answer, end) for answer in own] for prompt, *own in zip(prompts, *columns, strict=True)]
 
     return encode
 
 
-def text_encoder(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], ends: LearntEnds | None = None
-) -> Callable[[range], list[list[Tokens]]]:
+def text_encoder(tokenizer: PreTrainedTokenizerBase, rows: Table, ends: LearntEnds | None = None) -> Encode:
     """Return a function that tokenises the `text` of rows, with one end-of-sequence token. All tokens are learnt.
 
     Args:
@@ -387,14 +369,16 @@ def text_encoder(
     """
     end = _end_of_sequence(tokenizer, ends)
 
-    def ended(ids: list[int]) -> Tokens:
-        ids = ids if ids[-1:] == [end] else [*ids, end]
-        return np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)
-
     def encode(numbers: range) -> list[list[Tokens]]:
-        return [[ended(ids)] for ids in raw_prompts(tokenizer, [rows[number]["text"] for number in numbers])]
+        return [[_ended([], ids, end)] for ids in raw_prompts(tokenizer, [rows[number]["text"] for number in numbers])]
 
     return encode
+
+
+def _ended(prompt: list[int], answer: list[int], end: int) -> Tokens:
+    """Return a prompt and its answer, which is learnt, with one end token."""
+    ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
+    return np.asarray(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt)
 
 
 def _end_of_sequence(tokenizer: PreTrainedTokenizerBase, ends: LearntEnds | None) -> int:
@@ -403,3 +387,104 @@ def _end_of_sequence(tokenizer: PreTrainedTokenizerBase, ends: LearntEnds | None
     if ends is not None:
         ends.see(tokenizer.eos_token_id)
     return tokenizer.eos_token_id
+
+
+class BatchLoader:
+    """Loader of shuffled batches of token rows, epoch by epoch.
+
+    Iteration continues from the position, which moves when a batch is yielded. A state that is saved while a batch is
+    trained on therefore continues with the next batch. Every item occurs once per epoch, except in a mixture with
+    weights. The epoch's last batch may be smaller.
+
+    Args:
+        rows: the data.
+        batch_size: items in a batch (a preference pair is one item and two rows).
+        seed: seed of the order.
+        n_epochs: epochs to yield.
+    """
+
+    def __init__(self, rows: TokenRows, batch_size: int, seed: int = 0, n_epochs: int = 1) -> None:
+        self._rows = rows
+        self._batch_size = batch_size
+        self._num_epochs = n_epochs
+        self._order = shuffled(len(rows), rows.mixture, seed, rows.digest)
+        self.num_batches = len(self) * n_epochs
+        """batches in all epochs"""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return -(-len(self._rows) // self._batch_size)
+
+    def __str__(self) -> str:
+        """Return how many batches there are, in words."""
+        return f"{counted(self._num_epochs, 'epoch')} of {len(self)} steps"
+
+    @property
+    def num_left(self) -> int:
+        """Batches not yielded yet."""
+        later = self._num_epochs - self._order.epoch - 1  # -1 at the end, where an epoch would begin
+        return max(0, -(-self._order.left_in_epoch // self._batch_size) + later * len(self))
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while self._order.epoch < self._num_epochs:
+            yield self._rows.batch(self._order.take(min(self._batch_size, self._order.left_in_epoch)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position and a digest of the data."""
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another loader's position.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
+        self._order.load_state_dict(state)
+
+
+class StreamLoader:
+    """Loader of a number of shuffled batches of a streamed table, epoch by epoch.
+
+    As with a `BatchLoader`, an epoch's last batch may be smaller.
+
+    Args:
+        table: the data.
+        batch_size: items in a batch (a preference pair is one item and two rows).
+        seed: seed of the order.
+        num_batches: batches to yield.
+    """
+
+    def __init__(self, table: StreamedTable[TokenRows], batch_size: int, seed: int, num_batches: int) -> None:
+        self._items: ShuffledStream[TokenRows] = ShuffledStream(table, seed)
+        self._batch_size = batch_size
+        self.num_batches = num_batches
+        """batches in all"""
+        self._num_dealt = 0
+
+    def __str__(self) -> str:
+        """Return how many batches there are, in words."""
+        return "epochs of unknown length, steps"
+
+    @property
+    def num_left(self) -> int:
+        """Batches not yielded yet."""
+        return max(self.num_batches - self._num_dealt, 0)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while self.num_left:
+            items = joined(self._items.take(self._batch_size))
+            self._num_dealt += 1
+            yield items.batch(range(len(items)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position and digests of the data that was read."""
+        return {**self._items.state_dict(), "num_batches": self._num_dealt}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another loader's position.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
+        self._items.load_state_dict(state)
+        self._num_dealt = state["num_batches"]

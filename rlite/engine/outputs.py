@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,15 +13,7 @@ from rlite.data.chat.template import check_template_options
 from rlite.errors import ConfigError
 from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.runtime.replicas.replica import InFlightRequest
-from rlite.types import (
-    CompletionOutput,
-    GenerationHyperparameters,
-    LLMRequest,
-    LLMResponse,
-    OnChunk,
-    RequestOutput,
-    TokenChunk,
-)
+from rlite.types import CompletionOutput, GenerationHyperparameters, RequestOutput
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Sequence[int] | Mapping[str, Any]]
 """texts, token ids or mappings with token ids; or one text or mapping"""
@@ -71,29 +62,6 @@ def conversation(
     return prompt_ids(item, tokenizer, options), prompt_text(item, tokenizer, options)
 
 
-async def streamed(
-    agenerate: Callable[[LLMRequest, OnChunk], Awaitable[LLMResponse]], request: LLMRequest
-) -> AsyncIterator[TokenChunk]:
-    """Yield the chunks of a request as they arrive.
-
-    Args:
-        agenerate: completes the request.
-        request: the request.
-    """
-    loop = asyncio.get_running_loop()
-    chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-    completing = agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
-    task = asyncio.ensure_future(completing)
-    task.add_done_callback(lambda _: chunks.put_nowait(None))
-    try:
-        while (chunk := await chunks.get()) is not None:
-            if chunk.error is None:
-                yield chunk
-        task.result()
-    finally:
-        task.cancel()
-
-
 def outputs(
     prompts: Sequence[Any],
     groups: Sequence[Sequence[InFlightRequest]],
@@ -128,18 +96,11 @@ def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenize
         ended: the request.
         tokenizer: decodes the tokens.
     """
-    tokens, gconfig = ended.token_ids, ended.request.gconfig
-    text, rest = split_at_stop(tokenizer, tokens, gconfig.stop, num_end=int(ended.finish_reason == "stop"))
-    return CompletionOutput(
-        index=index,
-        token_ids=ended.token_ids,
-        text=text,
-        logprobs=ended.logprobs,
-        sampling_logprobs=ended.sampling_logprobs,
-        versions=ended.versions,
-        finish_reason=ended.finish_reason,
-        stop_reason=_stop_reason(ended, rest),
-    )
+    stops, is_stopped = ended.request.gconfig.stop, ended.finish_reason == "stop"
+    text, rest = split_at_stop(tokenizer, ended.token_ids, stops, num_end=int(is_stopped))
+    names = ("token_ids", "logprobs", "sampling_logprobs", "versions", "finish_reason")
+    same = {name: getattr(ended, name) for name in names}
+    return CompletionOutput(index=index, text=text, stop_reason=_stop_reason(ended, rest), **same)
 
 
 def _stop_reason(ended: InFlightRequest, rest: str) -> str | int | None:

@@ -6,29 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlite.data.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
-from rlite.data.packs import sequence_lengths
-from rlite.engine.microbatches import BatchShare, Loss, Weight, join_values, split_batch
-from rlite.engine.registry import find_backend
-from rlite.engine.train_backend import TrainBackend, TrainWorker
-from rlite.engine.train_state import ResumableEngine
-from rlite.engine.user_module import (
-    check_train_module,
-    redefined,
-    user_methods,
-    with_class,
-)
+from rlite.algorithms.reduce import Loss, Weight
+from rlite.data.packs import BatchShare, join_values, sequence_lengths, split_batch
+from rlite.engine.module_methods import ModuleEngine
+from rlite.engine.registry import TrainWorker
 from rlite.engine.weights import OnInflight, SyncReport, sync_weights
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.replicas.engine import Engine
 
-YIELDING = ("forward_backward", "optimizer_step")
-"""methods of the engine that the module's methods of the same names replace"""
 
-
-class RliteTrainEngine(ResumableEngine):
+class RliteTrainEngine(ModuleEngine):
     """Trains a user-defined module; the module's methods are the engine's methods.
 
     A method's arguments are copied to every data-parallel rank, and arguments in `NeedParallel` are split. The result
@@ -47,83 +36,11 @@ class RliteTrainEngine(ResumableEngine):
         executor: name of the parallel backend; "fsdp2".
     """
 
-    def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
-        checked = check_train_module(module, self._own_names())
-        super().__init__(find_backend("train", executor, TrainBackend), executor, checked)
-        self._yield_to_module()
-
-    @classmethod
-    def _own_names(cls) -> set[str]:
-        return set(dir(cls)).difference(YIELDING)
-
-    def _yield_to_module(self) -> None:
-        """Let the module's methods replace the engine's methods of the same names."""
-        for name in YIELDING:
-            vars(self).pop(name, None)
-        for name in user_methods(type(self.module)).keys() & set(YIELDING):
-            vars(self)[name] = self._module_method(name)
-
     def __repr__(self) -> str:
         size = f"{type(self.module).__name__}, {self.num_parameters / 1e6:.2f} M parameters"
         if not self.is_built:
             return f"{type(self).__name__}({size}, not built)"
         return f"{type(self).__name__}({size}, {self.dims}, {self._where()})"
-
-    def reload_methods(self) -> list[str]:
-        """Call the methods of the module's class as it is defined now, after a notebook cell defined it again.
-
-        Weights, optimizer and attributes stay. Classes that `importlib.reload` defined again count, too.
-
-        Returns:
-            The names of the methods that are new, changed or gone; [] if the class was not defined again.
-
-        Raises:
-            ConfigError: the new definition changes the base classes, `__init__` or `on_weights_materialized`, or an
-                engine cannot serve it. Nothing was changed.
-        """
-        new = redefined(type(self.module))
-        if new is type(self.module):
-            return []
-        with with_class(self.module, new, self._own_names()) as changed:
-            source = self._source()
-            if self.is_built:
-                self._workers.call(TrainWorker.reload_methods, source)
-                self._set_factory(source)
-        self._yield_to_module()
-        return changed
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a public method of the module, which is called on every data-parallel rank.
-
-        Raises:
-            AttributeError: neither the engine nor the module has the method.
-        """
-        module = self.__dict__.get("module")
-        if module is None or name.startswith("_") or not callable(getattr(type(module), name, None)):
-            raise AttributeError(
-                f"{type(self).__name__} has no method {name!r}, and neither has its module {type(module).__name__}"
-            )
-        return self._module_method(name)
-
-    def _module_method(self, name: str) -> Callable[..., Any]:
-        method = getattr(type(self.module), name)
-
-        def call(*args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-            self._need_weights(name)
-            shares = plan_shares(args, kwargs, self.num_data_ranks)
-            calls = scatter(args, kwargs, self.num_data_ranks, self.dims.seq, shares=shares)
-            results = self._ask_each(
-                TrainWorker.invoke,
-                [(*call, name) for call in calls],
-                what=name,
-                timeout=timeout,
-                has_own_statistics=cuts_sequences(args, kwargs),
-            )
-            return gather(results, gather_of(method), shares)
-
-        call.__name__ = name
-        call.__doc__ = method.__doc__
-        return call
 
     @property
     def dims(self) -> Any:

@@ -13,16 +13,15 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from rlite.data.microbatch_plan import sequence_flops
-from rlite.engine.train_backend import TrainBackend, TrainWorker
+from rlite.engine.registry import TrainBackend, TrainWorker
 from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import local_checkpoint
+from rlite.runtime.parallel.microbatch_plan import sequence_flops
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.workers import Kind, WorkerSet
 from rlite.runtime.storage.atomic import is_staged, staging, verify
-from rlite.runtime.storage.safe import load_values
-from rlite.runtime.storage.sharded import random_state, set_random_state
+from rlite.runtime.storage.sharded import load_values, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +125,7 @@ class ResumableEngine(Engine):
         Raises:
             ConfigError: the module has no config.
         """
-        config = getattr(self.module, "config", None)
-        if config is None:
+        if (config := getattr(self.module, "config", None)) is None:
             raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
         text = config.get_text_config()
         return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
@@ -154,9 +152,7 @@ class ResumableEngine(Engine):
         full: dict[str, Tensor] = {}
         for part in self.copies[0].call(TrainWorker.export_values):
             for name, (box, global_shape, values) in part.items():
-                if name not in full:
-                    full[name] = torch.empty(global_shape, dtype=values.dtype)
-                full[name][box] = values
+                full.setdefault(name, values.new_empty(global_shape))[box] = values
         return full
 
     def save(self, path: str | Path) -> None:
@@ -277,7 +273,6 @@ class ResumableEngine(Engine):
         wait([handle.death for handle in group.handles], END_S)  # their memory is free then
         if self._writing is not None:
             self._writing.workers_ended()
-            self._writing = None
         self._session.restart(self.name, 0, self._factory)
         self.weights = Weights.DEVICE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -44,20 +44,14 @@ def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTra
         )
     own = user_methods(type(module))
     if hidden := sorted(own.keys() & own_names):
-        raise ConfigError(
-            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours "
-            "would never be called; give your methods other names"
-        )
+        told = f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours would never be called"
+        raise ConfigError(f"{told}; give your methods other names")
     if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
-        raise ConfigError(
-            f"{name}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
-            "understands as seconds to wait for its workers; give yours another name"
-        )
+        told = "which every call on an engine understands as seconds to wait for its workers; give yours another name"
+        raise ConfigError(f"{name}: {', '.join(taken)} has a parameter 'timeout', {told}")
     if not is_on_meta(module):
-        raise ConfigError(
-            f"{name} holds real weights; a train module travels to its workers without any. "
-            "Build it inside `with accelerate.init_empty_weights():`"
-        )
+        problem = f"{name} holds real weights; a train module travels to its workers without any"
+        raise ConfigError(f"{problem}. Build it inside `with accelerate.init_empty_weights():`")
     return module
 
 
@@ -67,11 +61,8 @@ def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
     torch call them.
     """
-    return {
-        name: value
-        for name, value in own_methods(module).items()
-        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
-    }
+    own = own_methods(module).items()
+    return {name: value for name, value in own if not (name.startswith("_") or hasattr(BaseTrainModule, name))}
 
 
 def redefined(cls: type) -> type:
@@ -98,21 +89,15 @@ def changed_methods(old: type, new: type) -> list[str]:
     """
     if _library_bases(old) != _library_bases(new):
         before, after = (", ".join(base.__name__ for base in _library_bases(cls)) for cls in (old, new))
-        raise ConfigError(
-            f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}. "
-            f"The weights belong to {before}: release() the engine, and build an engine of a new module"
-        )
-    before_methods, after_methods = own_methods(old), own_methods(new)
-    changed = [
-        name
-        for name in sorted(before_methods.keys() | after_methods.keys())
-        if _fingerprint(before_methods.get(name)) != _fingerprint(after_methods.get(name))
-    ]
+        problem = f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}"
+        remedy = "release() the engine, and build an engine of a new module"
+        raise ConfigError(f"{problem}. The weights belong to {before}: {remedy}")
+    prints = [{name: _fingerprint(method) for name, method in own_methods(cls).items()} for cls in (old, new)]
+    changed = sorted(name for name in {*prints[0], *prints[1]} if prints[0].get(name) != prints[1].get(name))
     if once := [name for name in RUN_ONCE if name in changed]:
-        raise ConfigError(
-            f"reload_methods: {new.__name__}.{', '.join(once)} was changed, which ran when the engine was built, and "
-            "the weights and the optimizer stay. Undo the change, or release() the engine and build one of a new module"
-        )
+        told = f"reload_methods: {new.__name__}.{', '.join(once)} was changed, which ran when the engine was built"
+        remedy = "Undo the change, or release() the engine and build one of a new module"
+        raise ConfigError(f"{told}, and the weights and the optimizer stay. {remedy}")
     return changed
 
 
@@ -141,14 +126,11 @@ def sent_by_value(cls: type) -> Iterator[None]:
         None.
     """
     names = {base.__module__ for base in cls.__mro__ if not _is_of_library(base)} - {"__main__"}
-    modules = [sys.modules[name] for name in names & sys.modules.keys()]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with ExitStack() as stack:
+        for name in names & sys.modules.keys():
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+            stack.callback(cloudpickle.unregister_pickle_by_value, sys.modules[name])
         yield
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 @contextmanager
@@ -205,11 +187,10 @@ def own_methods(cls: type) -> dict[str, Callable[..., Any]]:
     return {name: value for base in own for name, value in vars(base).items() if callable(value)}
 
 
-def _fingerprint(method: Callable[..., Any] | None) -> Any:
+def _fingerprint(method: Callable[..., Any]) -> Any:
     """Return the identity of a method: its code, defaults and marks; not its line numbers."""
-    function = None if method is None else inspect.unwrap(method)
-    code = getattr(function, "__code__", None)
-    if code is None:
+    function = inspect.unwrap(method)
+    if (code := getattr(function, "__code__", None)) is None:
         return method
     marks = {name: value for name, value in vars(method).items() if name != "__wrapped__"}
     return _of_code(code), repr(getattr(function, "__defaults__", None)), repr(marks)

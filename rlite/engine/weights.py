@@ -11,20 +11,19 @@ moves the bytes.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from rlite.engine.weight_plan import make_plan
 from rlite.errors import ConfigError, WeightSyncError, WorkerError
 from rlite.observability import trace
 from rlite.runtime.cluster.group import apply_on_processes
-from rlite.runtime.parallel.shards import Box
 from rlite.runtime.parallel.shared_memory import can_share_memory
 from rlite.runtime.replicas.engine import Engine
-from rlite.runtime.replicas.transport import Layout, Piece, Place, describe
+from rlite.runtime.replicas.transport import Layout, Piece, describe
 from rlite.runtime.replicas.weight_moves import Plan, Route, broadcast, read_gathered, read_shared, verify
 
 OnInflight = Literal["continue", "abort"]
@@ -43,11 +42,9 @@ class SyncReport:
     num_tensors: int
 
     def __str__(self) -> str:
-        rate = self.num_bytes / max(self.seconds, 1e-9) / 2**30
-        megabytes = self.num_bytes / 2**20
-        return (
-            f"version {self.version}: {megabytes:.1f} MiB in {self.seconds:.3f} s ({rate:.2f} GiB/s, {self.transport})"
-        )
+        mebibytes, seconds = self.num_bytes / 2**20, max(self.seconds, 1e-9)
+        rate = f"{mebibytes / 1024 / seconds:.2f} GiB/s, {self.transport}"
+        return f"version {self.version}: {mebibytes:.1f} MiB in {self.seconds:.3f} s ({rate})"
 
 
 def sync_weights(
@@ -90,12 +87,9 @@ def sync_weights(
             except WorkerError:  # a replica that is lost is replaced, and the others still need the weights
                 if not target.has_lost_some_of(members):
                     raise
+    seconds, names = time.perf_counter() - started, set().union(*(each.places for each in sync.route.targets.values()))
     return SyncReport(
-        version=target.get_version(),
-        num_bytes=num_bytes,
-        seconds=time.perf_counter() - started,
-        transport=chosen,
-        num_tensors=len(set().union(*(layout.places for layout in sync.route.targets.values()))),
+        version=target.get_version(), num_bytes=num_bytes, seconds=seconds, transport=chosen, num_tensors=len(names)
     )
 
 
@@ -134,10 +128,8 @@ class Sync:
         workers = [*((source, rank) for rank in range(len(source))), *((target, rank) for rank in self._ranks)]
         processes = {group.handles[rank].process for group, rank in workers}
         is_shared = may_share and len(processes) > 1 and can_share_memory() and source.devices[0].kind == "cpu"
-        calls = [
-            (group, rank, (group.key(rank),), (group is source, group is source and is_shared))
-            for group, rank in workers
-        ]
+        flags = {source: (True, is_shared), target: (False, False)}
+        calls = [(group, rank, (group.key(rank),), flags[group]) for group, rank in workers]
         return apply_on_processes(calls, describe, groups, "describe weights", source.call_timeout)
 
     def _plan(self, offered: Sequence[Layout]) -> Plan:
@@ -183,70 +175,6 @@ class Sync:
         if transport == "gathered":
             return read_gathered(self.route, self._plan)
         return (read_shared if transport == "shared" else broadcast)(self.route, self.plan)
-
-
-# -- planning (pure) --------------------------------------------------------------------------------------------------
-
-
-def make_plan(sources: Sequence[Layout], targets: Sequence[Layout], target_name: str) -> list[list[Piece]]:
-    """Return the pieces that write every element of some target workers exactly once, for each worker.
-
-    Args:
-        sources: layouts of the workers of one copy of the source.
-        targets: layouts of the workers that hold one copy of the target together. A worker may lack tensors that
-            another holds.
-        target_name: name of the target, for messages.
-
-    Raises:
-        WeightSyncError: a tensor is missing on one side, differs in shape, or is not covered.
-    """
-    aliases = sources[0].aliases
-    held: dict[str, list[tuple[int, Place]]] = {}
-    for index, layout in enumerate(sources):
-        for name, place in layout.places.items():
-            held.setdefault(name, []).append((index, place))
-    wanted = dict.fromkeys(name for layout in targets for name in layout.places)
-    missing = sorted(name for name in wanted if aliases.get(name, name) not in held)
-    unexpected = sorted(held.keys() - {aliases.get(name, name) for name in wanted})
-    if missing or unexpected:
-        raise WeightSyncError(
-            f"the source does not fit {target_name}: missing in the source: {missing[:5]} ({len(missing)}), "
-            f"unknown to the target: {unexpected[:5]} ({len(unexpected)}). Are they the same model, tied alike?"
-        )
-
-    def pieces_of(name: str, place: Place) -> Iterator[Piece]:
-        source_name = aliases.get(name, name)
-        covered = 0
-        for index, offered in held[source_name]:
-            if offered.global_shape != place.global_shape:
-                raise WeightSyncError(
-                    f"{name}: {target_name} has shape {place.global_shape}, the source {offered.global_shape}"
-                )
-            overlap = _overlap(offered, place)
-            if overlap is not None:
-                yield Piece(name, source_name, index, *overlap, place.dtype)
-                covered += math.prod(s.stop - s.start for s in overlap[0])
-        if covered != math.prod(place.shape):
-            raise WeightSyncError(
-                f"{name}: the source's shards cover {covered} of the {math.prod(place.shape)} elements "
-                f"that {target_name} holds; each must be written exactly once"
-            )
-
-    return [[piece for each in layout.places.items() for piece in pieces_of(*each)] for layout in targets]
-
-
-def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
-    """Return the boxes that both places share, relative to each place; None if they share nothing."""
-    own: list[slice] = []
-    others: list[slice] = []
-    places = zip(source.offset, source.shape, target.offset, target.shape, strict=True)
-    for own_offset, own_size, offset, size in places:
-        start, stop = max(own_offset, offset), min(own_offset + own_size, offset + size)
-        if start >= stop:
-            return None
-        own.append(slice(start - own_offset, stop - own_offset))
-        others.append(slice(start - offset, stop - offset))
-    return tuple(own), tuple(others)
 
 
 _plans: WeakKeyDictionary[Engine, list[tuple[Any, list[list[Piece]]]]] = WeakKeyDictionary()

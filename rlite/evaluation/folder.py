@@ -7,40 +7,31 @@ A process that is killed loses the samples that were under way. The next process
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from io import FileIO
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlite import files
 from rlite.arguments import differences, flat, some_of
+from rlite.config import Count, Finite, Natural
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.metrics import Comparison, Sample
-from rlite.evaluation.record import Row, remove_record, write_record
-from rlite.runtime.storage.lock import FolderLock, lock_folder
+from rlite.evaluation.sets import Row, remove_record, write_record
+from rlite.runtime.owner import FolderLock, lock_folder
 
 VERSION = 1
 """version of the format"""
 _BEGINNING = b'{"version": '
+S = TypeVar("S", bound=BaseModel)
 Settings = Mapping[str, Any]
 """values of JSON by key"""
 
@@ -75,8 +66,7 @@ class Journal:
         self.is_new = header is None
         """there are no samples to continue"""
         self._end = content.rfind(b"\n") + 1
-        self._opened = ExitStack()
-        self._file: FileIO
+        self._file: FileIO | None = None
 
     def begin(self, time: datetime | None = None) -> None:
         """Remove what is not continued, and write the settings of a new journal.
@@ -89,11 +79,9 @@ class Journal:
         """
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             # without a buffer: what could not be written would be written again, and fail again, when it is closed
-            self._file = self._opened.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
+            self._file = self.path.open("ab", buffering=0)
             self._file.truncate(self._end)
-            self._file.seek(self._end)
         if self.is_new:
             began = {} if time is None else {"time": time.isoformat()}
             self._write({"version": VERSION, "settings": self._settings, **began})
@@ -112,19 +100,19 @@ class Journal:
 
     def close(self) -> None:
         """Close the file, if it was begun."""
-        self._opened.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        made = json.dumps(line).encode() + b"\n"
+        rest = made = json.dumps(line).encode() + b"\n"
+        assert self._file is not None
         with writing(self.path):
-            rest = made
             try:
                 while rest:
                     rest = rest[self._file.write(rest) :]
             except OSError:
                 with suppress(OSError):  # a part of a line would damage the journal if another one followed
                     self._file.truncate(self._end)
-                    self._file.seek(self._end)
                 raise
         self._end += len(made)
 
@@ -212,28 +200,27 @@ SAMPLES = "samples"
 CACHE = "cache"
 """folder of answers to tasks that have not ended"""
 LOCK = ".eval.lock"
-_OF_OTHERS = {
-    "config.yaml": "training run",
-    "metrics.jsonl": "training run",
-    "state": "training run",
-    "config.json": "model",
-}
+_OF_OTHERS = dict.fromkeys(("config.yaml", "metrics.jsonl", "state"), "training run") | {"config.json": "model"}
 """files of the folder of a run or a model, where results would hide its curves or count as its files"""
 
 
-class ModelResults(BaseModel):
+class _Shape(BaseModel):
+    """A value of a file. Further keys are not looked at."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ModelResults(_Shape):
     """One model in results.json."""
 
-    model_config = ConfigDict(strict=True)
     model: str
     """folder or hub name"""
-    metrics: dict[str, FiniteFloat] = {}
+    metrics: dict[str, Finite] = {}
 
 
-class Results(BaseModel):
+class Results(_Shape):
     """The content of results.json, as far as it is read."""
 
-    model_config = ConfigDict(strict=True)
     models: Annotated[dict[Annotated[str, AfterValidator(files.file_name)], ModelResults], Field(min_length=1)]
     """by name, which is also that of the journal"""
 
@@ -304,10 +291,8 @@ class EvaluationResult:
     def to_json(self) -> dict[str, Any]:
         """Return metrics and comparison as values of JSON."""
         models = {each.name: each.to_json() for each in self.models}
-        comparison = None
-        if self.comparison is not None:
-            first, second = (each.name for each in self.models)
-            comparison = {"first": first, "second": second, **asdict(self.comparison)}
+        names = dict(zip(("first", "second"), models, strict=False))
+        comparison = None if self.comparison is None else names | asdict(self.comparison)
         reason = {"no_comparison": self.no_comparison} if self.no_comparison else {}
         return {"models": models, "comparison": comparison, **reason}
 
@@ -374,7 +359,7 @@ def remove_others(folder: Path, names: Collection[str]) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    for name in _others(folder, names, is_lenient=True):
+    for name in _others(folder, names, ConfigError):
         remove_model(folder, name)
         with writing(folder / SAMPLES):
             (folder / SAMPLES / f"{name}.jsonl").unlink(missing_ok=True)
@@ -396,24 +381,21 @@ def remove_model(folder: Path, name: str) -> None:
     shutil.rmtree(folder / CACHE / name, ignore_errors=True)
 
 
-def _others(folder: Path, names: Collection[str], is_lenient: bool = False) -> list[str]:
+def _others(folder: Path, names: Collection[str], *ignored: type[Exception]) -> list[str]:
     """Return the names of other models whose samples or results a folder holds.
 
     Args:
         folder: folder of the evaluation.
         names: names of the models that are evaluated.
-        is_lenient: treat an unreadable results.json as one without names.
+        *ignored: errors of results.json, which then counts as one without names.
 
     Raises:
         ConfigError: results.json cannot be read.
     """
     journals = sorted((folder / SAMPLES).glob("*.jsonl"))
     found = [path.stem for path in journals if path.is_file() and is_journal(path)]
-    try:
+    with suppress(*ignored):
         found += read_results(folder / RESULTS).models if (folder / RESULTS).is_file() else []
-    except ConfigError:
-        if not is_lenient:
-            raise
     return [name for name in dict.fromkeys(found) if name not in names]
 
 
@@ -423,22 +405,16 @@ Lines = Sequence[Mapping[str, Any]]
 """lines of a journal after its settings"""
 
 
-class _Shape(BaseModel):
-    """A value of a journal. Further keys are not looked at."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
 class _Row(_Shape):
     """A sample."""
 
-    group: NonNegativeInt
-    sample: NonNegativeInt
+    group: Natural
+    sample: Natural
     item: str
     status: str
     reason: str
-    score: FiniteFloat | None = None
-    reward: FiniteFloat | None = None
+    score: Finite | None = None
+    reward: Finite | None = None
     reward_parts: list[Annotated[list[Any], Field(min_length=2, max_length=2)]] | None = None
     truncated: bool | None = None
     answer: str | None = None
@@ -462,10 +438,10 @@ class _Task(_Shape):
     """A task that has ended, or one sample of its answers."""
 
     task: str
-    sample: NonNegativeInt = 0
-    samples: PositiveInt = 1
-    metrics: dict[str, FiniteFloat]
-    values: dict[str, list[FiniteFloat]] = {}
+    sample: Natural = 0
+    samples: Count = 1
+    metrics: dict[str, Finite]
+    values: dict[str, list[Finite]] = {}
     higher_is_better: dict[str, bool] = {}
     lower_is_better: list[str] = []
     rows: list[_Row]
@@ -478,13 +454,13 @@ class _Task(_Shape):
 
 
 class _Questions(_Shape):
-    number: NonNegativeInt = 0
+    number: Natural = 0
 
 
 class _Sampling(_Shape):
-    samples: PositiveInt
-    temperature: FiniteFloat
-    max_new_tokens: PositiveInt
+    samples: Count
+    temperature: Finite
+    max_new_tokens: Count
 
 
 class _Tasks(_Shape):
@@ -599,16 +575,11 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
     Raises:
         ConfigError: settings or lines have another form, or a line occurs twice.
     """
-    try:
-        expected = _Settings.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: settings: {first_problem(error)}; choose another folder") from error
-    shape, missing = _Task if expected.tasks.tasks else _Row, expected.places
+    expected = _checked(_Settings, settings, f"{path}: settings")
+    shape: type[_Task | _Row] = _Task if expected.tasks.tasks else _Row
+    missing = expected.places
     for number, line in enumerate(lines, 2):
-        try:
-            place, *further = shape.model_validate(line).places
-        except ValidationError as error:
-            raise ConfigError(f"{path}, line {number}: {first_problem(error)}; choose another folder") from error
+        place, *further = _checked(shape, line, f"{path}, line {number}").places
         if place not in missing:
             raise ConfigError(
                 f"{path}, line {number}: {place} occurs twice, or is not of this evaluation; remove the line, or "
@@ -617,6 +588,13 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
         missing.remove(place)
         missing.update(further)
     return missing
+
+
+def _checked(shape: type[S], value: Mapping[str, Any], where: str) -> S:
+    try:
+        return shape.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {first_problem(error)}; choose another folder") from error
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:

@@ -76,13 +76,10 @@ class RliteLM(TemplateLM):
         for name, value in (("max_gen_toks", max_gen_toks), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"RliteLM({name}={value}): expected a number of at least 1")
-        self.engine = engine
-        self.tokenizer: Any = engine.tokenizer
+        self.engine, self.tokenizer = engine, engine.tokenizer
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(f"RliteLM: the tokenizer of {engine.path} has no end token; set its eos_token")
-        self.max_length = max_length
-        self.max_gen_toks = max_gen_toks
-        self.batch_size = batch_size
+        self.max_length, self.max_gen_toks, self.batch_size = max_length, max_gen_toks, batch_size
         self._special_tokens = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
         self._prefix_token_id = prefix_token_id
         self.num_requests = 0
@@ -176,12 +173,8 @@ class RliteLM(TemplateLM):
         return texts
 
     def _windows(self, text: str) -> list[Encoded]:
-        windows = utils.get_rolling_token_windows(
-            token_list=self.tok_encode(text),
-            prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length,
-            context_len=1,
-        )
+        tokens, first = self.tok_encode(text), self.prefix_token_id
+        windows = utils.get_rolling_token_windows(tokens, first, self.max_length, context_len=1)
         return [(None, *utils.make_disjoint_window(window)) for window in windows]
 
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -226,11 +219,9 @@ class RliteLM(TemplateLM):
         stops = [stop for stop in asked.pop("until") if stop]
         max_tokens = asked.pop("max_gen_toks")
         if not 1 <= max_tokens < self.max_length:
-            raise ConfigError(
-                f"the task asks for answers of {max_tokens} tokens; expected 1 to {self.max_length - 1}, {self._limit}"
-            )
-        is_sampling = asked.pop("do_sample")
-        if not is_sampling:
+            expected = f"expected 1 to {self.max_length - 1}, {self._limit}"
+            raise ConfigError(f"the task asks for answers of {max_tokens} tokens; {expected}")
+        if not asked.pop("do_sample"):
             asked |= {"temperature": 0.0}
         sampling = GenerationHyperparameters.from_mapping({**asked, "max_new_tokens": max_tokens, "stop": stops})
         room = self.max_length - max_tokens
@@ -238,10 +229,8 @@ class RliteLM(TemplateLM):
         self.num_cut += sum(len(prompt) > room for prompt in encoded)
         prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in encoded]
         end = self.tokenizer.decode(self.eot_token_id)
-        return [
-            postprocess_generated_text(output.text, [*stops, end], None)
-            for output in self.engine.generate(prompts, sampling)
-        ]
+        outputs = self.engine.generate(prompts, sampling)
+        return [postprocess_generated_text(output.text, [*stops, end], None) for output in outputs]
 
 
 def _batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

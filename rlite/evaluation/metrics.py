@@ -6,7 +6,7 @@ Every episode counts, also a failed one. Tasks of lm-evaluation-harness keep the
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlite.errors import DataError
-from rlite.evaluation.statistics import (
-    Floats,
-    clustered_standard_error,
-    difference_interval,
-    score_limits,
-    sign_flip_p_value,
-    wrong_score,
-)
+from rlite.evaluation import statistics
 from rlite.rollout.collector.lost_groups import Selection, kind_of
 from rlite.services.record.recorder import SEPARATOR
 from rlite.trainer.held_out import SOLVED_AT, reaches
@@ -67,7 +60,7 @@ class Sample:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Sample:
-        """Return the sample of a row of the record, as `rlite.evaluation.record.row_of` makes it."""
+        """Return the sample of a row of the record, as `rlite.evaluation.sets.row_of` makes it."""
         return cls(
             item=row["item"],
             sample=row["sample"],
@@ -111,7 +104,7 @@ def summary(
     with_error = partial(_with_error, confidence=confidence)
     items = _by_item(samples, ks)
     finished = finished_scores(samples)
-    wrong = wrong_score(finished)
+    wrong = statistics.wrong_score(finished)
     metrics = with_error("accuracy", [counted_scores(own, wrong) for own in items.values()])
     if finished:
         metrics["accuracy_finished"] = fmean(finished)
@@ -129,16 +122,11 @@ def summary(
 
 def selection_of(samples: Sequence[Sample]) -> Selection:
     """Return what failures have done to the answers of an evaluation."""
-    failed_attempts = Counter(kind for sample in samples for kind in sample.failed_attempts)
+    attempts = Counter(kind for sample in samples for kind in sample.failed_attempts)
+    redrawn = Counter(sample.redrawn for sample in samples if sample.redrawn)
+    failed = Counter(sample.length for sample in samples if sample.score is None and sample.length)
     kept = Counter(sample.length for sample in samples if sample.score is not None)
-    return Selection(
-        num_groups=len(samples),
-        num_attempts=failed_attempts.total() + kept.total(),
-        failed_attempts=failed_attempts,
-        redrawn=Counter(sample.redrawn for sample in samples if sample.redrawn),
-        failed=Counter(sample.length for sample in samples if sample.score is None and sample.length),
-        kept=kept,
-    )
+    return Selection(len(samples), attempts.total() + kept.total(), attempts, redrawn, failed, kept)
 
 
 def standard_error_of(metric: str) -> str:
@@ -185,10 +173,10 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
         samples: samples of one item.
         solved_at: score from which a sample is solved.
     """
-    votes: dict[str, list[bool]] = {}
+    votes = defaultdict[str, list[bool]](list)
     for sample in samples:
         if sample.answer is not None and sample.score is not None:
-            votes.setdefault(sample.answer, []).append(is_solved(sample, solved_at))
+            votes[sample.answer].append(is_solved(sample, solved_at))
     most = max(map(len, votes.values()), default=0)
     return fmean([fmean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
 
@@ -225,15 +213,15 @@ def _with_error(name: str, clusters: Sequence[Sequence[float]], confidence: floa
     mean = fmean(values)
     if len(clusters) == 1:
         return {name: mean}
-    error, n = clustered_standard_error(clusters), float(len(clusters))
+    error, n = statistics.clustered_standard_error(clusters), float(len(clusters))
     if mean in {0.0, 1.0} and len(set(values)) == 1:
-        low, high = score_limits(mean, 0.0, n, 1.0)
+        low, high = statistics.score_limits(mean, 0.0, n, 1.0)
         error = (high - low) / 2
     elif error:
         n *= mean * (1 - mean) / error**2 / (n - 1)
     metrics = {name: mean, standard_error_of(name): error}
     if confidence is not None and min(values) >= 0 and max(values) <= 1:
-        low, high = score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
+        low, high = statistics.score_limits(mean, mean * (1 - mean), n, NormalDist().inv_cdf((1 + confidence) / 2))
         metrics |= {f"{name}_low": max(low, 0.0), f"{name}_high": min(high, 1.0)}
     return metrics
 
@@ -292,23 +280,14 @@ def compare(
     """
     differences = paired_differences(first, second, lower_is_better)
     gains = -differences if lower_is_better else differences
-    p_value = sign_flip_p_value(differences, seed)
+    p_value = statistics.sign_flip_p_value(differences, seed)
     low, high = None, None
     if len(differences) > 1:
         scores = [0.0, *finished_scores([*first, *second])]
-        low, high = difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
+        low, high = statistics.difference_interval(differences, confidence, (max(scores) - min(scores)) or 1.0)
         low, high = _agreeing(low, high, differences.mean(), p_value < 1 - confidence)
-    return Comparison(
-        difference=float(differences.mean()),
-        low=low,
-        high=high,
-        confidence=confidence,
-        p_value=p_value,
-        num_items=len(differences),
-        better=int((gains > 0).sum()),
-        worse=int((gains < 0).sum()),
-        lower_is_better=lower_is_better,
-    )
+    mean, better, worse = float(differences.mean()), int((gains > 0).sum()), int((gains < 0).sum())
+    return Comparison(mean, low, high, confidence, p_value, len(differences), better, worse, lower_is_better)
 
 
 def _agreeing(low: float, high: float, difference: float, is_significant: bool) -> tuple[float, float]:
@@ -321,7 +300,9 @@ def _agreeing(low: float, high: float, difference: float, is_significant: bool) 
     return (max(low, NEAREST), high) if difference > 0 else (low, min(high, -NEAREST))
 
 
-def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False) -> Floats:
+def paired_differences(
+    first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False
+) -> statistics.Floats:
     """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
 
     Args:
@@ -332,7 +313,7 @@ def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_
     Raises:
         DataError: there are no samples, or the items of the two differ.
     """
-    wrong = wrong_score(finished_scores([*first, *second]), lower_is_better)
+    wrong = statistics.wrong_score(finished_scores([*first, *second]), lower_is_better)
     before, after = mean_scores(first, wrong), mean_scores(second, wrong)
     if before.keys() != after.keys():
         unshared = {"first": before.keys() - after.keys(), "second": after.keys() - before.keys()}
@@ -345,9 +326,9 @@ def paired_differences(first: Sequence[Sample], second: Sequence[Sample], lower_
 
 def mean_scores(samples: Sequence[Sample], wrong: float) -> dict[str, float]:
     """Return the mean score of each item; a failed sample has the score `wrong`."""
-    scores: dict[str, list[float]] = {}
+    scores = defaultdict[str, list[float]](list)
     for sample in samples:
-        scores.setdefault(sample.item, []).extend(counted_scores([sample], wrong))
+        scores[sample.item] += counted_scores([sample], wrong)
     return {item: fmean(own) for item, own in scores.items()}
 
 
@@ -368,12 +349,10 @@ def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
     Args:
         results: the harness's `results`, by task.
     """
-    for task, own in results.items():
-        for key, value in own.items():
-            metric, _, name = key.partition(",")
-            if name and _is_finite(value):
-                end = "_stderr" if metric.endswith("_stderr") else ""
-                yield f"{_name(task, metric.removesuffix('_stderr'), name)}{end}", float(value)
+    for task, metric, name, value in _filtered(results):
+        if _is_finite(value):
+            end = "_stderr" if metric.endswith("_stderr") else ""
+            yield f"{_name(task, metric.removesuffix('_stderr'), name)}{end}", float(value)
 
 
 def directions(
@@ -385,12 +364,9 @@ def directions(
         results: the harness's `results`, by task.
         higher_is_better: the harness's `higher_is_better`, by task and metric.
     """
-    for task, own in results.items():
-        for key in own:
-            metric, _, name = key.partition(",")
-            is_higher = higher_is_better.get(task, {}).get(metric)
-            if name and is_higher is not None:
-                yield _name(task, metric, name), is_higher
+    for task, metric, name, _ in _filtered(results):
+        if (is_higher := higher_is_better.get(task, {}).get(metric)) is not None:
+            yield _name(task, metric, name), is_higher
 
 
 def lower_is_better(
@@ -414,11 +390,10 @@ def task_values(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str,
     Args:
         samples: the harness's `samples`, by task.
     """
-    found: dict[str, list[Any]] = {}
-    for task, own in samples.items():
-        for question in own:
-            for metric in question["metrics"]:
-                found.setdefault(_name(task, metric, question["filter"]), []).append(question[metric])
+    found = defaultdict[str, list[Any]](list)
+    for task, question in ((task, question) for task, own in samples.items() for question in own):
+        for metric in question["metrics"]:
+            found[_name(task, metric, question["filter"])].append(question[metric])
     return {name: [float(value) for value in values] for name, values in found.items() if all(map(_is_finite, values))}
 
 
@@ -461,16 +436,15 @@ def _error(name: str, runs: Lines) -> float | None:
         len(own) > 1 and math.isclose(math.fsum(own) / len(own), run["metrics"][name], rel_tol=1e-9, abs_tol=1e-12)
         for own, run in zip(values, runs, strict=True)
     ]
-    return clustered_standard_error(list(zip(*values, strict=True))) if all(is_mean) else None
+    return statistics.clustered_standard_error(list(zip(*values, strict=True))) if all(is_mean) else None
 
 
 def _passes(runs: Lines, k: int | None) -> Iterator[tuple[str, float]]:
     """Yield TASK/pass@k, with its standard error, of the tasks whose scores are all 0 or 1, and better if higher."""
-    tasks: dict[str, list[Sample]] = {}
+    tasks, lowest = defaultdict[str, list[Sample]](list), lowest_tasks(runs)
     for sample in (Sample.of_row(row) for run in runs for row in run["rows"]):
-        tasks.setdefault(task_of(sample), []).append(sample)
-    for task in lowest_tasks(runs):
-        tasks.pop(task, None)
+        if task_of(sample) not in lowest:
+            tasks[task_of(sample)].append(sample)
     for task, own in tasks.items():
         num_samples = min(Counter(sample.item for sample in own).values())  # fewer where a score was no number
         if num_samples > 1 and all(sample.score in (0.0, 1.0, None) for sample in own):
@@ -490,6 +464,15 @@ def lowest_tasks(lines: Lines) -> set[str]:
         lines: lines of a journal.
     """
     return {task for line in lines for task in line.get("lower_is_better", ())}
+
+
+def _filtered(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield task, metric, filter and value of each entry that has a filter."""
+    for task, own in results.items():
+        for key, value in own.items():
+            metric, _, name = key.partition(",")
+            if name:
+                yield task, metric, name, value
 
 
 def _name(task: str, metric: str, filter_name: str) -> str:

@@ -19,14 +19,15 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.metrics import selection_of
 from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each, serving_engine
-from rlite.rollout.collector.collector import RolloutCollector
+from rlite.help import UNNAMED
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.lost_groups import cause_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.runtime.storage.atomic import discard
-from rlite.suggestions import UNNAMED
 from rlite.trainer.held_out import KEY, GeneratedOptions, HeldOutPromptOptions, key_of, without_sets
 from rlite.trainer.options import ServingOptions, TrainerOptions
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.recovery import sync_evaluation, trained_on_device
 from rlite.trainer.run.best import EVALUATED, evaluation_facts, write_evaluation_facts
 from rlite.trainer.run.schedule import EvaluationSchedule
 from rlite.trainer.run.training_run import TrainingRun
@@ -112,7 +113,7 @@ class Evaluations:
 
     def save_evaluated(self, target: Path) -> None:
         """Write the model that the evaluations returned last are of into a folder, unless it is there."""
-        with self.engines.trained_on_device():
+        with trained_on_device(self.engines):
             self.engines.actor.save(target)
 
 
@@ -165,7 +166,7 @@ class BackgroundEvaluations(Evaluations):
         """
         if self._left is not None:
             (step, names), self._left = self._left, None
-            self.engines.load_evaluation(self.run.folder / EVALUATED, step)
+            sync_evaluation(self.engines, step, self.run.folder / EVALUATED)
             self._start(step, [self.sets[name] for name in names])
         elif self._under_way is None:
             self._begin(self.due() or list(self.sets.values()))
@@ -200,10 +201,10 @@ class BackgroundEvaluations(Evaluations):
     def _begin(self, sets: Sequence[EvaluationSet]) -> None:
         if self._keeps_model:
             evaluated = self.run.folder / EVALUATED
-            with self.engines.trained_on_device():
+            with trained_on_device(self.engines):
                 self.engines.actor.save(evaluated)
             write_evaluation_facts(evaluated, {"step": self.run.step})
-        self.engines.sync_evaluation(self.run.step)
+        sync_evaluation(self.engines, self.run.step)
         self._start(self.run.step, sets)
         self._schedule.mark(self._names)
 
@@ -295,9 +296,7 @@ class InvalidEvaluations:
         limit = self._options.get(name, GeneratedOptions()).max_error_share
         if num_errors <= limit * num_episodes:
             return True
-        causes: Counter[str] = Counter()
-        for reason, count in evaluation.lost.items():
-            causes[cause_of(reason)] += count
+        causes = Counter(map(cause_of, evaluation.lost.elements()))
         how = (
             f" is invalid, {num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); "
             "such evaluations choose no best checkpoint"

@@ -46,10 +46,9 @@ class BaseTrainModule(nn.Module):
         Raises:
             ConfigError: the subclass does not define it.
         """
-        raise ConfigError(
-            f"{type(self).__name__} does not say where its weights come from: define materialization_source(), "
-            "returning the path of a checkpoint or a dict of tensors by parameter name"
-        )
+        problem = f"{type(self).__name__} does not say where its weights come from"
+        remedy = "returning the path of a checkpoint or a dict of tensors by parameter name"
+        raise ConfigError(f"{problem}: define materialization_source(), {remedy}")
 
     def on_weights_materialized(self) -> None:
         """Make the optimizer. Called in every worker when its shard of the weights is on the device."""
@@ -67,10 +66,8 @@ class BaseTrainModule(nn.Module):
         Raises:
             ConfigError: the subclass does not define it.
         """
-        raise ConfigError(
-            f"{type(self).__name__} has no recompute_activations(): define it, or build with "
-            "gradient_checkpointing=False"
-        )
+        problem = f"{type(self).__name__} has no recompute_activations()"
+        raise ConfigError(f"{problem}: define it, or build with gradient_checkpointing=False")
 
     def check_architecture(self) -> None:
         """Raise ConfigError if the engine would compute the model wrongly.
@@ -109,10 +106,8 @@ class BaseTrainModule(nn.Module):
         Raises:
             ConfigError: they differ; the message gives the reason. The default implementation always raises.
         """
-        raise ConfigError(
-            f"deterministic=true: {type(self).__name__} has no make_deterministic(). Use a causal language model of "
-            "rlite.nn, or leave deterministic out"
-        )
+        problem = f"deterministic=true: {type(self).__name__} has no make_deterministic()"
+        raise ConfigError(f"{problem}. Use a causal language model of rlite.nn, or leave deterministic out")
 
     def make_deterministic(self) -> None:
         """Make log-probabilities independent of the batch. Called in every worker, with weights on meta.
@@ -187,9 +182,8 @@ class BaseTrainModule(nn.Module):
         Raises:
             ConfigError: the subclass does not define it.
         """
-        raise ConfigError(
-            f"{type(self).__name__} has no compute_logits(data): define it to use train_batch, eval_batch and forward"
-        )
+        problem = f"{type(self).__name__} has no compute_logits(data)"
+        raise ConfigError(f"{problem}: define it to use train_batch, eval_batch and forward")
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None

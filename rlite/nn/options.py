@@ -1,11 +1,14 @@
-"""Options of modules. No torch here, so that options are listed and checked at once."""
+"""Options of modules, and model folders before they are read. No torch here: options are listed and checked at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Lt
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from rlite.config import Count, FinitePositive, Options
 from rlite.errors import ConfigError
@@ -42,3 +45,21 @@ def check_liger_installed() -> None:
     """
     if message := lacking("use_liger_kernel=true needs", "liger", "liger_kernel", "triton"):
         raise ConfigError(f"{message}, on a machine with GPUs; or leave it out")
+
+
+def model_folder(path: str | Path) -> Path | None:
+    """Return the folder of a checkpoint, None if `path` is a name on the hub.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or `path` is neither a folder nor a name.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"model folder {str(path)!r}: expected a config.json in it, found none")
+        return folder
+    try:
+        validate_repo_id(str(path))
+    except HFValidationError as error:
+        raise ConfigError(f"model {str(path)!r}: no such folder; check the path") from error
+    return None

@@ -14,33 +14,26 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.files import reading
-from rlite.nn.folders import model_folder
+from rlite.nn.options import model_folder
 from rlite.runtime.parallel.shards import CheckpointReader
 
 logger = getLogger(__name__)
@@ -94,13 +87,11 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
-        raise ConfigError(
-            f"model {str(path)!r}: no such folder, and the Hugging Face hub gives no model of this name{reason}; "
-            "check the path, or download the model first"
-        ) from error
+        problem = f"no such folder, and the Hugging Face hub gives no model of this name{reason}"
+        raise ConfigError(f"model {str(path)!r}: {problem}; check the path, or download the model first") from error
 
 
-def load_config(path: str | Path, cls: Any = AutoConfig, **changes: Any) -> Any:
+def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes: Any) -> Any:
     """Return the transformers config of a checkpoint, which names neither code nor kernels to fetch.
 
     Args:
@@ -141,7 +132,7 @@ def load_tokenizer(path: str | Path, reads_text: bool = True) -> Any:
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "tokenizer"):
         _expect_few_added_tokens(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **_NO_CODE)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_NO_CODE)
         tokenizer("a")  # some files fail at the first text
         check_template_limits(tokenizer)
     if reads_text and len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
@@ -192,7 +183,7 @@ def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
         CheckpointError: transformers makes no causal language model of this config.
     """
     with opening(config._name_or_path, "config of a causal language model"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Any:
@@ -289,10 +280,8 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":  # a panic of tokenizers
             raise
         if "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"{folder}: the {what} needs code of its own (auto_map), which rlite never runs. Use a model whose "
-                "type transformers has"
-            ) from error
+            problem = f"{folder}: the {what} needs code of its own (auto_map), which rlite never runs"
+            raise ConfigError(f"{problem}. Use a model whose type transformers has") from error
         raise CheckpointError(f"{folder}: no usable {what}: {summary(error)}") from error
     finally:
         logging.set_verbosity(level)
@@ -342,7 +331,7 @@ def summary(error: BaseException) -> str:
     return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"
 
 
-def rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
+def rope_parts(config: transformers.PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the rotary parameters of a config: of all layers, and by kind of layer."""
     rope = vars(config).get("rope_parameters") or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
@@ -370,7 +359,7 @@ def causal_lm_class(path: str | Path, carrier: type) -> Any:
     Raises:
         ConfigError: transformers has no causal language model of this type.
     """
-    return _carried_class(path, carrier, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
+    return _carried_class(path, carrier, transformers.MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
 
 
 def score_class(path: str | Path, carrier: type) -> Any:
@@ -379,9 +368,8 @@ def score_class(path: str | Path, carrier: type) -> Any:
     Raises:
         ConfigError: transformers has no sequence classification for this type of model.
     """
-    return _carried_class(
-        path, carrier, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classification for models"
-    )
+    classes = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    return _carried_class(path, carrier, classes, "sequence classification for models")
 
 
 def _carried_class(path: str | Path, carrier: type, classes: Mapping[type, type], what: str) -> Any:
@@ -415,13 +403,11 @@ def meta_parameters() -> AbstractContextManager[None]:
     return init_empty_weights(include_buffers=False)
 
 
-def _original(function: Callable[..., Any], qualname: str) -> Callable[..., Any]:
+def _original(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return torch's own method below any number of patches, each of which keeps its predecessor in its closure."""
-    while function.__qualname__ != qualname:
+    while function.__qualname__ != name:
         inner = [c.cell_contents for c in function.__closure__ or () if callable(c.cell_contents)]
-        function = next(
-            f for f in inner if getattr(f, "__qualname__", "") == qualname or getattr(f, "__closure__", None)
-        )
+        function = next(f for f in inner if getattr(f, "__qualname__", "") == name or getattr(f, "__closure__", None))
     return function
 
 
@@ -432,12 +418,10 @@ def quiet_transformers() -> Iterator[None]:
     Yields:
         None.
     """
-    has_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-            yield
-    finally:
-        if has_bars:
-            logging.enable_progress_bar()
+    with ExitStack() as stack:
+        if logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+        logging.disable_progress_bar()
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        yield

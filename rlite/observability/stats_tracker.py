@@ -109,18 +109,17 @@ class StatsTracker:
         self._stats: dict[str, _Statistic] = {}
 
     @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Prefix keys that are recorded inside the block with `name/`; scopes nest.
-
-        Yields:
-            None.
-        """
-        frame = self._frame.get()
-        token = self._frame.set(replace(frame, prefix=f"{frame.prefix}{name}/"))
+    def _inside(self, frame: _Frame) -> Iterator[None]:
+        token = self._frame.set(frame)
         try:
             yield
         finally:
             self._frame.reset(token)
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that prefixes keys that are recorded inside the block with `name/`; scopes nest."""
+        frame = self._frame.get()
+        return self._inside(replace(frame, prefix=f"{frame.prefix}{name}/"))
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
@@ -173,10 +172,8 @@ class StatsTracker:
         mask = frame.masks[denominator]
         for key, value in values.items():
             if value.shape != mask.shape:
-                raise ConfigError(
-                    f"stat {frame.prefix}{key} has shape {list(value.shape)}, "
-                    f"its denominator {denominator!r} {list(mask.shape)}"
-                )
+                shapes = f"{list(value.shape)}, its denominator {denominator!r} {list(mask.shape)}"
+                raise ConfigError(f"stat {frame.prefix}{key} has shape {shapes}")
             self._add(key, _masked(value.detach().double(), mask))
 
     def scalar(self, **values: Any) -> None:
@@ -198,11 +195,8 @@ class StatsTracker:
             The recording, for `add`.
         """
         recording = Recording()
-        token = self._frame.set(_Frame(recording=recording))
-        try:
+        with self._inside(_Frame(recording=recording)):
             yield recording
-        finally:
-            self._frame.reset(token)
 
     def add(self, recording: Recording) -> None:
         """Add statistics that were recorded elsewhere, as if they had been recorded here."""
@@ -269,32 +263,54 @@ denominator, stat, scalar, count = _default.denominator, _default.stat, _default
 export, add = _default.export, _default.add
 
 
-_tracer: Any = None
-"""the `rlite.observability.trace.Tracer` of the trace under way"""
+class NoTracer:
+    """Tracer that draws nothing; see `rlite.observability.trace.Tracer`."""
+
+    def span(self, name: str, args: Any) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return _NOTHING
+
+    def complete(self, *event: Any, **args: Any) -> None:
+        """Do nothing."""
+
+    task, stage = span, complete
+    finish = instant = flush = close = complete
+
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_tracer: Any = NoTracer()
+"""the tracer of the trace under way"""
 
 
-def trace_by(tracer: Any) -> None:
-    """Draw spans by a tracer from now on; by none if it is None."""
+def tracer() -> Any:
+    """Return the `rlite.observability.trace.Tracer` of the trace under way; else one that draws nothing."""
+    return _tracer
+
+
+def trace_by(tracer: Any) -> Any:
+    """Draw spans by a tracer from now on.
+
+    Returns:
+        The tracer before.
+    """
     global _tracer
-    _tracer = tracer
+    before, _tracer = _tracer, tracer
+    return before
 
 
 def is_traced() -> bool:
     """Return True while a trace is under way, also if the trace has ended early because it could not be written."""
-    return _tracer is not None
+    return not isinstance(_tracer, NoTracer)
 
 
 def span(name: str, /, **args: Any) -> AbstractContextManager[None]:
     """Return a context that records the block's time on this thread's row; `args` are shown with it."""
-    tracer = _tracer
-    return _NOTHING if tracer is None else tracer.span(name, args)
+    return _tracer.span(name, args)
 
 
 def task(name: str, /, **args: Any) -> AbstractContextManager[None]:
     """Return a context that records the block's time on its own row, for blocks that wait on an event loop."""
-    tracer = _tracer
-    return _NOTHING if tracer is None else tracer.task(name, args)
+    return _tracer.task(name, args)
 
 
 def complete(name: str, started: float, ended: float, /, *place: Any, **args: Any) -> None:
@@ -307,8 +323,7 @@ def complete(name: str, started: float, ended: float, /, *place: Any, **args: An
         *place: the row, and spans inside the span.
         **args: shown with the span.
     """
-    if (tracer := _tracer) is not None:
-        tracer.complete(name, started, ended, *place, **args)
+    _tracer.complete(name, started, ended, *place, **args)
 
 
 def stage(kind: str, number: int, name: str, /, **args: Any) -> None:
@@ -320,8 +335,7 @@ def stage(kind: str, number: int, name: str, /, **args: Any) -> None:
         name: the stage.
         **args: shown with the stage.
     """
-    if (tracer := _tracer) is not None:
-        tracer.stage(kind, number, name, **args)
+    _tracer.stage(kind, number, name, **args)
 
 
 def finish(kind: str, number: int, reason: str) -> None:
@@ -332,5 +346,4 @@ def finish(kind: str, number: int, reason: str) -> None:
         number: number of the item.
         reason: shown at the end.
     """
-    if (tracer := _tracer) is not None:
-        tracer.finish(kind, number, reason)
+    _tracer.finish(kind, number, reason)

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from rlite.errors import why_not_written, writing
-from rlite.observability.stats_tracker import complete, finish, is_traced, span, stage, task, trace_by
+from rlite.observability.stats_tracker import NoTracer, complete, finish, span, stage, task, trace_by, tracer
+from rlite.observability.stats_tracker import is_traced as is_on
 
 logger = logging.getLogger(__name__)
 MAX_EVENTS = 2_000_000
@@ -119,30 +120,18 @@ class Tracer:
 
     def task(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context that records the block's time on its own row."""
-        return _ending(functools.partial(self.end, self.begin(name, args)))
+        with self._lock:
+            key = (name, next(self._ids))
+            self._begin(key, name, args)
+        return _ending(functools.partial(self.end, key))
 
     def instant(self, name: str, /, **args: Any) -> None:
         """Record an event of this moment, drawn across all rows; `args` are shown with it."""
         with self._lock:
             self._add("i", name, time.perf_counter(), self._row(None), args, s="g")
 
-    def begin(self, name: str, args: Mapping[str, Any]) -> Key:
-        """Begin a span that belongs to no thread.
-
-        Args:
-            name: name of the span and of its row.
-            args: shown with the span.
-
-        Returns:
-            The key for `end`.
-        """
-        with self._lock:
-            key = (name, next(self._ids))
-            self._begin(key, name, args)
-            return key
-
     def end(self, key: Key, **args: Any) -> None:
-        """End a span that `begin` began, or an item and its current stage; `args` are shown at the end."""
+        """End a task, or an item and its current stage; `args` are shown at the end."""
         with self._lock:
             self._leave(key, 0, args)
 
@@ -215,12 +204,8 @@ class Tracer:
         try:
             yield
         except OSError as error:
-            logger.warning(
-                "%s: the trace ends here, because it could not be written: %s. The program goes on without a trace; "
-                "free space before the next one",
-                self.path,
-                why_not_written(error),
-            )
+            message = f"{self.path}: the trace ends here, because it could not be written: {why_not_written(error)}. "
+            logger.warning("%sThe program goes on without a trace; free space before the next one", message)
             self._open.clear()
             with suppress(OSError):  # what is left in the buffer fails once more
                 self._file.close()
@@ -275,18 +260,15 @@ class Tracer:
             process = self._process(track[0])
             row = sum(other == process for other, _ in self._rows.values()) + 1
             self._rows[track] = process, row
-            self._name("thread_name", process, row, track[1])
+            self._hold({"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": track[1]}})
         return self._rows[track]
 
     def _process(self, name: str) -> int:
         if name not in self._processes:
-            self._processes[name] = len(self._processes) + 1
+            number = self._processes[name] = len(self._processes) + 1
             label = f"{name} (process {os.getpid()})" if name == THREADS else name
-            self._name("process_name", self._processes[name], 0, label)
+            self._hold({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": label}})
         return self._processes[name]
-
-    def _name(self, what: str, process: int, row: int, name: str) -> None:
-        self._hold({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
 
 
 def earlier_traces(path: Path) -> list[Path]:
@@ -328,41 +310,26 @@ def _ending(end: Callable[..., None]) -> Iterator[None]:
         end(**raised)
 
 
-_tracer: Tracer | None = None
-
-
 def start(path: str | Path, max_events: int = MAX_EVENTS) -> None:
     """Begin a trace; a trace under way ends."""
-    global _tracer
     stop()
-    _tracer = Tracer(path, max_events)
-    trace_by(_tracer)
+    trace_by(Tracer(path, max_events))
 
 
+@atexit.register
 def stop() -> None:
     """End the trace, if there is one, and close its file."""
-    global _tracer
-    tracer, _tracer = _tracer, None
-    trace_by(None)
-    if tracer is not None:
-        tracer.close()
-
-
-atexit.register(stop)
+    trace_by(NoTracer()).close()
 
 
 def instant(name: str, /, **args: Any) -> None:
     """Record an event of this moment, drawn across all rows; `args` are shown with it."""
-    if (tracer := _tracer) is not None:
-        tracer.instant(name, **args)
+    tracer().instant(name, **args)
 
 
 def flush() -> None:
     """Write the events recorded so far."""
-    if (tracer := _tracer) is not None:
-        tracer.flush()
+    tracer().flush()
 
-
-is_on = is_traced
 
 __all__ = ["Tracer", "complete", "finish", "flush", "instant", "is_on", "span", "stage", "start", "stop", "task"]

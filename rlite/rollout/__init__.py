@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 if TYPE_CHECKING:
+    from rlite.data.packs import check_trajectory
     from rlite.errors import RolloutError
-    from rlite.rollout.chat.conversation import Conversation, MultiTurnWorkflow
-    from rlite.rollout.chat.transcript import Transcript
-    from rlite.rollout.collector.collector import RolloutCollector
+    from rlite.rollout.collector.calls import RolloutCollector
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
-    from rlite.rollout.environments.gym import GymEnvironment
-    from rlite.rollout.environments.step import Environment
-    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
+    from rlite.rollout.conversation import Conversation, MultiTurnWorkflow, Transcript
+    from rlite.rollout.environments.workflow import Environment, EnvironmentWorkflow, GymEnvironment, GymWorkflow
     from rlite.rollout.failures import (
         EnvironmentCrash,
         EnvironmentFailure,
@@ -36,23 +34,20 @@ if TYPE_CHECKING:
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
-    from rlite.rollout.trajectories import check_trajectory
     from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 # lazy, so that a reward process imports no torch
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
+        "rlite.data.packs": "check_trajectory",
         "rlite.errors": "RolloutError",
-        "rlite.rollout.chat.conversation": "Conversation MultiTurnWorkflow",
-        "rlite.rollout.chat.transcript": "Transcript",
-        "rlite.rollout.collector.collector": "RolloutCollector",
+        "rlite.rollout.conversation": "Conversation MultiTurnWorkflow Transcript",
+        "rlite.rollout.collector.calls": "RolloutCollector",
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.collector.options": "CollectorOptions",
-        "rlite.rollout.environments.gym": "GymEnvironment",
-        "rlite.rollout.environments.step": "Environment",
-        "rlite.rollout.environments.workflow": "EnvironmentWorkflow GymWorkflow",
+        "rlite.rollout.environments.workflow": "Environment EnvironmentWorkflow GymEnvironment GymWorkflow",
         "rlite.rollout.failures": (
             "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
             "EnvironmentTimeout RewardCrash RewardError RewardInvalid RewardMemory RewardRaised "
@@ -64,7 +59,6 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "rlite.rollout.scripted": "ScriptedEngine",
         "rlite.rollout.tools.toolbox": "Tool",
         "rlite.rollout.tools.workflow": "ToolUseWorkflow",
-        "rlite.rollout.trajectories": "check_trajectory",
         "rlite.rollout.workflow": "RolloutWorkflow SingleTurnWorkflow trajectory",
         "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
     },

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlite.rollout.trajectories import TokenHistory
+from rlite.data.packs import TokenHistory
 from rlite.types import LLMResponse, TokenChunk
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from rlite.rollout.attempts import AttemptHistory, Draw, Draws, chunks_of
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
 Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
+Value = TypeVar("Value")
 REFUSAL_DELAY = 1.0
 """seconds until a request of an attempt that is over is refused"""
 
@@ -60,10 +60,6 @@ class Episode:
         """answer that the reward of the current attempt has named"""
         self._answered_by: object = None
 
-    def begin(self) -> None:
-        """Begin the first attempt."""
-        self.started = self.now()
-
     def begin_attempt(self) -> None:
         """Begin another attempt: forget what an earlier one has written and answered."""
         self.attempt, self.num_tokens = AttemptHistory(), 0
@@ -93,21 +89,18 @@ class Episode:
         """End the last attempt."""
         self.ended, self.ended_at = self.now(), time.time()
 
-    def span(self, name: str) -> _OpenSpan:
-        """Return a context that records the time of its block.
-
-        Args:
-            name: generate or reward.
-        """
-        return _OpenSpan(self, name)
-
     def now(self) -> float:
         """Return the seconds after the group's submission."""
         return time.monotonic() - self._submitted
 
 
-class _OpenSpan:
-    """A span of an episode, as long as its block runs. There is one for each request: generators cost more."""
+class Span:
+    """A context that records the time of its block as a span of an episode. Generators would cost more.
+
+    Args:
+        episode: waits inside of the block.
+        name: generate or reward.
+    """
 
     __slots__ = ("_began", "_episode", "_name")
 
@@ -140,7 +133,7 @@ def running(episode: Episode) -> Iterator[None]:
         None.
     """
     token = _current.set(episode)
-    episode.begin()
+    episode.started = episode.now()
     try:
         yield
     finally:
@@ -156,7 +149,7 @@ def in_reward() -> Iterator[None]:
         None.
     """
     episode = _current.get()
-    with nullcontext() if episode is None else episode.span("reward"):
+    with nullcontext() if episode is None else Span(episode, "reward"):
         yield
 
 
@@ -229,7 +222,7 @@ class SampleInference:
                 answer = copied(draw.answer)
                 for chunk in chunks_of(answer):
                     note(chunk)
-                return replace(answer, metadata=dict(request.metadata))
+                return changed(answer, metadata=dict(request.metadata))
             response = await self._engine.agenerate(self._own(request, draw.seed), note)
             draw.answer = None if response.stop_reason == "abort" else copied(response, tuple)
             return response
@@ -281,7 +274,7 @@ class SampleInference:
         draw, episode = self._draw(request, is_stream), self._episode
         kept = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
         try:
-            with episode.span("generate"), kept as write:
+            with Span(episode, "generate"), kept as write:
                 yield draw, partial(self._note, draw, [take for take in (write, on_chunk) if take is not None])
         except (asyncio.CancelledError, GeneratorExit):
             draw.has_begun = True
@@ -312,8 +305,15 @@ class SampleInference:
         extras = request.extras
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")
-        gconfig = request.gconfig if seed == request.gconfig.seed else replace(request.gconfig, seed=seed)
-        return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
+        gconfig = request.gconfig if seed == request.gconfig.seed else changed(request.gconfig, seed=seed)
+        return changed(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
+
+
+def changed(value: Value, **fields: Any) -> Value:
+    """Return a copy of a frozen dataclass with other fields, which are not validated again."""
+    own = copy.copy(value)
+    vars(own).update(fields)
+    return own
 
 
 def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Answer:
@@ -323,7 +323,5 @@ def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list)
         answer: answer or chunk.
         kind: `tuple` for an answer that is kept, since Python's garbage collector does not look at tuples of numbers.
     """
-    own = copy.copy(answer)
-    columns = {name: kind(values) for name, values in vars(own).items() if isinstance(values, list | tuple)}
-    vars(own).update(columns, extras={name: kind(column) for name, column in answer.extras.items()})
-    return own
+    columns = {name: kind(values) for name, values in vars(answer).items() if isinstance(values, list | tuple)}
+    return changed(answer, **columns, extras={name: kind(column) for name, column in answer.extras.items()})

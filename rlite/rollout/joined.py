@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from rlite.data.packs import with_keys
+from rlite.data.packs import TokenHistory, check_trajectory, pad_checked, with_keys
 from rlite.errors import DataError
-from rlite.rollout.trajectories import TokenHistory, check_trajectory, of_trajectory, pad_checked
+from rlite.rollout.workflow import of_trajectory
 
 
 def join_histories(histories: Sequence[TokenHistory], num_turns: int) -> TensorDict:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlite.rollout.workflow import RolloutWorkflow
 
 REWARDS: Table[Callable[..., Any]] = Table("reward", given=())
-"""reward functions by name, with one of the signatures of `rlite.rollout.rewards.signatures`, or RewardFunctions"""
+"""reward functions by name, with a signature that `configured_rewards` knows, or RewardFunctions"""
 WORKFLOWS: Table[Callable[..., RolloutWorkflow]] = Table("workflow", given=("gconfig", "tokenizer"))
 """functions (gconfig, tokenizer) -> RolloutWorkflow by name"""
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason, TokenChunk
 
@@ -40,9 +41,7 @@ class ScriptedEngine:
         end_ids: Collection[int] = (),
     ) -> None:
         self._script = None if callable(answer) else itertools.cycle([list(tokens) for tokens in answer])
-        self._answer = answer
-        self._latency = latency
-        self._logprob = logprob
+        self._answer, self._latency, self._logprob = answer, latency, logprob
         self.context_length = context_length
         self.end_ids = frozenset(end_ids)
         self._lock = threading.Lock()
@@ -65,13 +64,13 @@ class ScriptedEngine:
             share = min(1.0, (self._clock() - started) / seconds) if seconds else 1.0
             if on_chunk is not None:
                 on_chunk(self._chunk(number, tokens[: int(share * len(tokens))], self.get_version(), reason))
+        made_at = [started + seconds * (index + 1) / len(tokens) for index in range(len(tokens))]
+        versions = [self._version_at(moment) for moment in made_at]
         return LLMResponse(
             input_tokens=list(request.input_ids),
             output_tokens=tokens,
             output_logprobs=[self._logprob] * len(tokens),
-            output_versions=[
-                self._version_at(started + seconds * (index + 1) / len(tokens)) for index in range(len(tokens))
-            ],
+            output_versions=versions,
             stop_reason=reason,
             latency=seconds,
             ttft=seconds / max(len(tokens), 1),
@@ -105,14 +104,8 @@ class ScriptedEngine:
 
     def _chunk(self, number: int, tokens: list[int], version: int, reason: StopReason | None) -> TokenChunk:
         logprobs = [self._logprob] * len(tokens)
-        return TokenChunk(
-            request_id=number,
-            token_ids=tokens,
-            logprobs=logprobs,
-            sampling_logprobs=logprobs,
-            version=version,
-            finish_reason=reason,
-        )
+        both: dict[str, Any] = {"logprobs": logprobs, "sampling_logprobs": logprobs}
+        return TokenChunk(request_id=number, token_ids=tokens, version=version, finish_reason=reason, **both)
 
     def get_version(self) -> int:
         """Return the policy version."""

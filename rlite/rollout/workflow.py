@@ -7,14 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
+from rlite.batch import NAMED_REWARD
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
+from rlite.data.packs import TokenHistory
+from rlite.data.prompts import bounded_tokens, end_of, plain_text, raw_prompts, special_ids
 from rlite.errors import DataError, EngineAborted
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.score import Reward
 from rlite.rollout.rewards.weighted import WeightedRewards, as_reward_function
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
@@ -69,6 +73,13 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
     history.add(response)
     row = history.row()
     return row if reward is None else row.update(of_trajectory(1, rewards=reward))
+
+
+def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
+    """Return columns [count] for values of a whole trajectory, and for the parts of a reward that has parts."""
+    parts = [value.parts for value in values.values() if isinstance(value, Reward)]
+    named = {f"{NAMED_REWARD}{name}": part for own in parts for name, part in own.items()}
+    return {key: torch.full((count,), value, dtype=torch.float32) for key, value in (values | named).items()}
 
 
 class PromptWorkflow(RolloutWorkflow):
@@ -146,8 +157,7 @@ class SingleTurnWorkflow(PromptWorkflow):
         limit = context_length(engine)
         input_ids = await beside_loop(len(prompt), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
-        if response.stop_reason == "abort":
-            raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
+        check_completed(response)
         said = said_tokens(response, end_ids(engine, self.tokenizer))
         completion = self.tokenizer.decode(said, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
@@ -177,6 +187,16 @@ def reward_arguments(
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,
     }
+
+
+def check_completed(response: LLMResponse) -> None:
+    """Check that the engine has not aborted a completion.
+
+    Raises:
+        EngineAborted: it has.
+    """
+    if response.stop_reason == "abort":
+        raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
 
 
 def context_length(engine: AsyncInference, max_length: int | None = None) -> int | None:

@@ -4,19 +4,23 @@
 forever. Here the caller waits beside the task, and not for its end. A task that goes on although it was cancelled is
 abandoned.
 
-Threads for long texts, so that one long message does not freeze the episodes that share an event loop.
+The module also holds the futures that threads hand to loops, and threads for long texts, so that one long message does
+not freeze the episodes that share an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import sys
 import threading
 import time
 import traceback
+import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
@@ -178,29 +182,20 @@ class LoopThread:
 
     Args:
         name: name of the thread.
-        on_end: called in the loop's thread with the exception that ended the loop, or None.
-        look_interval: seconds after which `wait` checks whether the loop still responds.
-        close_timeout: seconds in which cancelled tasks must end.
         block_limit: seconds of an episode. Code that blocks the loop for longer is named. `LOOK_INTERVAL` later, the
             thread that waits gets an error. None sets no limit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        on_end: Callable[[BaseException | None], None],
-        look_interval: float = LOOK_INTERVAL,
-        close_timeout: float = CLOSE_TIMEOUT,
-        block_limit: float | None = None,
-    ) -> None:
-        self._look_interval = look_interval if block_limit is None else min(look_interval, max(block_limit, 1.0))
-        self._close_timeout = close_timeout
+    def __init__(self, name: str, block_limit: float | None = None) -> None:
+        self.look_interval = LOOK_INTERVAL if block_limit is None else min(LOOK_INTERVAL, max(block_limit, 1.0))
+        """seconds after which a thread that waits looks whether the loop still responds"""
+        self.close_timeout = CLOSE_TIMEOUT
+        """seconds in which cancelled tasks must end"""
         self._block_limit = block_limit
         self._asked_at: float | None = None
         """time of the first question that the loop has not answered yet"""
         self._is_ending = False
         self._loop = asyncio.new_event_loop()
-        self._on_end = on_end
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -230,21 +225,7 @@ class LoopThread:
 
     def join(self) -> None:
         """Wait for the end of the thread."""
-        self._thread.join(timeout=2 * self._close_timeout)
-
-    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
-        """Wait on a condition, but no longer than the look interval.
-
-        Args:
-            changed: the condition, held by the caller.
-            seconds: maximum time to wait; None for no maximum of the caller.
-
-        Raises:
-            CallTimeout: see `look`.
-        """
-        self.look()
-        if not changed.wait(self._look_interval if seconds is None else min(seconds, self._look_interval)):
-            self.look()
+        self._thread.join(timeout=2 * self.close_timeout)
 
     def result(self, future: Future[Any]) -> Any:
         """Return the result of a future of `submit`, and look after the loop meanwhile.
@@ -257,7 +238,7 @@ class LoopThread:
         """
         while not future.done():
             self.look()
-            wait([future], timeout=self._look_interval)
+            wait([future], timeout=self.look_interval)
         return future.result()
 
     def look(self) -> None:
@@ -269,7 +250,7 @@ class LoopThread:
         if (asked_at := self._asked_at) is None:  # read once: the loop may answer meanwhile
             self._asked_at = time.monotonic()
             self.call(self._answer)
-        elif (seconds := time.monotonic() - asked_at) >= self._look_interval and self._thread.is_alive():
+        elif (seconds := time.monotonic() - asked_at) >= self.look_interval and self._thread.is_alive():
             frame = sys._current_frames().get(self._thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
             blocked = (
@@ -283,6 +264,9 @@ class LoopThread:
     def _answer(self) -> None:
         self._asked_at = None
 
+    def _ended(self) -> None:
+        """Note in the loop's thread that the loop has ended."""
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         while True:
@@ -295,25 +279,25 @@ class LoopThread:
             except BaseException as error:  # belongs to the owner, which would wait forever
                 self._death = self._death or error
             break
-        self._on_end(self._death)
-        deadline = time.monotonic() + self._close_timeout
+        self._ended()
+        deadline = time.monotonic() + self.close_timeout
         while (
             tasks := {task for task in asyncio.all_tasks(self._loop) if task not in ABANDONED}
         ) and time.monotonic() < deadline:
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # these leave the loop, other tasks are left
-                self._loop.run_until_complete(asyncio.wait(tasks, timeout=self._close_timeout / 10))
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=self.close_timeout / 10))
         if tasks:
+            stacks = "\n".join(sorted({stack_of(task) for task in tasks}))
             logger.warning(
                 "%s did not end in %g s, though cancelled; a workflow must let asyncio.CancelledError pass, at:\n%s",
-                counted(len(tasks), "task"),
-                self._close_timeout,
-                "\n".join(sorted({stack_of(task) for task in tasks})),
+                *(counted(len(tasks), "task"), self.close_timeout, stacks),
             )
         if tasks := asyncio.all_tasks(self._loop):
             ABANDONED.difference_update(tasks)
-            threading.Thread(target=_hold, args=(tasks,), name="abandoned tasks", daemon=True).start()
+            # never destroyed: Python would close their coroutines, which a bare `except:` never lets end
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tasks))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -339,7 +323,7 @@ class SharedLoop(LoopThread):
         """error that the next caller gets"""
         self._what, self._error, self._patience = what, error, patience
         self._wake_conditions: list[Callable[[], bool]] = []
-        super().__init__(name, self._end, block_limit=block_limit)
+        super().__init__(name, block_limit)
 
     def wait_until(
         self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
@@ -368,7 +352,9 @@ class SharedLoop(LoopThread):
                     patience = self._patience
                     if deadline is not None and (patience := min(patience, deadline - time.monotonic())) <= 0:
                         return False
-                    self.wait(self.changed, patience)
+                    self.look()
+                    if not self.changed.wait(min(patience, self.look_interval)):
+                        self.look()
             finally:
                 self._wake_conditions.remove(is_over)
         self.raise_if_stopped()
@@ -407,7 +393,7 @@ class SharedLoop(LoopThread):
             self.stop()
         self.join()
 
-    def _end(self, death: BaseException | None) -> None:
+    def _ended(self) -> None:
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
@@ -416,11 +402,6 @@ class SharedLoop(LoopThread):
 def deadline_after(seconds: float | None) -> float | None:
     """Return the time by `time.monotonic()` after so many seconds from now; None for no limit."""
     return None if seconds is None else time.monotonic() + seconds
-
-
-def _hold(tasks: set[asyncio.Task[Any]]) -> None:
-    """Keep tasks until the program ends: Python would close their coroutines, which a bare `except:` never lets end."""
-    threading.Event().wait()
 
 
 SHORT_TEXT = 16_384
@@ -446,3 +427,59 @@ async def beside_loop(num_characters: int, function: Callable[..., T], *argument
 def _pool(pid: int) -> ThreadPoolExecutor:
     """Return the threads of a process; a forked process has none of its parent's."""
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="rlite-text")
+
+
+async def result_of(future: Future[T]) -> T:
+    """Return the result of another thread's future. Cancelling the task cancels the future.
+
+    This does what `asyncio.wrap_future` does. But futures that end at about the same time wake the event loop once
+    instead of once each, which costs a system call and a change of threads.
+
+    Args:
+        future: the future. Its exception is raised here.
+
+    Raises:
+        CancelledError: the task or the future was cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Future[T] = loop.create_future()
+    if (mailbox := _mailboxes.get(loop)) is None:
+        mailbox = _mailboxes[loop] = _Mailbox()
+    future.add_done_callback(lambda done: mailbox.put(waiting, done))
+    try:
+        return await waiting
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+
+
+class _Mailbox:
+    """Ended futures of which their event loop has not been notified."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
+        self._is_woken = False
+
+    def put(self, waiting: asyncio.Future[Any], done: Future[Any]) -> None:
+        """Hand over a future that has ended. Called in any thread."""
+        self._ended.append((waiting, done))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+                waiting.get_loop().call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # first: what is put from now on wakes the loop again
+        while self._ended:
+            waiting, done = self._ended.popleft()
+            if waiting.done():
+                continue
+            if done.cancelled():
+                waiting.cancel()
+            elif (error := done.exception()) is not None:
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(done.result())
+
+
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()

@@ -162,9 +162,8 @@ class Callbacks:
             if self.failure is not None:
                 raise self.failure
         if not isinstance(callback, Callback):
-            raise ConfigError(
-                f"callback {name}: expected an object of a class that extends Callback, found {callback!r}"
-            )
+            expected = "expected an object of a class that extends Callback"
+            raise ConfigError(f"callback {name}: {expected}, found {callback!r}")
         return name, callback
 
     @contextmanager

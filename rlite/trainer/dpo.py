@@ -14,8 +14,6 @@ from rlite.trainer.supervised_options import DpoConfig
 if __name__ == "__main__":  # before the imports of this file, which load torch
     run_module("dpo", DpoConfig)
 
-from typing import Any
-
 from tensordict import TensorDict
 
 from rlite.data.packs import with_keys
@@ -39,10 +37,11 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
     shown = SHOWN_OF_PAIRS
     headlines = HEADLINES_OF_PAIRS
 
-    def __init__(self, options: DpoConfig, *args: Any, **further: Any) -> None:
-        super().__init__(options, *args, **further)
-        is_free = options.actor.preference_loss.reference_free
-        self.reference = None if is_free else Reference(options.ref_actor, options.actor, self.engine)
+    def make_reference(self) -> Reference | None:
+        """Return the reference model, unless the loss has none."""
+        actor = self.options.actor
+        is_free = actor.preference_loss.reference_free
+        return None if is_free else Reference(self.options.ref_actor, actor, self.engine)
 
     def make_loss(self) -> DpoLoss:
         """Return the loss of the DPO family that the options name."""

@@ -10,9 +10,9 @@ from typing import TypeVar
 from rlite.config import Count, Finite, Options, Share
 from rlite.data.source import Source
 from rlite.errors import ConfigError
+from rlite.help import UNNAMED
 from rlite.rollout.environments.file import WorkflowName
 from rlite.rollout.rewards.options import Rewards
-from rlite.suggestions import UNNAMED
 from rlite.trainer.options import SetSamplingOptions
 
 KEY = "test_data"

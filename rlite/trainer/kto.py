@@ -14,7 +14,6 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     run_module("kto", KtoConfig)
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -28,7 +27,7 @@ from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import KtoLoss
 from rlite.trainer.model.modules import Reference
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.trainer.supervised import SupervisedTrainer
 
 DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"
@@ -47,9 +46,9 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     reference: Reference
     shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "grad_norm", "lr", "seconds")
 
-    def __init__(self, options: KtoConfig, *args: Any, **further: Any) -> None:
-        super().__init__(options, *args, **further)
-        self.reference = Reference(options.ref_actor, options.actor, self.engine)
+    def make_reference(self) -> Reference:
+        """Return the reference model."""
+        return Reference(self.options.ref_actor, self.options.actor, self.engine)
 
     def make_loss(self) -> KtoLoss:
         """Return KTO's loss."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlite import algorithms
 from rlite.algorithms import Mean, PairLoss, TokenLogprobs
-from rlite.algorithms.calls import Configured
-from rlite.trainer.rl.policy_loss import OnCounted, TokenMean, predicts_counted
+from rlite.algorithms.reduce import Configured
+from rlite.trainer.rl.objective import OnCounted, TokenMean, predicts_counted
 from rlite.trainer.supervised_options import PreferenceLossOptions
 
 
@@ -155,20 +155,14 @@ class KtoLoss(OnCounted):
         cu_seqlens, mask, is_desirable = data["cu_seqlens"], predicts_counted(data), data["is_desirable"].bool()
         reference = algorithms.next_token(data["ref_logprobs"], cu_seqlens)
         ours, theirs = (algorithms.sequence_sums(x, mask, cu_seqlens) for x in (tokens.logprobs, reference))
-        answers = algorithms.kto_loss(
-            ours,
-            theirs,
-            is_desirable,
-            kl=data["reference_point"],
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        point = data["reference_point"]
+        answers = algorithms.kto_loss(ours, theirs, is_desirable, kl=point, beta=self.beta, **weights)
         rewards = answers.metrics["rewards"]
         return answers.loss.mean(), {
             "desirable_rewards": Mean.of(rewards, is_desirable),
             "undesirable_rewards": Mean.of(rewards, ~is_desirable),
-            "kl": data["reference_point"].mean(),
+            "kl": point.mean(),
         }
 
 

@@ -159,8 +159,8 @@ class LaunchOptions(AnnouncedOptions):
         return names
 
 
-SINKS = {"jsonl": "JsonlSink", "tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
-"""name of a sink, of its module and of the package that it needs -> its class, which takes the run"""
+SINKS = ("jsonl", "tensorboard", "wandb", "trackio")
+"""names of sinks, and of the packages that they need"""
 _BUILTIN = {"jsonl"}
 """sinks that need no package"""
 
@@ -181,6 +181,9 @@ def missing_sink(name: str) -> str:
 
 class RunOptions(Options):
     """The folder of a run, and the files that the run writes there."""
+
+    folder_key: ClassVar[str] = "trainer.save_dir"
+    """option that names the folder"""
 
     save_dir: str
     """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo, sft: record/, too"""
@@ -232,9 +235,9 @@ class RunOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a message for an unknown callback or sink, and for steps to trace that are no range."""
         yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
-        yield from (f"sinks: {problem}" for problem in sink_problems(self.sinks))
         further = [name for name in self.all_sinks if name not in self.sinks]
-        yield from (f"use_wandb: {problem}" for problem in sink_problems(further))
+        for key, names in {"sinks": self.sinks, "use_wandb": further}.items():
+            yield from (f"{key}: {problem}" for problem in sink_problems(names))
         steps = self.trace_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"
@@ -243,11 +246,6 @@ class RunOptions(Options):
     def limit_key(self) -> str:
         """The option that says how long the run is."""
         return "trainer.total_steps"
-
-    @property
-    def folder_key(self) -> str:
-        """The option that names the folder."""
-        return "trainer.save_dir"
 
     @property
     def all_sinks(self) -> list[str]:
@@ -316,9 +314,7 @@ class ServingOptions(EngineOptions):
         return {
             "tensor_parallel_size": self.tp_size,
             "data_parallel_size": num_devices // self.tp_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_num_seqs": self.max_num_seqs,
-            "dtype": self.dtype,
+            **{name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_seqs", "dtype")},
             **own,
         }
 

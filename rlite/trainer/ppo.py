@@ -32,11 +32,11 @@ from rlite.observability import stats_tracker
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, prefixed
-from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.objective import compute_advantages
+from rlite.trainer.rl.recovery import trained_on_device
 from rlite.trainer.rl.rollouts import mean_reward
 from rlite.trainer.rl.statistics import with_selected
 from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.training_run import Judged, TrainerLoop, loss_stats, step_metrics
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class PpoTrainer(TrainerLoop):
         test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        parts = assembly.make_parts(options, workflow, train_rows, test_rows, test_workflow, callbacks, self.evaluated)
+        parts = assembly.Parts(options, workflow, train_rows, test_rows, test_workflow, callbacks, self.evaluated)
         self.parts, self.options, self.workflow = parts, parts.options, workflow
         self.run, self.engines, self.recovery = parts.run, parts.engines, parts.recovery
         self.data, self.prompts, self.rollouts = parts.data, parts.prompts, parts.rollouts
@@ -190,12 +190,10 @@ class PpoTrainer(TrainerLoop):
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:
-            self.prompts.load_state_dict(facts["prompts"])
-            self.kl.load_state_dict(facts.get("kl", {}))
             self.sync()
             self.engines.rollout.set_version(self.run.step)
-            self.rollouts.load_state_dict(facts["rollouts"])
-            self.evaluations.load_state_dict(facts.get("evaluations", {}))
+            for name, part in self.parts.stateful.items():
+                part.load_state_dict(facts.get(name, {}))
         self._keep_state()
         self.run.observers = self.observers()
         self.run.open()
@@ -246,33 +244,14 @@ class PpoTrainer(TrainerLoop):
         self.evaluations.save_evaluated(folder)
 
     def _save(self) -> None:
-        with self.engines.trained_on_device():
-            kept = {"rollouts": self.rollouts.state_dict()}
-            facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
-            self.run.save(kept, **facts, evaluations=self.evaluations.state_dict())
+        with trained_on_device(self.engines):
+            facts = {name: part.state_dict() for name, part in self.parts.stateful.items()}
+            self.run.save({"rollouts": facts.pop("rollouts")}, **facts)
 
     # -- the command ---------------------------------------------------------------------------------------------
 
-    @classmethod
-    def main(cls, argv: Sequence[str]) -> None:
-        """Run the trainer from the command line."""
-        assembly.main(cls, argv)
-
-    @classmethod
-    def train(cls, options: PpoConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:
-        """Train in the program's session, or in one of its own.
-
-        Args:
-            options: the run's config.
-            given: objects of a program, in place of what the options name.
-
-        Returns:
-            The metrics of the last step.
-
-        Raises:
-            ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
-        """
-        return assembly.train(cls, options, given)
+    main = classmethod(assembly.main)
+    train = classmethod(assembly.train)
 
 
 main = PpoTrainer.main

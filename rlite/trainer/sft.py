@@ -25,15 +25,13 @@ from rlite.assembly import supervised as assembly
 from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.record import EvaluationRecord
-from rlite.evaluation.sets import Evaluation, EvaluationSet, reported_metrics
+from rlite.evaluation.sets import Evaluation, EvaluationRecord, EvaluationSet, reported_metrics
 from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopping
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.schedule import topic_of
-from rlite.trainer.run.training_run import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 
 
@@ -71,7 +69,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.generation = AnsweringEngine(
             options.generation, options.actor.model_name, options.trainer.seed, self.engine, self.generated
         )
-        self.record = EvaluationRecord(options.trainer, self.run)
+        model = options.actor.model_name if self.generated else ""
+        self.record = EvaluationRecord(options.trainer, self.run, model)
         sets = {name: own for name, own in options.test_data.items() if own.is_generated}
         self.invalid = InvalidEvaluations(sets, self.run)
         self.answered: list[Evaluation] = []
@@ -84,12 +83,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def reported_metrics(self) -> ReportedMetrics:
         """Return the names of the metrics that the run shows: losses, and metrics of answers."""
         losses, answers = super().reported_metrics(), reported_metrics(self.generated, ACCURACIES)
-        return replace(
-            losses,
-            headlines=[*losses.headlines, *answers.headlines],
-            compared=[*losses.compared, *answers.compared],
-            evaluated=[*losses.evaluated, *answers.evaluated],
-        )
+        names = ("headlines", "compared", "evaluated")
+        return replace(losses, **{name: [*getattr(losses, name), *getattr(answers, name)] for name in names})
 
     def start(self) -> None:
         """Begin as every trainer does, then place the engine that answers prompts, if there are some."""
@@ -139,7 +134,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
             options: the trainer's config.
             given: objects of a program, in place of what the options name.
         """
-        return {"generated": read_generated(options, given)}
+        sets = {name: own for name, own in options.test_data.items() if own.is_generated}
+        tokens = options.generation.max_new_tokens
+        return {"generated": read_generated(sets, options.data, options.actor.model_name, tokens, given)}
 
     def describe_loss(self) -> str:
         """Return the loss in words."""

@@ -7,29 +7,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from tensordict import TensorDict
-from torch import Tensor
 
 import rlite
 from rlite.assembly import supervised as assembly
-from rlite.data.loader import BatchLoader, StreamLoader
 from rlite.data.readers.formats import RowKind
-from rlite.data.tokens import TokenRows
+from rlite.data.tokens import BatchLoader, StreamLoader, TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
+from rlite.help import UNNAMED
 from rlite.observability import stats_tracker
-from rlite.suggestions import UNNAMED
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutOptions, key_of, metrics_of, prefixed
 from rlite.trainer.model.modules import Reference, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.observer import Observer, ReportedMetrics
+from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.trainer.run.schedule import EvaluationSchedule, losses_plan, topic_of
-from rlite.trainer.run.training_run import Judged, ReportedMetrics, TrainerLoop, TrainingRun, loss_stats, step_metrics
+from rlite.trainer.run.training_run import Judged, TrainerLoop, TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
 
 C = TypeVar("C", bound=SupervisedConfig)
@@ -37,18 +35,6 @@ SHOWN_OF_PAIRS = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", 
 """metrics of every step for the console of trainers on preference pairs"""
 HEADLINES_OF_PAIRS = ("test_loss", "test_accuracy")
 """metrics of evaluations for the console of trainers on preference pairs"""
-
-
-class BatchLoss(Protocol):
-    """A loss on packs, with further metrics and the weight of its mean."""
-
-    reported: ClassVar[tuple[str, ...]]
-
-    def __call__(self, outputs: Any, data: Any, /) -> Any:
-        """Return the mean loss of a pack, or (mean, dict of metrics)."""
-
-    def weight(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the weight of a pack's mean."""
 
 
 class SupervisedTrainer(TrainerLoop, Generic[C]):
@@ -78,8 +64,6 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
     """metrics of every step for the console"""
     headlines: ClassVar[Sequence[str]] = ("test_loss",)
     """metrics of evaluations for the console"""
-    reference: Reference | None = None
-    """the model that the loss compares with"""
 
     def __init__(
         self,
@@ -110,6 +94,7 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         every = {name: options.test_data.get(name, HeldOutOptions()).every for name in self.set_names}
         self.schedule = EvaluationSchedule(self.run, {name: own or trainer.test_freq for name, own in every.items()})
         self.build_options = self._build_options()
+        self.reference = self.make_reference()
 
     @property
     def _new_end_ids(self) -> list[int]:
@@ -117,8 +102,15 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         return [] if self.rows.ends is None else sorted(self.rows.ends.new)
 
     @abstractmethod
-    def make_loss(self) -> BatchLoss:
-        """Return the loss to minimise."""
+    def make_loss(self) -> Any:
+        """Return the loss to minimise: (outputs, data) -> mean loss of a pack, or (mean, dict of metrics).
+
+        It also has `weight(data)`, the weight of a pack's mean, and `reported`, the names of its metrics.
+        """
+
+    def make_reference(self) -> Reference | None:
+        """Return the model that the loss compares with, if there is one."""
+        return None
 
     def reported_metrics(self) -> ReportedMetrics:
         """Return the names of the metrics that the run shows."""
@@ -160,10 +152,10 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
             raise ConfigError(f"{given}: {error}") from error
         sizes_of_model = vocab_size_of(model.model_name), model_limit(model.model_name)
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
+        name = f"{self.key}.max_length_per_device{''.join(factors)}"
+        capacity = model.max_length_per_device * model.tp_size * model.sp_size
         tests = {key_of(name): rows for name, rows in self.test_sets.items()}
         for table, rows in {"data": self.rows, **tests}.items():
-            capacity = model.max_length_per_device * model.tp_size * model.sp_size
-            name = f"{self.key}.max_length_per_device{''.join(factors)}"
             check = partial(self._check_rows, sizes_of_model, capacity, name, table)
             if rows.stream is None:
                 check(rows)
@@ -311,23 +303,8 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
 
     # -- the command ---------------------------------------------------------------------------------------------
 
-    @classmethod
-    def main(cls, argv: Sequence[str]) -> None:
-        """Run the trainer from the command line."""
-        assembly.main(cls, argv)
-
-    @classmethod
-    def train(cls, options: C, given: ProgramObjects = NOTHING) -> dict[str, float]:
-        """Train in the program's session, or in one of its own.
-
-        Args:
-            options: the trainer's config.
-            given: objects of a program, in place of what the options name.
-
-        Returns:
-            The metrics of the last step.
-        """
-        return assembly.train(cls, options, given)
+    main = classmethod(assembly.main)
+    train = classmethod(assembly.train)
 
     @classmethod
     def read_further(cls, options: C, given: ProgramObjects) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pydantic import Field
 
 import rlite
 from rlite.config import Count, FinitePositive, Options, Rate
+from rlite.help import single_or_named
 from rlite.registry import algorithms
-from rlite.suggestions import single_or_named
 from rlite.trainer.held_out import GeneratedOptions, HeldOutOptions, key_of
 from rlite.trainer.model.options import FrozenModelOptions, LayoutOptions, ModelOptions
 from rlite.trainer.options import LaunchOptions, RecordOptions, RunOptions, ServingOptions, TableOptions

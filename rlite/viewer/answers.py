@@ -1,4 +1,7 @@
-"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file."""
+"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file.
+
+Tables of a record become columns of plain values.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, groupby, islice, takewhile
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.arguments import flat
 from rlite.errors import DataError
-from rlite.evaluation.statistics import wrong_score
-from rlite.viewer import arrow
+from rlite.evaluation.statistics import clustered_errors, wrong_score
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
@@ -39,17 +45,13 @@ class Query:
         for name, value in parameters:
             self._values[name].append(value.encode(errors="replace").decode())  # halves of surrogate pairs
 
-    def has(self, name: str) -> bool:
-        """Return whether a parameter is given."""
-        return name in self._values
+    def texts(self, name: str) -> list[str]:
+        """Return all values of a parameter."""
+        return self._values[name]
 
     def text(self, name: str) -> str:
         """Return a parameter; an empty text if it is not given."""
-        return self._values[name][0] if self.has(name) else ""
-
-    def texts(self, name: str) -> list[str]:
-        """Return all values of a parameter."""
-        return self._values.get(name, [])
+        return next(iter(self.texts(name)), "")
 
     def whole(self, name: str) -> int:
         """Return a parameter that is a whole number from 0 to MAX_WHOLE.
@@ -57,13 +59,10 @@ class Query:
         Raises:
             DataError: it is missing, or no such number.
         """
-        try:
-            found = int(self.text(name))
-        except ValueError:
-            found = -1
-        if not 0 <= found <= MAX_WHOLE:
-            raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
-        return found
+        with suppress(ValueError):
+            if 0 <= (found := int(self.text(name))) <= MAX_WHOLE:
+                return found
+        raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
 
     def number(self, name: str) -> float | None:
         """Return a parameter that is a number, or None if it is not given.
@@ -71,15 +70,12 @@ class Query:
         Raises:
             DataError: it is no finite number.
         """
-        if not self.has(name):
+        if not self.texts(name):
             return None
-        try:
-            found = float(self.text(name))
-        except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
-            raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
-        return found
+        with suppress(ValueError):
+            if math.isfinite(found := float(self.text(name))):
+                return found
+        raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
 
 
 def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: None) -> Any:
@@ -98,6 +94,145 @@ def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: Non
     if isinstance(value, list | tuple):
         return [jsonable(item, not_finite) for item in value]
     return str(value)
+
+
+PARTS = "reward_parts"
+USED = ("trained", "evaluated")
+"""statuses of rollouts that are not in the ledger"""
+DIGITS = 5
+
+
+def columns(table: pa.Table) -> dict[str, list[Any]]:
+    """Return the columns of a table of rows. Parts of the reward become columns `reward/NAME`."""
+    parts = reward_parts(table) if PARTS in table.column_names else {}
+    found = {name: table[name] for name in table.column_names if name != PARTS} | parts
+    return {name: plain(column) for name, column in found.items()}
+
+
+def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    """Return the parts of the reward by the names of their columns."""
+    parts = table[PARTS].combine_chunks()
+    if isinstance(parts, pa.ChunkedArray):  # a table without rows
+        return {}
+    names = sorted(name for name in pc.unique(parts.keys).to_pylist() if name is not None)
+    return {f"reward/{name}": pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
+
+
+def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+    """Return the values of a column; numbers that are not finite become None."""
+    is_number = pa.types.is_floating(column.type)
+    return (pc.if_else(pc.is_finite(column), column, None) if is_number else column).to_pylist()
+
+
+def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
+    """Return the rows of some steps."""
+    return table.filter(pc.is_in(table["step"], pa.array(steps, pa.int32())))
+
+
+def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the segments of rollouts in which a text occurs, in upper or lower case.
+
+    Args:
+        text: the text to find.
+        table: rollouts with their segments.
+        role: role of the segments to look at; None: all roles.
+
+    Yields:
+        The number of the rollout's row, and the segment's text.
+    """
+    segments = table["segments"].combine_chunks()
+    if not len(segments):
+        return
+    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
+    found = pa.table({"row": parents, "role": parts.field("role"), "text": parts.field("text")})
+    hits = found.filter(pc.match_substring(found["text"], text, ignore_case=True))
+    for hit in (hits if role is None else select(hits, role=role)).to_pylist():
+        yield hit["row"], hit["text"]
+
+
+def steps_of(run: ViewedRun, source: str) -> list[int]:
+    """Return the steps of a source, in their order."""
+    return pc.unique(run.record.table(source)["step"]).to_pylist()
+
+
+def select(table: pa.Table, **values: Any) -> pa.Table:
+    """Return the rows whose columns have these values."""
+    for name, value in values.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
+
+
+def rounded(values: Sequence[Any] | None) -> list[float | None] | None:
+    """Return numbers with five digits; None in place of numbers that are not finite."""
+    if values is None:
+        return None
+    return [None if v is None or not math.isfinite(v) else float(f"{v:.{DIGITS}g}") for v in values]
+
+
+def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[Any]]:
+    """Return mean and standard error of values for each step.
+
+    The standard error is clustered by group, because the rollouts of a group answer one prompt. It is not finite for a
+    step with one group.
+
+    Args:
+        table: rows.
+        values: one number for each row; null does not count.
+    """
+    known = pc.is_valid(values)
+    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(known)
+    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")]).sort_by("step")
+    rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
+    steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
+    numbers = np.add.reduceat(counts, first)
+    with np.errstate(invalid="ignore"):  # a reward is not finite
+        means = np.add.reduceat(totals, first) / numbers
+        errors = clustered_errors(totals - np.repeat(means, clusters) * counts, first, numbers)
+    found = {"steps": steps, "values": means, "errors": errors, "counts": numbers}
+    return {name: own.tolist() for name, own in found.items()}
+
+
+def train_rewards(table: pa.Table) -> pa.ChunkedArray:
+    """Return the rewards of training; null for rollouts that the end of the run, or the engine, has aborted."""
+    return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
+
+
+def known_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers by which rollouts are evaluated: scores, else rewards; null for a failed episode."""
+    is_evaluated = pc.equal(table["status"], "evaluated")
+    return pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+
+
+def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers that an evaluation averages.
+
+    A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
+    """
+    known = known_scores(table)
+    values = known.to_numpy()
+    _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
+    lowest = np.zeros(len(values))
+    np.fmin.at(lowest, place, values)
+    return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
+
+
+def statuses_by_step(table: pa.Table) -> dict[str, Any]:
+    """Return how often each status occurs in each step."""
+    counts = table.group_by(["step", "status"]).aggregate([([], "count_all")]).to_pylist()
+    steps = sorted({row["step"] for row in counts})
+    found: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(steps, 0))
+    for row in counts:
+        found[str(row["status"])][row["step"]] = row["count_all"]
+    return {"steps": steps, "counts": {status: [*own.values()] for status, own in found.items()}}
+
+
+def lost_rows(table: pa.Table) -> pa.Table:
+    """Return the rows of the ledger, with the kind of each reason: its text before the first colon."""
+    lost = table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+    reasons = pc.fill_null(lost["reason"], "")
+    kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
+    kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
+    return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
 
 
 MAX_ITEMS = 500
@@ -140,17 +275,14 @@ def items(run: ViewedRun, query: Query) -> dict[str, Any]:
     kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
     known = prompts(run)
     texts = [_shown(known.get(place), hits.get(place), text) for place in _places(kept)]
-    return {"items": {**arrow.columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
+    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
 
 
 def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     """Return the rows of one prompt, by source."""
     chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
-    return [
-        {"source": source, "columns": arrow.columns(table)}
-        for source in chosen
-        if (table := arrow.select(run.record.table(source), item=query.text("item"))).num_rows
-    ]
+    tables = {source: select(run.record.table(source), item=query.text("item")) for source in chosen}
+    return [{"source": source, "columns": columns(table)} for source, table in tables.items() if len(table)]
 
 
 def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
@@ -158,9 +290,8 @@ def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for source in run.record.sources:
         own = _prompts_of_source(run, source)
-        found |= {
-            (run.set_of(source), name): text for name, text in zip(own, shortened(list(own.values())), strict=True)
-        }
+        places = [(run.set_of(source), name) for name in own]
+        found |= zip(places, shortened(list(own.values())), strict=True)
     return found
 
 
@@ -177,9 +308,8 @@ def shortened(texts: list[str]) -> list[str]:
 def _common_lines(texts: list[str]) -> int:
     """Return the number of characters of the whole lines with which all texts begin."""
     first, last = min(texts), max(texts)  # what these two share, all share
-    pairs = enumerate(zip(first, last, strict=False))
-    length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
-    return first.rfind("\n", 0, length) + 1
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return first.rfind("\n", 0, sum(1 for _ in shared)) + 1
 
 
 def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:
@@ -196,7 +326,7 @@ def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str],
             if left <= 0:
                 return found, True
             left -= table.nbytes
-            for row, prompt in arrow.segments_with(text, table, "prompt"):
+            for row, prompt in segments_with(text, table, "prompt"):
                 name = items_of.get((table["step"][row].as_py(), table["group"][row].as_py()))
                 if name is not None and (run.set_of(source), name) not in found:
                     found[run.set_of(source), name] = _around(prompt, text)
@@ -205,9 +335,8 @@ def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str],
 
 def _items_of_groups(rows: pa.Table) -> dict[tuple[int, int], str]:
     """Return the item of each group by step and group."""
-    groups = rows.group_by(["step", "group"]).aggregate([("item", "min")])
-    columns_ = (groups[name].to_pylist() for name in ("step", "group", "item_min"))
-    return {(step, group): name for step, group, name in zip(*columns_, strict=True)}
+    groups = rows.group_by(["step", "group"]).aggregate([("item", "min")]).to_pylist()
+    return {(row["step"], row["group"]): row["item_min"] for row in groups}
 
 
 def _around(prompt: str, text: str) -> str:
@@ -232,10 +361,9 @@ def _of_source(run: ViewedRun, source: str) -> pa.Table:
 
 
 def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
-    table = run.record.table(source)
-    steps = pc.unique(table["step"]).to_pylist()
+    table, steps = run.record.table(source), steps_of(run, source)
     chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
-    items_of = _items_of_groups(arrow.of_steps(table, chosen))
+    items_of = _items_of_groups(of_steps(table, chosen))
     found: dict[str, str] = {}
     for texts in run.record.segments(source, chosen):
         first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
@@ -252,30 +380,22 @@ MAX_DIFFERENT = 20
 
 def results(run: ViewedRun) -> dict[str, Any] | None:
     """Return metrics by model, the comparison of two models, and the prompts where they differ; None for training."""
-    if not run.results.models:
+    if not (models := run.results.models):
         return None
-    names = [name for name in run.results.models if f"eval.{name}" in run.record.sources]
-    different = differences(run, names[0], names[1]) if len(names) == 2 else []
-    return {
-        "models": run.results.models,
-        "comparison": run.results.comparison,
-        "no_comparison": run.results.no_comparison,
-        "different": different,
-    }
+    sources = [source for name in models if (source := f"eval.{name}") in run.record.sources]
+    is_comparable = len(sources) == 2 and len(set(map(run.set_of, sources))) == 1
+    about = {"comparison": run.results.comparison, "no_comparison": run.results.no_comparison}
+    return {"models": models, **about, "different": differences(run, sources) if is_comparable else []}
 
 
-def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]:
+def differences(run: ViewedRun, sources: Sequence[str]) -> list[dict[str, Any]]:
     """Return the prompts whose mean scores differ most between two models.
 
     Args:
         run: the run.
-        first: name of a model.
-        second: name of a model that answered the same questions.
+        sources: sources of two models that answered the same questions.
     """
-    sources = [f"eval.{name}" for name in (first, second)]
-    if len({run.set_of(source) for source in sources}) > 1:
-        return []
-    scores = [arrow.known_scores(run.record.table(source)) for source in sources]
+    scores = [known_scores(run.record.table(source)) for source in sources]
     is_lowest_best = bool((run.results.comparison or {}).get("lower_is_better"))
     worst_of = pc.max if is_lowest_best else pc.min
     extremes = [worst_of(own.filter(pc.is_finite(own))).as_py() or 0.0 for own in scores]
@@ -293,9 +413,9 @@ def differences(run: ViewedRun, first: str, second: str) -> list[dict[str, Any]]
 def _means(run: ViewedRun, source: str, wrong: float) -> dict[str, float]:
     """Return the mean score of each item; a failed sample counts `wrong`, as in `rlite.evaluation.metrics`."""
     table = run.record.table(source)
-    scores = pa.table({"item": table["item"], "score": pc.fill_null(arrow.known_scores(table), wrong)})
+    scores = pa.table({"item": table["item"], "score": pc.fill_null(known_scores(table), wrong)})
     means = scores.filter(pc.is_finite(scores["score"])).group_by("item").aggregate([("score", "mean")])
-    return dict(zip(means["item"].to_pylist(), means["score_mean"].to_pylist(), strict=True))
+    return {row["item"]: row["score_mean"] for row in means.to_pylist()}
 
 
 TRAIN = "train"
@@ -326,18 +446,16 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
         return jsonable([_about(run) for run in runs])
     if name not in QUESTIONS:
         raise UnknownPlace(f"no question {name[:40]!r}")
-    number = query.whole("run")
-    if not 0 <= number < len(runs):
+    if (number := query.whole("run")) >= len(runs):
         raise UnknownPlace(f"run={number}: there are {len(runs)} runs")
     return jsonable(QUESTIONS[name](runs[number], query))
 
 
 def _about(run: ViewedRun) -> dict[str, Any]:
-    sources = {}
-    for source in run.record.sources:
-        table = run.record.table(source)
-        steps = pc.unique(table["step"]).to_pylist()
-        sources[source] = {"steps": steps, "rollouts": table.num_rows, "set": run.set_of(source)}
+    sources = {
+        name: {"steps": steps_of(run, name), "rollouts": len(run.record.table(name)), "set": run.set_of(name)}
+        for name in run.record.sources
+    }
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -361,43 +479,28 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
-    means = {
-        source: arrow.means_by_step(
-            table, arrow.train_rewards(table) if source == TRAIN else arrow.evaluated_scores(table)
-        )
-        for source, table in tables.items()
-    }
+    scores = {source: (train_rewards if source == TRAIN else evaluated_scores)(own) for source, own in tables.items()}
+    means = {source: means_by_step(own, scores[source]) for source, own in tables.items()}
     counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
     table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
-    recent, num_steps = _recent(run, table)
+    last = run.metrics.last_step or math.inf  # the rollouts under way at the end are in the step after it
+    recent = [step for step in sorted(pc.unique(table["step"]).to_pylist()) if step <= last][-RECENT:]
+    lately, is_strict = _statuses(of_steps(table, recent)), do_equal_rewards_teach_nothing(run.folder)
     return {
         "results": results(run),
         "phases": run.metrics.phases(),
         "sources": means,
-        "statuses": dict(_value_counts(table["status"])),
-        "statuses_by_step": arrow.statuses_by_step(table),
-        "advisories": advisories(
-            run.metrics, dict(_value_counts(recent["status"])), num_steps, do_equal_rewards_teach_nothing(run.folder)
-        ),
+        "statuses": _statuses(table),
+        "statuses_by_step": statuses_by_step(table),
+        "advisories": advisories(run.metrics, lately, len(recent), is_strict),
     }
-
-
-def _recent(run: ViewedRun, table: pa.Table) -> tuple[pa.Table, int]:
-    """Return the rows of the last finished steps that have rows, and the number of these steps.
-
-    A run that ends records the rollouts under way in the step after its last.
-    """
-    steps = sorted(pc.unique(table["step"]).to_pylist())
-    last = run.metrics.last_step
-    chosen = [step for step in steps if not last or step <= last][-RECENT:]
-    return arrow.of_steps(table, chosen), len(chosen)
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, step = _source(run, query), query.whole("step")
-    rows = arrow.select(run.record.table(source), step=step)
+    rows = select(run.record.table(source), step=step)
     wanted = [name for name in query.texts("columns") if name in rows.column_names]
-    return {"columns": arrow.columns(rows.select(wanted) if wanted else rows)}
+    return {"columns": columns(rows.select(wanted) if wanted else rows)}
 
 
 def _sample(run: ViewedRun, query: Query) -> Any:
@@ -411,39 +514,28 @@ def _sample(run: ViewedRun, query: Query) -> Any:
 
 def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
     """Return the answer to the question for one rollout, in values that JSON has."""
-    return jsonable({"row": arrow.plain_row(row), "sequences": [_sequence(each) for each in sequences]})
+    by_name = {name: dict(row.get(name) or ()) for name in (PARTS, "data")}  # they are lists of pairs
+    return jsonable({"row": {**row, **by_name}, "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     source, step, group = _source(run, query), query.whole("step"), query.whole("group")
-    found = [
-        row
-        for table in run.record.segments(source, [step])
-        for row in table.filter(pc.equal(table["group"], group)).to_pylist()
-    ]
-    return sorted(found, key=lambda row: row["sample"])
+    found = (select(table, group=group).to_pylist() for table in run.record.segments(source, [step]))
+    return sorted(chain.from_iterable(found), key=itemgetter("sample"))
 
 
 def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
     source, text = _source(run, query), query.text("text")
-    steps = [query.whole("step")] if query.has("step") else None
-    hits: list[dict[str, Any]] = []
-    for table in run.record.segments(source, steps):
-        for hit in _hits(table, text):
-            if len(hits) == MAX_HITS:
-                return {"hits": hits, "is_cut": True}
-            hits.append(hit)
-    return {"hits": hits, "is_cut": False}
+    tables = run.record.segments(source, [query.whole("step")] if query.texts("step") else None)
+    found = list(islice((hit for table in tables for hit in _hits(table, text)), MAX_HITS + 1))
+    return {"hits": found[:MAX_HITS], "is_cut": len(found) > MAX_HITS}
 
 
 def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
     """Yield the first hit of each rollout."""
-    told: set[int] = set()
-    for row, found in arrow.segments_with(text, table) if text else ():
-        if row not in told:
-            told.add(row)
-            place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
-            yield {**place, "snippet": _snippet(found, text)}
+    for row, hits in groupby(segments_with(text, table) if text else (), key=itemgetter(0)):
+        place = {name: table[name][row].as_py() for name in ("step", "group", "sample")}
+        yield {**place, "snippet": _snippet(next(hits)[1], text)}
 
 
 def _snippet(found: str, text: str) -> list[str]:
@@ -467,29 +559,27 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     table = run.record.table(_source(run, query))
-    lost = arrow.lost_rows(table)
+    lost = lost_rows(table)
     kinds = _amounts(lost, "kind")
-    return {
-        "rollouts": table.num_rows,
-        "lost": lost.num_rows,
-        "statuses": dict(_value_counts(table["status"])),
-        "by_step": arrow.statuses_by_step(table),
-        "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
-        "num_kinds": kinds.num_rows,
-    }
+    numbers = {"rollouts": table.num_rows, "lost": lost.num_rows, "num_kinds": kinds.num_rows}
+    statuses = {"statuses": _statuses(table), "by_step": statuses_by_step(table)}
+    return {**numbers, **statuses, "kinds": _with_steps(kinds.slice(0, MAX_KINDS))}
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
-    lost = arrow.lost_rows(run.record.table(_source(run, query)))
-    reasons = _amounts(arrow.select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    reasons = _amounts(_lost(run, query, "kind"), "reason")
     return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
 
 
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = arrow.lost_rows(run.record.table(_source(run, query)))
-    own = arrow.select(table, status=query.text("status"), reason=query.text("reason"))
-    offset = query.whole("offset")
-    return {"columns": arrow.columns(own.slice(offset, PAGE)), "number": own.num_rows}
+    own = _lost(run, query, "reason")
+    return {"columns": columns(own.slice(query.whole("offset"), PAGE)), "number": own.num_rows}
+
+
+def _lost(run: ViewedRun, query: Query, key: str) -> pa.Table:
+    """Return the rows of the ledger that have the status and another value of a query."""
+    lost = lost_rows(run.record.table(_source(run, query)))
+    return select(lost, status=query.text("status"), **{key: query.text(key)})
 
 
 def _amounts(lost: pa.Table, key: str) -> pa.Table:
@@ -501,15 +591,15 @@ def _amounts(lost: pa.Table, key: str) -> pa.Table:
 
 
 def _with_steps(amounts: pa.Table) -> list[dict[str, Any]]:
-    rows = amounts.drop_columns(["step_list"]).to_pylist()
-    for row, steps in zip(rows, amounts["step_list"], strict=True):
-        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    rows = amounts.to_pylist()
+    for row in rows:
+        row["steps"] = dict(sorted(Counter(row.pop("step_list")).items()))
     return rows
 
 
-def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
-    for each in pc.value_counts(column).to_pylist():
-        yield str(each["values"]), each["counts"]
+def _statuses(table: pa.Table) -> dict[str, int]:
+    """Return how often each status occurs."""
+    return {str(each["values"]): each["counts"] for each in pc.value_counts(table["status"]).to_pylist()}
 
 
 def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
@@ -519,7 +609,7 @@ def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
     made = {name: sequence[name] for name in ("sequence", "ids", "mask", "versions")}
     made["pieces"] = [text[start:end] for start, end in zip(offsets, ends, strict=False)]
     made["before"] = text[: offsets[0]] if offsets else text
-    return made | {name: arrow.rounded(sequence[name]) for name in TOKEN_VALUES}
+    return made | {name: rounded(sequence[name]) for name in TOKEN_VALUES}
 
 
 def _source(run: ViewedRun, query: Query) -> str:
@@ -529,21 +619,9 @@ def _source(run: ViewedRun, query: Query) -> str:
     return source
 
 
-QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
-    "overview": _overview,
-    "series": _series,
-    "rows": _rows,
-    "sample": _sample,
-    "group": _group,
-    "search": _search,
-    "items": items,
-    "item": item,
-    "config": _config,
-    "timeline": _timeline,
-    "ledger": _ledger,
-    "ledger_reasons": _ledger_reasons,
-    "ledger_rows": _ledger_rows,
-}
+_ANSWERS: list[Callable[[ViewedRun, Query], Any]] = [_overview, _series, _rows, _sample, _group, _search, items, item]
+_ANSWERS += [_config, _timeline, _ledger, _ledger_reasons, _ledger_rows]
+QUESTIONS = {own.__name__.lstrip("_"): own for own in _ANSWERS}
 """questions about one run"""
 OF_TRACE = ("timeline",)
 """questions that read the trace of a run and nothing else"""

@@ -1,24 +1,96 @@
-"""The page as one file: the answers to its questions are in it, so it opens from disk and needs no server."""
+"""The page as one file: the answers to its questions are in it, so it opens from disk and needs no server.
+
+The page is one HTML file, style sheets and modules; a server sends its parts. Modules import each other by the bare
+names of an import map (`viewer/dom`), so that the same files work at an address and, as `data:` URLs, in a file.
+"""
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pyarrow.compute as pc
 
 from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.services.record.reader import Place
-from rlite.viewer.answers import Query, answer, sample_answer
-from rlite.viewer.page import single_page
+from rlite.viewer.answers import Query, answer, sample_answer, steps_of
 from rlite.viewer.run import ViewedRun
 from rlite.wording import counted
+
+STATIC = Path(__file__).parent / "static"
+STYLES = ("vendor/uplot.css", "style.css")
+CHARTS = "vendor/uplot.js"
+MAIN = 'import "viewer/main";'
+TYPES = {".js": "text/javascript", ".css": "text/css"}
+_ALWAYS = "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+
+
+def assets() -> dict[str, bytes]:
+    """Return the files that the page loads, by their names."""
+    found = [path for path in sorted(STATIC.rglob("*")) if path.suffix in TYPES]
+    return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in found}
+
+
+def served_page() -> tuple[str, str]:
+    """Return the page for a server, and its Content-Security-Policy."""
+    modules = _import_map({name: f"/static/{name}.js" for name in _modules()})
+    styles = "".join(f'<link rel="stylesheet" href="/static/{name}">' for name in STYLES)
+    scripts = f'<script type="importmap">{modules}</script><script src="/static/{CHARTS}"></script>'
+    scripts += f'<script type="module">{MAIN}</script>'
+    policy = (
+        f"default-src 'none'; script-src 'self' {_hashes(modules, MAIN)}; style-src 'self'; img-src 'self' data:; "
+        f"connect-src 'self'; frame-ancestors 'none'; {_ALWAYS}"
+    )
+    return _filled(styles, scripts), policy
+
+
+def single_page(packed: bytes) -> str:
+    """Return the page as one file that needs no server.
+
+    Args:
+        packed: the answers to all questions of the page, as gzipped JSON.
+    """
+    code = {name: base64.b64encode(text.encode()).decode() for name, text in _modules().items()}
+    modules = _import_map({name: f"data:text/javascript;base64,{text}" for name, text in code.items()})
+    charts, style = _read(CHARTS), "\n".join(map(_read, STYLES))
+    policy = (
+        f"default-src 'none'; script-src data: {_hashes(modules, charts, MAIN)}; style-src {_hashes(style)}; "
+        f"img-src data:; {_ALWAYS}"
+    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
+    data = f'<script type="text/plain" id="answers">{base64.b64encode(packed).decode()}</script>'
+    scripts = f'{data}<script type="importmap">{modules}</script><script>{charts}</script>'
+    return _filled(head, f'{scripts}<script type="module">{MAIN}</script>')
+
+
+def _filled(head: str, scripts: str) -> str:
+    page = _read("index.html")
+    return page.replace("<!-- head -->", head).replace("<!-- scripts -->", scripts)
+
+
+def _modules() -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(STATIC.glob("*.js"))}
+
+
+def _import_map(addresses: Mapping[str, str]) -> str:
+    return json.dumps({"imports": {f"viewer/{name}": address for name, address in addresses.items()}})
+
+
+def _hashes(*texts: str) -> str:
+    """Return the sources of a policy that allow inline texts."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def _read(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
 
 MEGABYTE = 1_000_000
 
@@ -55,12 +127,8 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     with writing(path):
         files.replace(path, content)
     rollouts = sum(run.record.table(source).num_rows for run in runs for source in run.record.sources)
-    return {
-        "rollouts": rollouts,
-        "texts": num_texts,
-        "left_out": [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own],
-        "bytes": len(content),
-    }
+    told = [f"{runs[number].name}: {text}" for number, own in left_out.items() for text in own]
+    return {"rollouts": rollouts, "texts": num_texts, "left_out": told, "bytes": len(content)}
 
 
 class Answers:
@@ -83,9 +151,8 @@ class Answers:
     def ask_overview(self) -> None:
         """Keep everything but rows, texts and tokens."""
         for number, run in enumerate(self.ask("runs")):
-            self.ask("overview", run=number)
-            self.ask("config", run=number)
-            self.ask("timeline", run=number)
+            for name in ("overview", "config", "timeline"):
+                self.ask(name, run=number)
             self.ask("items", run=number, text="")
             for name in run["metrics"]:
                 self.ask("series", run=number, names=name)
@@ -101,9 +168,10 @@ class Answers:
         Returns:
             The size in bytes, and by run what is left out.
         """
-        size = 0
-        left_out: dict[int, list[str]] = {}
-        parts = [("the rows of {}", "step", self._row_questions(), limit // 2)]
+        size, left_out = 0, defaultdict[int, list[str]](list)
+        rows = (("rows", place) for place in self._places(()) if _question("rows", **place) not in self.found)
+        parts: list[tuple[str, str, Iterable[tuple[str, dict[str, Any]]], int]]
+        parts = [("the rows of {}", "step", rows, limit // 2)]
         parts += [("{} of the ledger", "list", self._ledger_questions(), limit // 4)]
         parts += [("the answers to {}", "prompt", self._item_questions(), limit // 4)]
         for what, noun, questions, own_limit in parts:
@@ -111,7 +179,7 @@ class Answers:
             size += own
             for run, number in missing.items():
                 told = f"this file leaves out {what.format(counted(number, noun))}; raise export_mb"
-                left_out.setdefault(run, []).append(told)
+                left_out[run].append(told)
         return size, left_out
 
     def _ask_within(self, questions: Iterable[tuple[str, dict[str, Any]]], limit: int) -> tuple[int, Counter[int]]:
@@ -126,21 +194,13 @@ class Answers:
         """
         size, missing, is_full = 0, Counter[int](), False
         for name, parameters in questions:
-            if not is_full:
-                own = len(json.dumps(self.ask(name, **parameters)))
-                is_full = size + own > limit
-                if not is_full:
-                    size += own
-                    continue
-                del self.found[_question(name, **parameters)]
-            missing[parameters["run"]] += 1
+            own = 0 if is_full else len(json.dumps(self.ask(name, **parameters)))
+            if is_full := is_full or size + own > limit:
+                self.found.pop(_question(name, **parameters), None)
+                missing[parameters["run"]] += 1
+            else:
+                size += own
         return size, missing
-
-    def _row_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for run, source, step in self._steps(()):
-            place = {"run": run, "source": source, "step": step}
-            if _question("rows", **place) not in self.found:
-                yield "rows", place
 
     def _ledger_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for run, viewed in enumerate(self._runs):
@@ -170,13 +230,13 @@ class Answers:
         Raises:
             ConfigError: there are no such steps, or they do not fit.
         """
-        chosen = list(self._steps(steps))
+        chosen = self._places(steps)
         if not chosen:
             raise ConfigError(f"export_steps={list(steps)}: the record has none of these steps")
         size = number = 0
-        for run, source, step in chosen:
-            size += len(json.dumps(self.ask("rows", run=run, source=source, step=step)))
-            for question, made in self._samples(run, source, step):
+        for place in chosen:
+            size += len(json.dumps(self.ask("rows", **place)))
+            for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 number += 1
                 if size <= limit:  # else only the size is of interest
@@ -198,8 +258,8 @@ class Answers:
             The number of rollouts.
         """
         size = number = 0
-        for run, source, step in self._steps(()):
-            for question, made in self._samples(run, source, step):
+        for place in self._places(()):
+            for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 if size > limit:
                     return number
@@ -207,27 +267,24 @@ class Answers:
                 number += 1
         return number
 
-    def _steps(self, steps: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-        """Yield run, source and step of some steps, or of all steps, the newest first."""
-        found = [
-            (number, source, step)
-            for number, run in enumerate(self._runs)
-            for source in run.record.sources
-            for step in pc.unique(run.record.table(source)["step"]).to_pylist()
-            if not steps or step in steps
-        ]
-        yield from sorted(found, key=lambda place: -place[2])
+    def _places(self, steps: Sequence[int]) -> list[dict[str, Any]]:
+        """Return run, source and step of some steps, or of all steps, the newest first."""
+        sources = [(number, source) for number, run in enumerate(self._runs) for source in run.record.sources]
+        found = [(run, source, step) for run, source in sources for step in steps_of(self._runs[run], source)]
+        places = [{"run": run, "source": source, "step": step} for run, source, step in found]
+        chosen = (place for place in places if not steps or place["step"] in steps)
+        return sorted(chosen, key=lambda place: -place["step"])
 
     def _samples(self, run: int, source: str, step: int) -> Iterator[tuple[str, Any]]:
         """Yield question and answer for each rollout of a step."""
         record = self._runs[run].record
-        sequences: dict[Place, list[Any]] = {}
+        sequences: dict[Place, list[Any]] = defaultdict(list)
         for sequence in record.tokens(source, step):
-            sequences.setdefault((sequence["group"], sequence["sample"]), []).append(sequence)
+            sequences[sequence["group"], sequence["sample"]].append(sequence)
         for row in record.rollouts(source, step):
             group, sample = row["group"], row["sample"]
             question = _question("sample", run=run, source=source, step=step, group=group, sample=sample)
-            yield question, sample_answer(row, sequences.get((group, sample), []))
+            yield question, sample_answer(row, sequences[group, sample])
 
 
 def _question(name: str, **parameters: Any) -> str:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from rlite.errors import ConfigError
 from rlite.imports import optional
 from rlite.services.record.reader import SEGMENTS
-from rlite.viewer.arrow import PARTS, reward_parts
+from rlite.viewer.answers import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
 
 with optional("DataFrames need", "view"):
@@ -84,17 +84,13 @@ def load(run: str | PathLike[str]) -> RunFrames:
     record = viewed.record
     rows = [_frame(record.table(source), source) for source in record.sources or ["train"]]
     metrics = pd.DataFrame({name: pd.Series(values) for name, values in viewed.metrics.series.items()})
-    return RunFrames(
-        metrics.astype(float).sort_index().rename_axis("step"),
-        pd.concat(rows, ignore_index=True),
-        viewed.config,
-        viewed,
-    )
+    metrics = metrics.astype(float).sort_index().rename_axis("step")
+    return RunFrames(metrics, pd.concat(rows, ignore_index=True), viewed.config, viewed)
 
 
 def _frame(table: pa.Table, source: str) -> pd.DataFrame:
     frame = table.drop_columns([PARTS]).to_pandas()
     frame.insert(0, "source", source)
     for name, values in reward_parts(table).items():
-        frame[f"reward/{name}"] = values.to_pandas().to_numpy()
+        frame[name] = values.to_pandas().to_numpy()
     return frame

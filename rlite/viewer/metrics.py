@@ -52,8 +52,7 @@ class MetricsLog:
         Returns:
             True if there are new lines.
         """
-        has_news = False
-        failure = ""
+        has_news, before, self._failure = False, self._failure, ""
         try:
             for line in self._file.new_lines(self._begin):
                 has_news = True
@@ -61,9 +60,8 @@ class MetricsLog:
         except FileNotFoundError:
             return False
         except OSError as error:
-            failure = f"{FILE}: {error.strerror or error}"
-        has_news, self._failure = has_news or failure != self._failure, failure
-        return has_news
+            self._failure = f"{FILE}: {error.strerror or error}"
+        return has_news or self._failure != before
 
     @property
     def problems(self) -> list[str]:
@@ -110,7 +108,8 @@ class MetricsLog:
     def _add(self, line: bytes) -> None:
         try:
             row: Mapping[str, Any] = json.loads(line)
-            step = _step(row["step"])
+            if abs(step := int(row["step"])) > MAX_STEP:
+                raise ValueError(f"step={step}")
             values = {name: _finite(value) for name, value in row.items() if name != "step"}
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             self.num_torn += 1
@@ -123,13 +122,6 @@ class MetricsLog:
                 self._has_more = True
 
 
-def _step(value: Any) -> int:
-    step = int(value)
-    if abs(step) > MAX_STEP:
-        raise ValueError(f"step={step}")
-    return step
-
-
 def _finite(value: Any) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None
@@ -140,7 +132,7 @@ RECENT = 10
 MAX_UNIFORM = 0.5
 MAX_TRUNCATED = 0.25
 MAX_DRIFT = 0.1
-"""nats per token; as `rlite.services.console.alarms.DRIFT_LIMIT`"""
+"""nats per token; as `rlite.services.console.observers.DRIFT_LIMIT`"""
 MAX_LOST = 0.05
 STALL = 6.0
 """times its median"""
@@ -180,14 +172,8 @@ def advisories(
         num_steps: number of these steps.
         is_uniform_useless: the run learns nothing from a group of equal rewards.
     """
-    found = [
-        *(_uniform(metrics) if is_uniform_useless else ()),
-        *_truncated(metrics),
-        *_drift(metrics),
-        *_stalls(metrics),
-        *_lost(statuses, num_steps),
-    ]
-    return sorted(found, key=lambda advice: advice["level"] != "alarm")
+    found = [*_shares(metrics, is_uniform_useless), *_stalls(metrics), *_lost(statuses, num_steps)]
+    return [*_drift(metrics), *found]
 
 
 def do_equal_rewards_teach_nothing(folder: Path) -> bool:
@@ -199,40 +185,26 @@ def do_equal_rewards_teach_nothing(folder: Path) -> bool:
         return False
 
 
-def _uniform(metrics: MetricsLog) -> Iterator[Advice]:
-    values = metrics.recent("uniform_groups", RECENT)
-    if values and (share := fmean(values)) > MAX_UNIFORM:
-        yield Advice(
-            level="warning",
-            title="Most groups teach nothing",
-            reason=f"In {share:.0%} of the groups of the last {len(values)} steps all rewards are equal. "
-            "The prompts may be too easy or too hard, or the reward too coarse.",
-            metric="uniform_groups",
-        )
-
-
-def _truncated(metrics: MetricsLog) -> Iterator[Advice]:
-    values = metrics.recent("truncated", RECENT)
-    if values and (share := fmean(values)) > MAX_TRUNCATED:
-        yield Advice(
-            level="warning",
-            title="Many answers are cut off",
-            reason=f"{share:.0%} of the answers of the last {len(values)} steps reached a limit. "
-            "Raise max_new_tokens, or reward answers that end.",
-            metric="truncated",
-        )
+def _shares(metrics: MetricsLog, is_uniform_useless: bool) -> Iterator[Advice]:
+    """Yield the advisories on shares that are large on average."""
+    uniform = "In {:.0%} of the groups of the last {} steps all rewards are equal. "
+    uniform += "The prompts may be too easy or too hard, or the reward too coarse."
+    cut = "{:.0%} of the answers of the last {} steps reached a limit. "
+    cut += "Raise max_new_tokens, or reward answers that end."
+    rules = [("uniform_groups", MAX_UNIFORM, "Most groups teach nothing", uniform)] if is_uniform_useless else []
+    rules.append(("truncated", MAX_TRUNCATED, "Many answers are cut off", cut))
+    for metric, most, title, reason in rules:
+        values = metrics.recent(metric, RECENT)
+        if values and (share := fmean(values)) > most:
+            yield Advice(level="warning", title=title, reason=reason.format(share, len(values)), metric=metric)
 
 
 def _drift(metrics: MetricsLog) -> Iterator[Advice]:
     values = metrics.recent("logprob_drift", RECENT)
     if values and (drift := max(values)) > MAX_DRIFT:
-        yield Advice(
-            level="alarm",
-            title="Trainer and engine disagree",
-            reason=f"Their log-probabilities differed by up to {drift:.3f} nats per token in the last {len(values)} "
-            f"steps (limit {MAX_DRIFT}). The engine does not serve the policy, or the rollouts are too old.",
-            metric="logprob_drift",
-        )
+        reason = f"Their log-probabilities differed by up to {drift:.3f} nats per token in the last {len(values)} "
+        reason += f"steps (limit {MAX_DRIFT}). The engine does not serve the policy, or the rollouts are too old."
+        yield Advice(level="alarm", title="Trainer and engine disagree", reason=reason, metric="logprob_drift")
 
 
 def _stalls(metrics: MetricsLog) -> Iterator[Advice]:
@@ -243,19 +215,16 @@ def _stalls(metrics: MetricsLog) -> Iterator[Advice]:
         times = {step: value for step, value in sorted(metrics.series[name].items()) if value is not None}
         if len(times) < MIN_STEPS or not (usual := median([*times.values()][-MAX_STEPS:])):
             continue
-        recent = {step for step in islice(times, WARM_UP, None) if step > metrics.last_step - RECENT}
-        long = {step: times[step] for step in recent if times[step] > STALL * usual}
-        slow = [step for step, value in long.items() if value > MIN_PHASE * (whole.get(step) or value)]
+        recent = [step for step in islice(times, WARM_UP, None) if step > metrics.last_step - RECENT]
+        long = [step for step in recent if times[step] > STALL * usual]
+        slow = [step for step in long if times[step] > MIN_PHASE * (whole.get(step) or times[step])]
         if slow:
             worst = max(slow, key=times.__getitem__)
             often = f"in {len(slow)} of the last {RECENT} steps, worst" if len(slow) > 1 else "once,"
-            yield Advice(
-                level="warning",
-                title=f"A phase stalled: {name.removeprefix(PHASE)}",
-                reason=f"It took over {STALL:.0f} times its median of {usual:.2g} s {often} in step {worst}: "
-                f"{times[worst]:.3g} s. A machine, a reward or a disk may have been slow.",
-                metric=name,
-            )
+            reason = f"It took over {STALL:.0f} times its median of {usual:.2g} s {often} in step {worst}: "
+            reason += f"{times[worst]:.3g} s. A machine, a reward or a disk may have been slow."
+            title = f"A phase stalled: {name.removeprefix(PHASE)}"
+            yield Advice(level="warning", title=title, reason=reason, metric=name)
 
 
 def _lost(statuses: Mapping[str, int], num_steps: int) -> Iterator[Advice]:
@@ -264,9 +233,5 @@ def _lost(statuses: Mapping[str, int], num_steps: int) -> Iterator[Advice]:
     if total and sum(broken.values()) > MAX_LOST * total:
         told = ", ".join(f"{count:,} {status.replace('_', ' ')}" for status, count in broken.items() if count)
         where = f" of the last {num_steps} steps" if num_steps > 1 else ""
-        yield Advice(
-            level="warning",
-            title="Many rollouts were lost",
-            reason=f"{told} of {total:,} rollouts{where}. The ledger lists them by reason.",
-            metric="",
-        )
+        reason = f"{told} of {total:,} rollouts{where}. The ledger lists them by reason."
+        yield Advice(level="warning", title="Many rollouts were lost", reason=reason, metric="")

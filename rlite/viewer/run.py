@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -14,7 +16,7 @@ from rlite.errors import ConfigError
 from rlite.runtime.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.services.record.files import read_gaps
-from rlite.services.record.reader import RecordReader, is_recorded, read_part_aside
+from rlite.services.record.reader import RecordReader, read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.trace import TRACE, TraceLog
 
@@ -38,71 +40,52 @@ MAX_RESULTS = 64 << 20
 """bytes of a file that are read; a longer one is no JSON"""
 
 
-class ResultsFile:
-    """Reader of the results of an evaluation.
-
-    Args:
-        path: the file; it need not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.problem = ""
-        """why the file cannot be read"""
-        self._content: Mapping[str, Any] = {}
-        self._stamp: tuple[int, int] | None = None
-
-    def refresh(self) -> bool:
-        """Read the file if it has changed.
-
-        Returns:
-            True if it has changed.
-        """
-        stamp = files.stamp(self.path) if self.path.is_file() else None
-        if stamp == self._stamp:
-            return False
-        self._stamp, self._content, self.problem = stamp, {}, ""
-        if stamp:
-            try:
-                with files.reading(self.path, self.path.parent) as file:
-                    self._content = _checked(json.loads(file.read(MAX_RESULTS)))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                self.problem = f"{RESULTS}: cannot be read: {type(error).__name__}: {str(error)[:200]}"
-        return True
-
-    @property
-    def models(self) -> dict[str, dict[str, float]]:
-        """Metrics of each model by its name; empty without results."""
-        return {name: dict(about["metrics"]) for name, about in self._content.get("models", {}).items()}
-
-    @property
-    def comparison(self) -> Mapping[str, Any] | None:
-        """The difference of two models: the second less the first."""
-        return self._content.get("comparison")
-
-    @property
-    def no_comparison(self) -> str:
-        """Why two models are not compared; "" without a reason."""
-        return str(self._content.get("no_comparison", ""))
-
-    def questions(self, model: str) -> str | None:
-        """Return the identity of the questions that a model answered; None if the results lack it."""
-        settings = self._content.get("settings", {}).get(model, {})
-        content = (settings.get("questions") or {}).get("content")
-        return None if content is None else str(content)
+COMPARED = ("first", "second", "difference", "low", "high", "p_value")
+"""keys of a comparison"""
 
 
-def _checked(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the results if they have the form that the pages read."""
-    for about in content["models"].values():
-        for value in about["metrics"].values():
-            float(value)
-    for settings in content.get("settings", {}).values():
-        (settings.get("questions") or {}).get("content")
-    if (comparison := content.get("comparison")) is not None:
-        for name in ("first", "second", "difference", "low", "high", "p_value"):
-            comparison[name]
-    return content
+@dataclass(frozen=True)
+class Results:
+    """The results of an evaluation, as far as the pages read them."""
+
+    models: Mapping[str, dict[str, float]] = field(default_factory=dict)
+    """metrics of each model by its name; empty without results"""
+    comparison: Mapping[str, Any] | None = None
+    """the difference of two models: the second less the first"""
+    no_comparison: str = ""
+    """why two models are not compared; "" without a reason"""
+    questions: Mapping[str, str] = field(default_factory=dict)
+    """identity of the questions that a model answered, by the name of the model"""
+
+
+def _read_results(path: Path) -> tuple[Results, str]:
+    """Return the results of an evaluation, and why the file cannot be read."""
+    if not path.is_file():
+        return Results(), ""
+    try:
+        with files.reading(path, path.parent) as file:
+            content = json.loads(file.read(MAX_RESULTS))
+        models = {
+            name: {metric: float(value) for metric, value in about["metrics"].items()}
+            for name, about in content["models"].items()
+        }
+        asked = {name: own.get("questions") or {} for name, own in content.get("settings", {}).items()}
+        questions = {name: str(own["content"]) for name, own in asked.items() if own.get("content") is not None}
+        if (comparison := content.get("comparison")) is not None:
+            itemgetter(*COMPARED)(comparison)
+        return Results(models, comparison, str(content.get("no_comparison", "")), questions), ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return Results(), f"{RESULTS}: cannot be read: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the config of a run, and why the file cannot be read."""
+    try:
+        return read_saved(path) if files.is_inside(path, path.parent) else {}, ""
+    except FileNotFoundError:
+        return {}, ""
+    except ConfigError as error:
+        return {}, str(error)
 
 
 class ViewedRun:
@@ -117,12 +100,11 @@ class ViewedRun:
         self.folder, self.name = folder, name
         self.metrics = MetricsLog(folder / FILE)
         self.record = RecordReader(folder, read_part_aside)
-        self.results = ResultsFile(folder / RESULTS)
         self.trace = TraceLog(folder / TRACE)
+        self.results, self._results_problem = Results(), ""
         self.config: dict[str, Any] = {}
-        self._config_problem = ""
-        self._config_stamp: tuple[int, int] | None = None
-        self._refresh_problem = ""
+        self._config_problem = self._refresh_problem = ""
+        self._stamps: dict[str, tuple[int, int] | None] = {}
         self.is_gone = False
         """the run's process has ended, as far as this machine can tell"""
         self.changed_at = 0.0
@@ -141,34 +123,27 @@ class ViewedRun:
         return changed
 
     def _refresh(self) -> set[Change]:
-        changed = [
-            self._refresh_config(),
-            self.metrics.refresh(),
-            self.record.refresh(),
-            self.results.refresh(),
-            self._refresh_owner(),
-        ]
-        if changed[2]:
+        if has_config := self._is_new(CONFIG):  # a resumed run writes the file again
+            self.config, self._config_problem = _read_config(self.folder / CONFIG)
+        if has_results := self._is_new(RESULTS):
+            self.results, self._results_problem = _read_results(self.folder / RESULTS)
+        owner, was_gone = read_owner(self.folder / LOCK), self.is_gone
+        self.is_gone = owner is not None and owner.is_gone
+        has_metrics, has_record = self.metrics.refresh(), self.record.refresh()
+        if has_record:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
         stamps = map(files.stamp, (self.metrics.path, self.folder / RECORD))
         self.changed_at = max(changed for changed, _ in filter(None, (*stamps, (0, 0)))) / 1e9
-        news: list[tuple[Change, bool]] = [("run", any(changed)), ("trace", self.trace.look())]
+        is_new = has_config or has_results or has_metrics or has_record or was_gone != self.is_gone
+        news: list[tuple[Change, bool]] = [("run", is_new), ("trace", self._is_new(TRACE))]
         return {kind for kind, is_new in news if is_new}
 
-    def _refresh_config(self) -> bool:
-        stamp = files.stamp(self.folder / CONFIG)  # a resumed run writes the file again
-        if stamp == self._config_stamp:
-            return False
-        self._config_stamp = stamp
-        self.config, self._config_problem = _read_config(self.folder / CONFIG)
-        return True
-
-    def _refresh_owner(self) -> bool:
-        owner = read_owner(self.folder / LOCK)
-        was_gone, self.is_gone = self.is_gone, owner is not None and owner.is_gone
-        return was_gone != self.is_gone
+    def _is_new(self, name: str) -> bool:
+        """Return whether a file has changed since the last call."""
+        before, self._stamps[name] = self._stamps.get(name), files.stamp(self.folder / name)
+        return self._stamps[name] != before
 
     @property
     def live_s(self) -> float:
@@ -193,7 +168,7 @@ class ViewedRun:
 
     def set_of(self, source: str) -> str:
         """Return the set of a source's items. All models of an evaluation that answered the same questions share it."""
-        questions = self.results.questions(source.removeprefix("eval."))
+        questions = self.results.questions.get(source.removeprefix("eval."))
         return source if questions is None else f"questions {questions}"
 
     @property
@@ -201,16 +176,15 @@ class ViewedRun:
         """One message for each thing that cannot be shown."""
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         parts = (CONFIG, RECORD)  # the others say so when they are read
-        found += [
-            f"{name}: {files.LEADS_OUT}" for name in parts if not files.is_inside(self.folder / name, self.folder)
-        ]
-        own = (self._config_problem, self._refresh_problem, self.results.problem)
+        out = [name for name in parts if not files.is_inside(self.folder / name, self.folder)]
+        found += [f"{name}: {files.LEADS_OUT}" for name in out]
+        own = (self._config_problem, self._refresh_problem, self._results_problem)
         return [text for text in (*own, *found, *self.metrics.problems, *self.trace.problems) if text]
 
     @property
     def is_unfinished_evaluation(self) -> bool:
         """True for a folder of `rlite eval` without results."""
-        return _has_samples(self.folder) and not self.results.path.exists()
+        return _has_samples(self.folder) and not (self.folder / RESULTS).exists()
 
     @property
     def notes(self) -> list[str]:
@@ -240,9 +214,9 @@ def _no_run(path: Path) -> str:
         return f"{path}: no such folder; expected the folder of a run (trainer.save_dir)"
     if not path.is_dir():
         return f"{path}: expected the folder of a run, found a file; give its folder: {path.parent}"
-    if is_recorded(path) or _has_samples(path) or any((path / name).exists() for name in (CONFIG, FILE)):
+    if _has_samples(path) or any((path / name).exists() for name in (CONFIG, FILE, RECORD)):
         return ""
-    below = sorted(child.name for child in path.iterdir() if (child / CONFIG).exists() or is_recorded(child))
+    below = sorted(child.name for child in path.iterdir() if (child / CONFIG).exists() or (child / RECORD).is_dir())
     hint = f"runs below it: {', '.join(below[:5])}" if below else "give the folder that trainer.save_dir names"
     return f"{path}: not the folder of a run, it has none of {CONFIG}, {FILE} and record/; {hint}"
 
@@ -256,12 +230,3 @@ def _names(paths: list[Path]) -> list[str]:
     """Return the last part of each path, or the whole path if two would have one name."""
     last = [path.resolve().name for path in paths]
     return last if len(set(last)) == len(last) else [str(path) for path in paths]
-
-
-def _read_config(path: Path) -> tuple[dict[str, Any], str]:
-    try:
-        return read_saved(path) if files.is_inside(path, path.parent) else {}, ""
-    except FileNotFoundError:
-        return {}, ""
-    except ConfigError as error:
-        return {}, str(error)

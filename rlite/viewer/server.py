@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import secrets
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 from rlite.errors import ConfigError, DataError
 from rlite.imports import optional
 from rlite.viewer.answers import OF_TRACE, Query, UnknownPlace, answer
-from rlite.viewer.page import TYPES, assets, served_page
+from rlite.viewer.export import TYPES, assets, served_page
 from rlite.viewer.run import Change, ViewedRun
 
 with optional("the page needs", "view", "; or write it to a file: --export FILE.html"):
     from aiohttp import web
 
-    from rlite.services.endpoint.connections import Listener, RefusalLog
+    from rlite.services.endpoint.connections import Words, listening
 
-logger = logging.getLogger(__name__)
-
+WORDS = Words("rlite view", "the token", "further ones are dropped without a message")
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """names of this machine; another name in a request is of a page that rebound its own name to this address"""
@@ -34,7 +33,6 @@ LOOK_EVERY_S = 2.0
 TRACE_EVERY_S = 10.0
 """least seconds between two messages about a trace, which grows all the time and is long"""
 KEEP_ALIVE_S = 15.0
-OWNER, QUIETLY = "rlite view", "further ones are dropped without a message"
 MAX_STREAMS = 32
 """pages that receive news of changes"""
 HEADERS = {
@@ -66,28 +64,16 @@ class PageServer:
         self._num_changes: dict[Change, int] = {"run": 0, "trace": 0}
         self._num_streams = 0
         self._changed = asyncio.Condition()
-        self._dropped: Counter[str] = Counter()
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> PageServer:
         app = web.Application(client_max_size=1024, middlewares=[self._guard])
-        app.add_routes(
-            [
-                web.get("/", self._index),
-                web.get("/static/{name:.+}", self._asset),
-                web.get("/api/{name}", self._answer),
-                web.get("/events", self._events),
-            ]
-        )
-        log = RefusalLog(logger, self._dropped, OWNER, QUIETLY)
-        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=1.0, handler_cancellation=True)
-        await self._runner.setup()
-        assert self._runner.server is not None
+        app.add_routes([web.get("/", self._index), web.get("/static/{name:.+}", self._asset)])
+        app.add_routes([web.get("/api/{name}", self._answer), web.get("/events", self._events)])
+        serving = listening(app, Counter(), self._port, WORDS)
         try:
-            self._listener = Listener(
-                self._runner.server, self._dropped, port=self._port, owner=OWNER, secret="the token", advice=QUIETLY
-            )
+            self._listener = await self._stack.enter_async_context(serving)
         except OSError as error:
-            await self._runner.cleanup()
             raise ConfigError(f"port={self._port}: cannot be used: {error.strerror or error}") from error
         self._port = self._listener.port
         self._watch = asyncio.create_task(self._look())
@@ -96,8 +82,7 @@ class PageServer:
     async def __aexit__(self, *raised: object) -> None:
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
-        await self._listener.close()
-        await self._runner.cleanup()
+        await self._stack.aclose()
         for reader in (self._reader, self._trace_reader):
             reader.shutdown(cancel_futures=True)
 
@@ -110,26 +95,30 @@ class PageServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Return the answer with its headers. Requests to another name, or without the token, are refused."""
         try:
-            response = await self._admit(request, handler)
+            self._check(request)
+            with self._listener.busy(request.transport):
+                response = await handler(request)
+            if self._listener.is_full:  # the place is another client's turn
+                response.force_close()
         except web.HTTPException as error:
             response = web.json_response({"error": error.text or error.reason}, status=error.status)
         if not response.prepared:
             response.headers.update({**HEADERS, "Content-Security-Policy": self._policy})
         return response
 
-    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _check(self, request: web.Request) -> None:
+        """Check that a request is for this machine and has the token.
+
+        Raises:
+            HTTPForbidden: the request is for another name.
+            HTTPUnauthorized: the token is wrong or missing.
+        """
         if request.host.rpartition(":")[0] not in HOSTS and request.host not in HOSTS:
-            return web.json_response({"error": "this page is served to its own machine alone"}, status=403)
+            raise web.HTTPForbidden(text="this page is served to its own machine alone")
         told = (request.query.get("token"), request.cookies.get(self._cookie), request.headers.get("X-Token"))
         given = next(filter(None, told), "")
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
-            hint = "wrong or missing token: open the address that `rlite view` has printed"
-            return web.json_response({"error": hint}, status=401)
-        with self._listener.busy(request.transport):
-            response = await handler(request)
-        if self._listener.is_full:  # the place is another client's turn
-            response.force_close()
-        return response
+            raise web.HTTPUnauthorized(text="wrong or missing token: open the address that `rlite view` has printed")
 
     @property
     def _cookie(self) -> str:
@@ -185,11 +174,8 @@ class PageServer:
 
     async def _wait_for_change(self, seen: Mapping[Change, int]) -> None:
         async with self._changed:
-            change = self._changed.wait_for(lambda: self._num_changes != seen)
-            try:
-                await asyncio.wait_for(change, KEEP_ALIVE_S)
-            except TimeoutError:
-                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._num_changes != seen), KEEP_ALIVE_S)
 
     async def _look(self) -> None:
         """Look for changes that other processes have made in the runs' folders."""
@@ -202,18 +188,13 @@ class PageServer:
             told = news if now >= trace_due else news - {"trace"}
             if "trace" in told:
                 trace_due = now + TRACE_EVERY_S
-            await self._tell(told)
+            if told:
+                async with self._changed:
+                    for kind in told:
+                        self._num_changes[kind] += 1
+                    self._changed.notify_all()  # wakes the streams of all pages
             news = news - told
             await asyncio.sleep(LOOK_EVERY_S)
-
-    async def _tell(self, news: set[Change]) -> None:
-        """Wake the streams of all pages if there is news."""
-        if not news:
-            return
-        async with self._changed:
-            for kind in news:
-                self._num_changes[kind] += 1
-            self._changed.notify_all()
 
 
 async def _in(reader: ThreadPoolExecutor, act: Callable[[], T]) -> T:

@@ -13,9 +13,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,13 +46,11 @@ class Lane:
     spans: list[Span] = field(default_factory=list)
     """in the order of their starts"""
 
-    def between(self, start: float, end: float) -> Sequence[Span]:
-        """Return the spans that overlap a time, and perhaps some that ended before it."""
-        return self.spans[bisect_left(self._reach, start) : bisect_right(self._starts, end)]
-
-    @cached_property
-    def _starts(self) -> list[float]:
-        return [span[0] for span in self.spans]
+    def cut(self, window: Window) -> list[Span]:
+        """Return the spans that overlap a window."""
+        first = bisect_left(self._reach, window.start)
+        past = bisect_right(self.spans, window.end, lo=first, key=itemgetter(0))
+        return [span for span in self.spans[first:past] if span[1] >= window.start]
 
     @cached_property
     def _reach(self) -> list[float]:
@@ -59,16 +58,11 @@ class Lane:
         return list(accumulate((span[1] for span in self.spans), max))
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A part of a trace, in seconds."""
 
     start: float
     end: float
-
-    def cut(self, lane: Lane) -> Iterator[Span]:
-        """Return the spans of a lane that overlap the window."""
-        return (span for span in lane.between(self.start, self.end) if span[1] >= self.start)
 
     def within(self, start: float, end: float) -> float:
         """Return the seconds of a span that lie in the window."""
@@ -89,18 +83,11 @@ class Layout:
     """spans of work in flight by kind and stage"""
 
     @cached_property
-    def first(self) -> float:
-        """Start of the first span, in seconds."""
-        return min((start for start, _ in self._times()), default=0.0)
-
-    @cached_property
-    def last(self) -> float:
-        """End of the last span, in seconds."""
-        return max((end for _, end in self._times()), default=0.0)
-
-    def _times(self) -> Iterator[tuple[float, float]]:
-        yield from (span[:2] for lane in self.lanes for span in lane.spans)
-        yield from (span for own in self.flights.values() for span in own)
+    def whole(self) -> Window:
+        """The window from the start of the first span to the end of the last."""
+        times = [span[:2] for lane in self.lanes for span in lane.spans]
+        times += chain.from_iterable(self.flights.values())
+        return Window(min((start for start, _ in times), default=0.0), max((end for _, end in times), default=0.0))
 
 
 def layout(events: Sequence[Event]) -> Layout:
@@ -119,16 +106,12 @@ def timeline(trace: Layout, start: float | None = None, end: float | None = None
     Returns:
         The window, lanes of spans, lanes of concurrent work, and the names that took the most time.
     """
-    window = Window(trace.first if start is None else start, trace.last if end is None else end)
-    return {
-        "start": window.start,
-        "end": window.end,
-        "first": trace.first,
-        "last": trace.last,
-        "lanes": [_drawn(lane, window) for lane in trace.lanes],
-        "flights": [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())],
-        "times": _times(trace.lanes, window),
-    }
+    first, last = trace.whole
+    window = Window(first if start is None else start, last if end is None else end)
+    lanes = [_drawn(lane, window) for lane in trace.lanes]
+    flights = [_concurrency(name, spans, window) for name, spans in sorted(trace.flights.items())]
+    shown = {"lanes": lanes, "flights": flights, "times": _times(trace.lanes, window)}
+    return {**window._asdict(), "first": first, "last": last, **shown}
 
 
 def lanes_of(events: Iterable[Event]) -> list[Lane]:
@@ -191,7 +174,7 @@ def _drawn(lane: Lane, window: Window) -> dict[str, Any]:
     narrow = window.length / PIXELS
     spans: list[list[Any]] = []
     newest: dict[int, list[Any]] = {}
-    for start, end, name, depth in window.cut(lane):
+    for start, end, name, depth in lane.cut(window):
         before = newest.get(depth)
         if before and end - start < narrow and before[2] is None and start - before[1] < narrow:
             before[1], before[4] = max(before[1], end), before[4] + 1
@@ -199,9 +182,10 @@ def _drawn(lane: Lane, window: Window) -> dict[str, Any]:
         drawn = [start, end, name if end - start >= narrow else None, depth, 1, name]
         newest[depth] = drawn
         spans.append(drawn)
-    for span in spans:
-        span[2] = span[2] or (span[5] if span[4] == 1 else f"{span[4]} short spans")
-    kept = [[round(span[0], 6), round(span[1], 6), span[2], span[3]] for span in spans]
+    kept = [
+        [round(start, 6), round(end, 6), label or (name if number == 1 else f"{number} short spans"), depth]
+        for start, end, label, depth, number, name in spans
+    ]
     return {"process": lane.process, "name": lane.name, "busy": _busy(lane, window) / window.length, "spans": kept}
 
 
@@ -215,7 +199,7 @@ def _most_at_once(spans: Iterable[tuple[float, float]], window: Window) -> int:
 def _busy(lane: Lane, window: Window) -> float:
     """Return the seconds of a lane in which a span is open that does not wait, and no span inside of it waits."""
     total, outermost = 0.0, None
-    for start, end, name, depth in window.cut(lane):
+    for start, end, name, depth in lane.cut(window):
         if outermost is not None and depth > outermost:
             continue  # inside of a wait
         outermost = depth if WAITS.search(name) else None
@@ -228,7 +212,7 @@ def _busy(lane: Lane, window: Window) -> float:
 
 def _own_seconds(lane: Lane, window: Window) -> Iterator[tuple[str, float, float]]:
     """Return name and seconds of each span of a lane, with and without the spans inside of it."""
-    spans = list(window.cut(lane))
+    spans = lane.cut(window)
     seconds = [window.within(start, end) for start, end, _, _ in spans]
     own = list(seconds)
     around: list[int] = []  # indices of the open spans
@@ -262,18 +246,18 @@ def _times(lanes: Iterable[Lane], window: Window) -> list[dict[str, Any]]:
     seconds: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for lane in lanes:
         for name, whole, own in _own_seconds(lane, window):
-            seconds[lane.process, name].append((whole, own))
-    totals = [(sum(own for _, own in spans), sum(whole for whole, _ in spans), key) for key, spans in seconds.items()]
+            seconds[lane.process, name].append((own, whole))
+    totals = [(sum(own for own, _ in each), sum(whole for _, whole in each), key) for key, each in seconds.items()]
     return [
         {
-            "process": process,
-            "name": name,
+            "process": key[0],
+            "name": key[1],
             "seconds": whole,
             "own": own,
-            "count": len(seconds[process, name]),
+            "count": len(seconds[key]),
             "share": own / window.length,
         }
-        for own, whole, (process, name) in sorted(totals, reverse=True)[:TOP]
+        for own, whole, key in sorted(totals, reverse=True)[:TOP]
     ]
 
 
@@ -284,8 +268,6 @@ MAX_BYTES = 256 << 20
 """bytes of the newest events; a file may have far more, at little cost to its maker"""
 NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
-BLOCK = 1000
-"""lines that are parsed together"""
 BRACKETS = (b"[", b"]", b"")
 MAX_TIME = 1e16
 """microseconds: three hundred years"""
@@ -294,7 +276,7 @@ MAX_TIME = 1e16
 class TraceLog:
     """Reader of a trace that may be under way. It reads what was appended since.
 
-    One thread may read it (`refresh`, `events`, `layout`) while another one looks at it (`look`, `problems`).
+    One thread may read it (`refresh`, `events`, `layout`) while another one looks at `problems`.
 
     Args:
         path: the file; it need not exist.
@@ -302,7 +284,6 @@ class TraceLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp: tuple[int, int] | None = None
         self._file = files.GrowingFile(path)
         self._begin()
 
@@ -312,12 +293,6 @@ class TraceLog:
         self._num_events = self._num_torn = 0
         self._failure = ""
         self._layout: Layout | None = None
-
-    def look(self) -> bool:
-        """Return whether the file has changed since the last call. It is read when a page shows it."""
-        stamp = files.stamp(self.path)
-        has_changed, self._stamp = stamp != self._stamp, stamp
-        return has_changed
 
     def refresh(self) -> bool:
         """Read the events that are new. A file that was replaced is read again.
@@ -381,8 +356,8 @@ class TraceLog:
                 while len(newest) > MAX_EVENTS or size > MAX_BYTES:
                     size -= len(newest.popleft())
         self._num_events += num_lines - len(newest)
-        for event in _events(newest):
-            self._add(event)
+        for line in newest:
+            self._add(_event(line))
 
     def _add(self, event: dict[str, Any] | None) -> None:
         if event is None:
@@ -394,44 +369,25 @@ class TraceLog:
             self._num_events += 1
 
 
-def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
-    """Yield the event of each line, as `_event` does; none of the lines is empty."""
-    left = iter(lines)
-    while block := list(islice(left, BLOCK)):
-        try:
-            found = json.loads(b"[%s]" % b",".join(line.strip().rstrip(b",") for line in block))
-        except (ValueError, RecursionError):
-            found = []
-        yield from map(_checked, found) if len(found) == len(block) else map(_event, block)
-
-
 def _event(line: bytes) -> dict[str, Any] | None:
-    """Return the event of a line; an empty one for a line without an event, None if it cannot be read."""
+    """Return what lanes need of the event of a line, with names and places as texts, and times as numbers.
+
+    Returns:
+        The event; an empty one for a line without an event, None if it cannot be read.
+    """
     text = line.strip().rstrip(b",")
     if text in BRACKETS:
         return {}
     try:
-        return _checked(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _checked(event: Any) -> dict[str, Any] | None:
-    """Return an event if it has what lanes need: names and places, and times that are numbers; else None."""
-    try:
-        phase = str(event["ph"])
-        made: dict[str, Any] = {
-            "ph": phase,
-            "name": str(event["name"]),
-            "pid": int(event["pid"]),
-            "tid": int(event["tid"]),
-        }
+        event = json.loads(text)
+        phase, name, pid, tid = str(event["ph"]), str(event["name"]), int(event["pid"]), int(event["tid"])
+        made: dict[str, Any] = {"ph": phase, "name": name, "pid": pid, "tid": tid}
         if phase == "M":
             return made | {"args": {"name": str(event["args"]["name"])}}
         made["ts"], made["dur"] = _microseconds(event["ts"]), _microseconds(event.get("dur", 0.0))
         if phase in ("b", "e"):
             made["id"], made["cat"] = str(event["id"]), str(event.get("cat", ""))
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return made
 

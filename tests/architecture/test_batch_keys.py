@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlite.batch import KEYS, NAMED_REWARD
 from rlite.rollout import trajectory
-from rlite.rollout.chat.transcript import Transcript
+from rlite.rollout.conversation import Transcript
 from rlite.types import LLMResponse
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ OTHERS = {
     "rlite/evaluation/metrics.py": {
         *("answer", "failed_attempts", "item", "reason", "redrawn", "response_tokens", "reward", "sample", "score"),
     },
-    "rlite/evaluation/record.py": {"group", "response_tokens", "sample", "tokens"},
+    "rlite/evaluation/sets.py": {"group", "response_tokens", "sample", "tokens"},
     "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
@@ -59,7 +59,7 @@ def keys_in(path: Path) -> Iterator[tuple[str, str]]:
 def modules() -> list[Path]:
     parts = ("rollout/chat", "rollout/collector", "rollout/environments", "rollout/tools", "services/endpoint")
     folders = (*parts, "assembly/evaluate", "evaluation", "trainer", "engine", "backends", "nn", "algorithms")
-    files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
+    files = ["rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/sft.py"]
     files += ["services/record/recorder.py", "trainer/run/checkpoints.py"]
     found = [path for folder in folders for path in (ROOT / "rlite" / folder).rglob("*.py")]
     return [*found, *(ROOT / "rlite" / name for name in files)]

@@ -8,7 +8,6 @@ from benchmarks.core_path import ROOT, lines_of, listed, sentence_of, trace
 
 MAX_FILES, MAX_LINES = 25, 3_500
 """limits of the core path: files, and their source lines"""
-WIDE = "the core path is wider than its limits"
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +22,11 @@ def test_the_page_lists_the_files_that_a_step_enters(path: dict[str, int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason=WIDE)
 def test_the_core_path_has_few_files(path: dict[str, int]) -> None:
     assert len(path) <= MAX_FILES
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason=WIDE)
 def test_the_core_path_has_few_lines(path: dict[str, int]) -> None:
     assert sum(path.values()) <= MAX_LINES
 

@@ -18,7 +18,7 @@ HOMES = {
     "vllm": "rlite/backends/vllm/",
     "sglang": "rlite/backends/sglang/",
     "peft": "rlite/backends/models/lora.py",
-    "liger_kernel": "rlite/backends/models/liger.py",
+    "liger_kernel": "rlite/backends/models/linear.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": (
@@ -28,9 +28,9 @@ HOMES = {
         "rlite/viewer/server.py",
     ),
     "openai": "rlite/services/endpoint/client.py",
-    "wandb": "rlite/services/console/sinks/",
-    "tensorboard": "rlite/services/console/sinks/",
-    "trackio": "rlite/services/console/sinks/",
+    "wandb": "rlite/services/console/sinks.py",
+    "tensorboard": "rlite/services/console/sinks.py",
+    "trackio": "rlite/services/console/sinks.py",
 }
 """places that may import each optional package: everything else must work without it"""
 

@@ -28,12 +28,14 @@ def names_for_type_checkers(init: Path) -> list[str]:
     return sorted(found)
 
 
-LAZY = [path for path in (ROOT / "rlite").rglob("__init__.py") if "lazy.exports" in path.read_text()]
+LAZY = [path for path in (ROOT / "rlite").rglob("__init__.py") if "imports.exports" in path.read_text()]
 
 
 @pytest.mark.parametrize("init", LAZY, ids=lambda path: str(path.parent.relative_to(ROOT)))
 def test_lazy_names_are_those_that_type_checkers_see(init: Path) -> None:
-    call = next(node for node in ast.walk(ast.parse(init.read_text())) if ast.unparse(node).startswith("lazy.exports"))
+    call = next(
+        node for node in ast.walk(ast.parse(init.read_text())) if ast.unparse(node).startswith("imports.exports")
+    )
     assert isinstance(call, ast.Call)
     spelled = [
         (home, *name.split("=")) for home, names in ast.literal_eval(call.args[1]).items() for name in names.split()
@@ -52,13 +54,13 @@ def test_a_module_among_the_public_names_is_there_before_anything_else(statement
 
 INIT = """
 from typing import TYPE_CHECKING
-from rlite import lazy
+from rlite import imports
 
 if TYPE_CHECKING:
     from xml import sax
     from lazily.home import pear, plum as prune
 
-__all__, __getattr__, __dir__ = lazy.exports(__name__, {"xml": "sax", "lazily.home": "pear prune=plum"})
+__all__, __getattr__, __dir__ = imports.exports(__name__, {"xml": "sax", "lazily.home": "pear prune=plum"})
 """
 PROGRAM = """
 import sys

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlite.backends.serving.pump import PumpedWorker
-from rlite.backends.sglang.replica import ServerWorker
-from rlite.backends.vllm.backend import FetchedWorker
+from rlite.backends.sglang.worker import SglangWorker
+from rlite.backends.vllm.worker import VllmWorker
 from rlite.engine.registry import register_executor
 from rlite.runtime.cluster.group import WorkerGroup
 from tests.third_party_executor.replica import PushedWorker
@@ -26,7 +26,7 @@ class TestedExecutor:
     """What the contract tests need to know of an executor."""
 
     worker: type
-    """protocol of its workers"""
+    """class or protocol of its workers"""
     package: str = "rlite"
     """package without which its engines are not built"""
     max_model_len: int = 2048
@@ -38,8 +38,8 @@ class TestedExecutor:
 EXECUTORS = {
     "torch": TestedExecutor(worker=PumpedWorker),
     # about one millisecond per token, whether it is called or not
-    "vllm": TestedExecutor(worker=FetchedWorker, package="vllm", max_model_len=16384, num_long=2000),
-    "sglang": TestedExecutor(worker=ServerWorker, package="sglang"),  # test_sglang.py needs no package
+    "vllm": TestedExecutor(worker=VllmWorker, package="vllm", max_model_len=16384, num_long=2000),
+    "sglang": TestedExecutor(worker=SglangWorker, package="sglang"),  # test_sglang.py needs no package
     "pushing": TestedExecutor(worker=PushedWorker),
 }
 """executors by name; a new one is registered and gets a line here"""

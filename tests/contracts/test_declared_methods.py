@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -14,8 +15,8 @@ import torch
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.engine.registry import find_backend, registered_executors
-from rlite.engine.train_backend import TrainWorker
+from rlite.backends.serving.pump import PumpedReplica, PumpedWorker
+from rlite.engine.registry import TrainWorker, find_backend, registered_executors
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.replicas import replica, transport, workers
@@ -54,10 +55,14 @@ def test_every_registered_executor_is_under_the_contract_tests() -> None:
 
 
 @pytest.mark.parametrize("name", EXECUTORS)
-def test_the_workers_of_an_executor_have_every_method_that_it_declares(name: str) -> None:
-    worker: Any = find_backend("inference", name, InferenceBackend).worker
-    worker = worker if isinstance(worker, type) else get_type_hints(worker)["return"]
-    assert [method for method in sorted(declared(EXECUTORS[name].worker)) if not hasattr(worker, method)] == []
+def test_the_workers_of_an_executor_have_the_methods_that_its_replica_declares(name: str) -> None:
+    backend: Any = find_backend("inference", name, InferenceBackend)
+    worker = backend.worker if isinstance(backend.worker, type) else get_type_hints(backend.worker)["return"]
+    is_pumped = isinstance(backend.replica, type) and issubclass(backend.replica, PumpedReplica)
+    for protocol in (replica.ServingWorker, *([PumpedWorker] if is_pumped else []), EXECUTORS[name].worker):
+        for method in sorted(declared(protocol)):
+            theirs, ours = (list(signature(getattr(cls, method)).parameters) for cls in (worker, protocol))
+            assert theirs == ours, f"{worker.__name__}.{method} and {protocol.__name__}.{method}"
 
 
 @pytest.mark.parametrize("name", installed_executors())

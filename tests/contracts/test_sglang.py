@@ -24,9 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.sglang.options import SglangOptions, server_arguments
 from rlite.backends.sglang.replica import SglangReplica
-from rlite.backends.sglang.server import CallRefused, ServerProcess
+from rlite.backends.sglang.server import CallRefused, ServerProcess, SglangOptions, server_arguments
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
 from rlite.runtime.cluster.launcher import GroupRequest
@@ -238,11 +237,18 @@ def is_server_of(engine: RliteInferenceEngine, process: psutil.Process) -> bool:
     return False
 
 
-def replica_of(name: str, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
+class Alone(WorkerSet):
+    """Has a group of its own."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.size)
+
+
+def replica_of(index: int, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
     launcher = current_session().launcher
-    request = GroupRequest(name, launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
-    group = launcher.start(request)
-    return SglangReplica(WorkerSet(0, group, 1), options, router.replica_failed)
+    request = GroupRequest(str(index), launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
+    return SglangReplica(Alone(index, launcher.start(request), 1), options, router.replica_failed)
 
 
 @pytest.mark.slow
@@ -254,9 +260,9 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
     doomed = ServerProcess("127.0.0.1", {"model_path": str(path), "dtype": "float32"}, "its key", [])
     doomed.wait_until_ready(60)
     router = Router("two")
-    for index, (name, of_server) in enumerate({"doomed": doomed, "other": server}.items()):
+    for index, of_server in enumerate((doomed, server)):
         options = SglangOptions(addresses=[of_server.endpoint.url], api_key="its key")
-        router.add(index, replica_of(name, options, path, router))
+        router.add(replica_of(index, options, path, router))
     sequence = SequenceRequest(request_id=1, input_ids=[72, 73, 74], gconfig=request_of(600).gconfig, seed=5)
     has_begun = threading.Event()
     request = InFlightRequest(sequence, lambda chunk: has_begun.set())

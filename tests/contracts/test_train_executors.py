@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rlite import NeedParallel, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
-from rlite.engine.registry import find_backend, register_executor, registered_executors
-from rlite.engine.train_backend import TrainBackend, TrainWorker
+from rlite.engine.registry import TrainBackend, TrainWorker, find_backend, register_executor, registered_executors
 from rlite.errors import ConfigError, ResidencyError, RliteError
 from rlite.runtime.parallel.dims import ParallelDims
 from tests import third_party_pipeline as pipeline
@@ -426,7 +425,7 @@ def test_every_declared_operation_is_there_with_its_parameters(executor: str) ->
 
 
 def test_an_executor_that_was_registered_as_something_else_is_refused(model: Path) -> None:
-    register_executor("train", "wrong", "rlite.backends.embedded.backend:BACKEND")
+    register_executor("train", "wrong", "rlite.backends.embedded.worker:BACKEND")
     with pytest.raises(ConfigError, match="expected a TrainBackend"):
         RliteTrainEngine(on_meta(Learner, model), executor="wrong")
 

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from rlite.runtime.storage.safe import JsonReader, PlainLoadPlanner
+from rlite.runtime.storage.sharded import JsonReader, PlainLoadPlanner
 
 PLACE = b"@FOLDER@"
 TEXTS = (".json", ".jsonl", ".yaml")
@@ -85,10 +85,10 @@ import shutil
 import time
 from pathlib import Path
 
-from rlite.services.recovery import reporting
+from rlite.services.recovery.record import report_step
 
 for step in (1, 2, 3):
-    reporting.report_step(step, 3)
+    report_step(step, 3)
     if step == 2:
         while '"step":2' not in Path("jobs/small.json").read_text():
             time.sleep(0.01)

@@ -29,13 +29,13 @@ def test_snapshot_of_the_second_gpu_is_written_exactly(tmp_path: Path, is_copied
                 for parameter in module.parameters():
                     parameter.add_(step + 1)  # still under way when the snapshot is taken
             expected = [parameter.detach().clone() for parameter in module.parameters()]
-            state = sharded.snapshot(module, None, None, is_copied)
+            state = sharded.snapshot(sharded.Trained(module), is_copied)
             path = tmp_path / str(step)
             sharded.start_writing(state, staging(path), path, {}, 0, group).result()
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.zero_()
-            sharded.load(path, module, None, None, 0, group)
+            sharded.load(path, sharded.Trained(module), 0, group)
             assert all(torch.equal(*pair) for pair in zip(module.parameters(), expected, strict=True))
 
         assert torch.cuda.memory_allocated(0) == 0, "nothing went to the first GPU"

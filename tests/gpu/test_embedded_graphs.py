@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir
@@ -45,7 +45,7 @@ def run(worker: EmbeddedWorker, requests: list[SequenceRequest]) -> dict[int, tu
             tokens, logprobs = made.setdefault(chunk.request_id, ([], []))
             tokens += chunk.token_ids
             logprobs += chunk.logprobs
-        if not worker.num_unfinished:
+        if not (worker._scheduler.waiting or worker._scheduler.running):
             return made
         chunks = worker.advance([], [], 7)
 

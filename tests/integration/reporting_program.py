@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from rlite.errors import ConfigError
-from rlite.services.recovery import reporting
+from rlite.services.recovery import record
 from rlite.trainer.run.interruption import has_begun
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     options = yaml.safe_load(Path(sys.argv[2]).read_text())
     out = Path(options["out"])
     if options.get("refuse"):
-        reporting.report_final_error(ConfigError("no such model"))
+        record.report_final_error(ConfigError("no such model"))
         sys.exit("ConfigError: no such model")
     if "at_sigterm" in options:
         signal.signal(signal.SIGTERM, lambda *_: end(out, options["at_sigterm"]))
@@ -32,7 +32,7 @@ def main() -> None:
     print(f"start {len(starts.read_text().splitlines())}")
     done = len(list(out.glob("done-*")))
     for step in range(done, options["steps"]):
-        reporting.report_step(step, options["steps"])
+        record.report_step(step, options["steps"])
         while not (out / f"step-{step}").exists():
             if options.get("computes"):
                 sum(range(10_000))
@@ -41,7 +41,7 @@ def main() -> None:
         if options.get("raises"):
             raise ValueError("the disk is on fire")
         (out / f"done-{step}").write_text("")
-    reporting.report_step(options["steps"], options["steps"])
+    record.report_step(options["steps"], options["steps"])
 
 
 def end(out: Path, how: str) -> None:

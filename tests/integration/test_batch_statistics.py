@@ -11,12 +11,12 @@ import torch
 from tensordict import TensorDict
 
 from rlite import RliteTrainEngine
-from rlite.engine.microbatches import split_batch
+from rlite.data.packs import split_batch
 from rlite.errors import ConfigError
 from rlite.trainer.losses import ValueLoss
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.objective import OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.statistics import with_selected
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world

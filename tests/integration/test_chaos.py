@@ -12,6 +12,7 @@ from benchmarks.chaos import FileSizeFault, Row, SignalFault, build_settings, me
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.nightly
 def test_disturbed_run_resumes_bit_identically(tmp_path: Path) -> None:
     (setting,) = build_settings(tmp_path, [("one", "sft")])
     faults = [

@@ -16,7 +16,7 @@ import pytest
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import ConfigError, PlacementError
-from rlite.runtime.replicas.scaling import TargetInFlight
+from rlite.runtime.replicas.replica_set import TargetInFlight
 from rlite.types import LLMRequest
 from tests.integration.modules import LlamaPolicy, on_meta
 from tests.integration.test_lost_replicas import answers, requests
@@ -124,6 +124,7 @@ def test_sigterm_lets_a_replica_leave_while_it_generates(models: dict[str, Path]
     serve.release()
 
 
+@pytest.mark.nightly
 def test_a_policy_scales_with_the_load(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
     serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=4, deterministic=True)

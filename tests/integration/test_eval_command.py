@@ -18,8 +18,7 @@ import rlite
 from rlite.cli import main
 from rlite.errors import UnknownOptionError
 from rlite.evaluation.metrics import Sample, compare
-from rlite.services.record.files import record_files
-from rlite.services.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.services.record.files import ROWS, TOKENS, VERSION, VERSION_KEY, record_files
 from rlite.viewer.run import UNFINISHED, open_runs
 from tests import forked_python
 from tests.integration.worlds import environment

@@ -363,7 +363,10 @@ def test_evaluation_while_training_goes_on_runs_under_torchrun(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "awaited"), [("in_turns", ""), ("beside", "step-2"), ("snapshot", "step-2")])
+@pytest.mark.parametrize(
+    ("where", "awaited"),
+    [("in_turns", ""), pytest.param("beside", "step-2", marks=pytest.mark.nightly), ("snapshot", "step-2")],
+)
 def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, where: str, awaited: str) -> None:
     """Beside training, the checkpoint of step 2 is written while the evaluation of step 2 is under way."""
     world = ["launcher=ray", "num_devices=2"] if where == "beside" else ["num_devices=1"]

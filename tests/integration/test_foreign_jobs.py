@@ -70,6 +70,7 @@ def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_p
     assert processes_with(MARK, mark) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not (PEERS / "trl").is_dir(), reason="`make test` installs TRL for the tests")
 def test_a_trl_trainer_resumes_from_its_own_checkpoint_after_a_kill_and_learns_the_same(tmp_path: Path) -> None:
     whole, broken, mark = tmp_path / "whole", tmp_path / "broken", str(tmp_path)

@@ -20,7 +20,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import CheckpointError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.runtime.storage.atomic import FACTS, MANIFEST, hash_files, seal
-from rlite.runtime.storage.safe import METADATA
+from rlite.runtime.storage.sharded import METADATA
 from rlite.trainer.model.modules import policy_module
 from tests.integration.modules import Qwen2Policy, make_batch, num_counted, on_meta, token_loss
 from tests.tiny import build_model_dir

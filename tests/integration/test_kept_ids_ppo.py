@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.backends.embedded.backend import BACKEND
+from rlite.backends.embedded.worker import BACKEND
 from rlite.engine import registry
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions

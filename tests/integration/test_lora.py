@@ -27,8 +27,8 @@ from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs
 from rlite.trainer.rm import RmTrainer
 from rlite.trainer.sft import SftTrainer
 from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig

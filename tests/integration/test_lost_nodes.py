@@ -38,6 +38,7 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
+@pytest.mark.nightly
 def test_a_role_moves_to_another_node_with_a_rendezvous_that_all_know(cluster: Cluster, tmp_path: Path) -> None:
     nodes = {ip: cluster.add_node(num_cpus=1, node_ip_address=ip) for ip in IPS}
     config = {"out": str(tmp_path), "recoverable": True}  # Ray may have put the trainer on the node that dies
@@ -109,6 +110,7 @@ def test_replicas_and_train_workers_move_to_another_node(
     serve.release()
 
 
+@pytest.mark.nightly
 def test_ppo_goes_on_from_disk_if_the_state_in_memory_went_with_a_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

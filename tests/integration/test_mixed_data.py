@@ -51,7 +51,9 @@ def trainer(folder: Path, out: Path, *settings: str) -> DpoTrainer:
     )
     rlite.shutdown()
     rlite.init(num_devices=1, num_threads=1)
-    return DpoTrainer(options, *read_tokens(options, options.actor.model_name, DpoTrainer.tokenise, DpoTrainer.kind))
+    name = options.actor.model_name
+    rows = read_tokens(options.data, options.test_data, name, DpoTrainer.tokenise, DpoTrainer.kind)
+    return DpoTrainer(options, *rows)
 
 
 def steps(out: Path) -> list[dict[str, float]]:

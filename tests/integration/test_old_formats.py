@@ -28,7 +28,7 @@ from rlite.cli import main
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn import LoraOptions
 from rlite.runtime.storage.texts import FileStore
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.services.record.files import record_files
 from rlite.services.record.reader import RecordReader
 from rlite.services.recovery.record import load_record

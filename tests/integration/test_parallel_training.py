@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
-from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule
+from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
@@ -89,7 +89,7 @@ def trained(engine: RliteTrainEngine) -> tuple[dict[str, Tensor], dict[str, floa
     return engine.state_dict(), stats
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3", "llama"])
 def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Build, kind: str) -> None:
     options = {"param_dtype": "float64", "max_grad_norm": 0.05}
     alone = build(kind, **options)
@@ -290,7 +290,9 @@ def stepped(engine: RliteTrainEngine, batches: list[dict[str, Tensor]], losses: 
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("qwen3", "llama"))]
+)
 def test_value_reward_and_dpo_losses_are_independent_of_the_layout(models: dict[str, Path], kind: str) -> None:
     rm, dpo = RewardModelLoss(), DpoLoss(beta=0.5)
     batches = [make_batch(LENGTHS), pairs_batch(1), pairs_batch(2)]

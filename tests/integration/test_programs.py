@@ -25,7 +25,7 @@ from rlite.control import JobHandle, JobResult, command
 from rlite.control.entry import JobEntry, save_entry
 from rlite.control.job import job_of
 from rlite.control.spec import JobSpec
-from rlite.runtime.cluster.process_tree import find
+from rlite.runtime.cluster.guard import ranks_of
 from rlite.runtime.cluster.ray.fleet import Fleet
 from rlite.runtime.owner import Owner
 from tests import forked_python
@@ -322,6 +322,7 @@ def is_driver(process: psutil.Process) -> bool:
     return "rlite.trainer.ppo" in process.cmdline()
 
 
+@pytest.mark.nightly
 def test_a_trainer_under_torchrun_resumes_after_a_killed_and_a_stopped_rank(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -342,7 +343,7 @@ def test_a_trainer_under_torchrun_resumes_after_a_killed_and_a_stopped_rank(
         wait_for(lambda: num_steps(broken) >= step)  # noqa: B023
         agents = processes_with("RLITE_RUN_HAS_BEGUN", str(int(step > 3)))
         (agent,) = [each for each in agents if "torch.distributed.run" in each.cmdline()]
-        find("rank", agent.pid)[1].send_signal(number)
+        os.kill(sorted(ranks_of(agent.pid))[1], number)
         wait_for(lambda: not agent.is_running())  # noqa: B023
     result = finish(run)
     assert result.succeeded, result

@@ -13,6 +13,7 @@ from rlite.testing import KINDS, PHASES
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.nightly
 def test_faults_in_a_job_leave_its_result_as_it_was(tmp_path: Path) -> None:
     log = tmp_path / "faults.jsonl"
     rows = run(4, 5, log, ["roles"])

@@ -15,7 +15,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import LLMRequest, MultiTurnWorkflow, RolloutWorkflow, SingleTurnWorkflow, trajectory
 from rlite.rollout.openai import AgentWorkflow
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import digits
 

@@ -172,8 +172,15 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("trainer", ["sft", "ppo"])
+@pytest.mark.parametrize(
+    ("trainer", "ranks"),
+    [
+        ("sft", 2),
+        ("ppo", 1),
+        pytest.param("sft", 1, marks=pytest.mark.nightly),
+        pytest.param("ppo", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_killed_run_ends_with_same_results(
     options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, ranks: int
 ) -> None:

@@ -17,7 +17,7 @@ from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.model.modules import critic_module, policy_module
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.types import GenerationHyperparameters
 from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta
 from tests.integration.rewards import digits

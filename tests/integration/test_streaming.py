@@ -57,7 +57,9 @@ def trainer(folder: Path, out: str, *settings: str) -> SftTrainer:
     )
     rlite.shutdown()
     rlite.init(num_devices=1, num_threads=1)
-    return SftTrainer(options, *read_tokens(options, options.actor.model_name, SftTrainer.tokenise, SftTrainer.kind))
+    name = options.actor.model_name
+    rows = read_tokens(options.data, options.test_data, name, SftTrainer.tokenise, SftTrainer.kind)
+    return SftTrainer(options, *rows)
 
 
 def steps(out: Path) -> list[dict[str, float]]:

@@ -24,9 +24,8 @@ from rlite import cli, viewer
 from rlite.assembly.presets import CpoConfig, OrpoConfig, SimpoConfig
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.config import load
-from rlite.data.loader import BatchLoader
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
-from rlite.data.tokens import TokenRows
+from rlite.data.tokens import BatchLoader, TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker

@@ -21,7 +21,7 @@ from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import frozen_build_options
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from tests.integration.modules import (
     LlamaPolicy,
     Policy,

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.engine import weights as weight_sync_module
-from rlite.engine.weights import Transport, make_plan, sync_weights
+from rlite.engine.weight_plan import make_plan
+from rlite.engine.weights import Transport, sync_weights
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.shards import Box

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,8 +21,9 @@ import torch
 
 from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.spec import RLRoleType
-from rlite.control.workers import WorkloadFactory
+from rlite.control.workers import make_workload
 from rlite.runtime.cluster.group import WorkerGroup
+from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.placement import Device
 from tests.peers import conftest
 from tests.peers.conftest import ABSENT, stand_ins
@@ -164,11 +166,11 @@ def trainer(example: ModuleType) -> Iterator[Any]:
     for role, cls in classes.items():
         devices, processes = [Device("local", rank) for rank in range(2)], [ThreadHandle(), ThreadHandle()]
         group = WorkerGroup(str(role), devices, processes, 10.0)
-        group.divide(1)
-        factory = WorkloadFactory(
-            cloudpickle.dumps(cls), role, {}, "master", ((0, 2), (1, 2)), ("127.0.0.1", 1234), None
-        )
-        group.create(factory, ["cpu"] * 2, [0] * 2, range(2), 10.0)
+        group.replica_size = 1
+        ranks = ((0, 2), (1, 2))
+        factory = partial(make_workload, cloudpickle.dumps(cls), role, {}, "master", ranks, ("127.0.0.1", 1234), None)
+        contexts = [WorkerContext(rank, 2, device, "cpu", 0, (0, 1)) for rank, device in enumerate(devices)]
+        group.create(factory, contexts, 10.0)
         groups.append(RoleGroup(role, cls, group, lambda *late: None))
         handles[role] = [f"{role} 0", f"{role} 1"]
     trainer = example.Trainer(handles, classes, {})

@@ -104,9 +104,11 @@ def test_options_may_be_nested_and_dotted() -> None:
     ],
 )
 def test_rewards_come_alone_in_lists_and_by_name(given: Any, named: dict[str, float]) -> None:
-    found = api._rewards(given)
-    assert all(isinstance(reward.options["path"], str) for reward in found.values())
-    assert {name: reward.options.get("weight", 1.0) for name, reward in found.items()} == named
+    found, _ = api._split({"reward": given})
+    assert all(isinstance(options["path"], str) for options in found.values())
+    assert {name: options.get("weight", 1.0) for name, options in found.items()} == {
+        f"reward.{name}": weight for name, weight in named.items()
+    }
 
 
 def mine(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
@@ -118,7 +120,7 @@ def test_a_set_keeps_its_own_reward_if_that_of_training_has_the_same_name(
 ) -> None:
     (tmp_path / "code.py").write_text("def mine(prompt, completions, prompt_ids, completion_ids, **row): return 0.25")
     taken: list[Any] = []
-    monkeypatch.setattr(api._trainer("grpo"), "train", lambda *call: taken.extend(call) or {})
+    monkeypatch.setattr(api.TRAINERS["grpo"].find_trainer(), "train", lambda *call: taken.extend(call) or {})
     sets = {"test_data.code.reward.path": f"{tmp_path}/code.py:mine", "test_data.math.reward": {"mine": (mine, 2.0)}}
     rlite.train("grpo", model="m", data=ROWS, test_data={"code": ROWS, "math": ROWS}, reward=mine, **sets)
     settings, given = taken

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from rlite.runtime.futures import result_of
+from rlite.runtime.event_loop import result_of
 
 
 def test_results_and_exceptions_arrive() -> None:

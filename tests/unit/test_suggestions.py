@@ -9,7 +9,7 @@ from rlite.assembly.trainers import TRAINERS
 from rlite.cli import COMMANDS
 from rlite.config import describe, load
 from rlite.errors import ConfigError, UnknownOptionError
-from rlite.suggestions import ELSEWHERE, nearest_key
+from rlite.help import ELSEWHERE, nearest_key
 
 
 @pytest.mark.parametrize(

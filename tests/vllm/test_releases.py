@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlite.backends.vllm import options
+from rlite.backends.vllm import release
 
-SOURCES = Path(os.environ.get("VLLM_SOURCES") or options.installed()[1])
+SOURCES = Path(os.environ.get("VLLM_SOURCES") or release.installed()[1])
 """VLLM_SOURCES=FOLDER checks another release than the installed one"""
 ASYNC_LLM = "v1/engine/async_llm.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
@@ -131,12 +131,12 @@ def test_weights_can_be_reloaded_in_place_from_tensors() -> None:
 
 
 def test_names_are_read_from_the_sources() -> None:
-    assert {"model", "worker_extension_cls", "kv_cache_memory_bytes", "enforce_eager"} <= options.engine_arguments()
-    assert {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"} <= options.architectures()
+    assert {"model", "worker_extension_cls", "kv_cache_memory_bytes", "enforce_eager"} <= release.engine_arguments()
+    assert {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"} <= release.architectures()
 
 
 def test_the_head_sizes_of_the_cpu_build_are_those_of_the_table() -> None:
     methods = ast.walk(module("v1/attention/backends/cpu_attn.py"))
     (method,) = [n for n in methods if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
     stated = [n.value for n in ast.walk(method) if isinstance(n, ast.Constant) and isinstance(n.value, int)]
-    assert tuple(stated) == options.CPU_HEAD_SIZES
+    assert tuple(stated) == release.CPU_HEAD_SIZES

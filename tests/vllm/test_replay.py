@@ -14,7 +14,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import digits
 from tests.tiny import build_model_dir

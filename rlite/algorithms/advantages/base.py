@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.calls import Configured, check_result
-from rlite.algorithms.reduce import sequence_index
+from rlite.algorithms.reduce import Configured, check_result, sequence_index
 from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Sequences, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -87,38 +85,6 @@ def outcome_advantages(
     return check_result(configured.what, advantages, like, is_deep=not is_example).detach()
 
 
-@register_advantage("dr_grpo")
-def group_advantages(
-    rewards: Sequences,
-    group_ids: GroupIds,
-    *,
-    norm_std: bool = False,
-    eps: float = 1e-6,
-    unbiased: bool = True,
-    singleton: Singleton = "zero",
-) -> Sequences:
-    """Return the advantage of every sequence over the mean of its group.
-
-    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
-    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
-
-    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`; groups may have any size and order.
-        norm_std: divide by the standard deviation of the group.
-        eps: added to the standard deviation.
-        unbiased: divide the variance by n - 1 instead of n.
-        singleton: advantage of a group of one: "zero", or its reward, "raw".
-    """
-    std: Level | None = "group" if norm_std else None
-    return normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
-
-
-register_advantage("grpo")(partial(group_advantages, norm_std=True))
-
-
 @register_advantage("normalized")
 @torch.no_grad()
 def normalize_rewards(
@@ -181,9 +147,8 @@ def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) ->
         ConfigError: rewards and group_ids are not both `[N]`.
     """
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise ConfigError(
-            f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
-        )
+        found = f"{list(rewards.shape)}, {list(group_ids.shape)}"
+        raise ConfigError(f"expected rewards [N] and group_ids [N], found {found}")
     return torch.unique(group_ids, return_inverse=True)[1]
 
 

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlite.algorithms.advantages.base import (
-    AdvantageFunction,
-    Singleton,
-    as_advantages,
-    group_advantages,
-    group_indices,
-    max_over_set,
-    normalize_rewards,
-    outcome_advantages,
-    register_advantage,
-    sum_over_set,
-    with_singletons,
-)
+from rlite.algorithms.advantages import base
+from rlite.algorithms.advantages.base import Singleton, register_advantage
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
+
+
+@register_advantage("dr_grpo")
+def group_advantages(
+    rewards: Sequences,
+    group_ids: GroupIds,
+    *,
+    norm_std: bool = False,
+    eps: float = 1e-6,
+    unbiased: bool = True,
+    singleton: Singleton = "zero",
+) -> Sequences:
+    """Return the advantage of every sequence over the mean of its group.
+
+    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
+    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
+
+    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
+
+    Args:
+        rewards: one per sequence, `[N]`.
+        group_ids: equal for the responses to one prompt, `[N]`; groups may have any size and order.
+        norm_std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+        unbiased: divide the variance by n - 1 instead of n.
+        singleton: advantage of a group of one: "zero", or its reward, "raw".
+    """
+    std: base.Level | None = "group" if norm_std else None
+    return base.normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
+
+
+register_advantage("grpo")(partial(group_advantages, norm_std=True))
 
 
 @register_advantage("rloo")
@@ -37,7 +59,7 @@ def rloo_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singl
         group_ids: equal for the responses to one prompt, `[N]`.
         singleton: advantage of a group of one: "zero", or its reward, "raw".
     """
-    return normalize_rewards(rewards, group_ids, leave_one_out=True, singleton=singleton)
+    return base.normalize_rewards(rewards, group_ids, leave_one_out=True, singleton=singleton)
 
 
 def remax_advantages(rewards: Sequences, greedy_rewards: Sequences) -> Sequences:
@@ -87,14 +109,14 @@ def opo_advantages(
         lengths: action tokens of each sequence, `[N]`. A group without a token has advantage 0.
         singleton: advantage of a group of one: "zero", or its reward, "raw".
     """
-    groups = group_indices(rewards, group_ids)
+    groups = base.group_indices(rewards, group_ids)
     scores, weight = rewards.double(), lengths.double()
-    total = sum_over_set(weight, groups)
+    total = base.sum_over_set(weight, groups)
     # a weighted mean of differences, so that equal rewards give exactly 0
     centre = group_advantages(scores, group_ids)
-    advantages = centre - sum_over_set(weight * centre, groups) / total.clamp(min=1)
+    advantages = centre - base.sum_over_set(weight * centre, groups) / total.clamp(min=1)
     advantages = torch.where(total > 0, advantages, 0.0)
-    return as_advantages(with_singletons(advantages, scores, groups, singleton), rewards)
+    return base.as_advantages(base.with_singletons(advantages, scores, groups, singleton), rewards)
 
 
 @register_advantage("pass_at_k")
@@ -113,18 +135,18 @@ def pass_at_k_advantages(
         norm_std: divide by (std(group) + eps).
         eps: added to the standard deviation.
     """
-    groups = group_indices(rewards, group_ids)
+    groups = base.group_indices(rewards, group_ids)
     scores = rewards.double()
-    is_best = scores == max_over_set(scores, groups)
-    second = max_over_set(scores.masked_fill(is_best, -torch.inf), groups)
-    is_alone_best = is_best & (sum_over_set(is_best.double(), groups) == 1) & second.isfinite()
+    is_best = scores == base.max_over_set(scores, groups)
+    second = base.max_over_set(scores.masked_fill(is_best, -torch.inf), groups)
+    is_alone_best = is_best & (base.sum_over_set(is_best.double(), groups) == 1) & second.isfinite()
     advantages = torch.where(is_alone_best, scores - second, 0.0)
     if norm_std:
-        count = sum_over_set(torch.ones_like(scores), groups)
+        count = base.sum_over_set(torch.ones_like(scores), groups)
         distance = group_advantages(scores, group_ids)
-        deviation = (sum_over_set(distance.square(), groups) / (count - 1).clamp(min=1)).sqrt()
+        deviation = (base.sum_over_set(distance.square(), groups) / (count - 1).clamp(min=1)).sqrt()
         advantages = advantages / (deviation + eps)
-    return as_advantages(advantages, rewards)
+    return base.as_advantages(advantages, rewards)
 
 
 @register_advantage("gdpo")
@@ -165,11 +187,11 @@ def gdpo_advantages(
         scores = reward[counts].double()
         total[counts] += weight * group_advantages(scores, group_ids[counts], norm_std=True, eps=eps)
     if batch_norm:
-        total = normalize_rewards(total, group_ids, mean="batch", std="batch", eps=eps)
-    return as_advantages(total, rewards)
+        total = base.normalize_rewards(total, group_ids, mean="batch", std="batch", eps=eps)
+    return base.as_advantages(total, rewards)
 
 
-def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
+def is_of_group_alone(estimator: str | base.AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
     """Return whether a group's advantages depend only on this group, and are 0 if its rewards are equal.
 
     The estimator is run on examples, so the answer also holds for user-defined functions.
@@ -190,7 +212,7 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
     def advantages(chosen: slice) -> Tensor:
         ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
         rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
-        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
+        return base.outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
 
     together = advantages(slice(None))
     alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])

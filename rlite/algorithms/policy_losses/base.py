@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.algorithms.calls import Configured, check_result, found
-from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
+from rlite.algorithms.reduce import Configured, TokenLoss, check_result, found, sequence_log_ratio
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
 from rlite.registry import Table
@@ -155,35 +154,6 @@ def policy_loss(
             said = f"{what} returned {found(value)} as the metric {name!r}"
             raise ConfigError(f"{said}; expected the loss's shape, and a text as name")
     return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
-
-
-def select_tokens(
-    loss: str | PolicyLossFunction, inputs: LossInputs, options: Mapping[str, Any] | None = None
-) -> Flags:
-    """Return the tokens that a loss of `SELECTIONS` treats differently, by a statistic over all tokens of `inputs`.
-
-    A loss that gets its part of the result as `LossInputs.selected` has the same value however the batch is split.
-
-    Args:
-        loss: a name of `SELECTIONS`, or the function registered under it.
-        inputs: tensors of the whole batch, `[T]` or `[B, L]`.
-        options: keyword arguments of the loss.
-
-    Raises:
-        ConfigError: the name is unknown, an option has a value of the wrong kind, or the function returns something
-            else than a flag for each token.
-        OwnCodeError: the function is the user's, and raised an exception.
-        UnknownOptionError: the loss has no such option.
-    """
-    POLICY_LOSSES.check(loss, options or {})
-    choose = Configured.of(SELECTIONS, POLICY_LOSSES.name_of(loss), options or {})
-    return check_result(choose.what, choose(inputs), [inputs.advantages], is_deep=False).bool()
-
-
-def is_selective(loss: str | PolicyLossFunction | Configured) -> bool:
-    """Return whether a loss treats the tokens that `select_tokens` chooses differently."""
-    name = loss.name if isinstance(loss, Configured) else POLICY_LOSSES.name_of(loss)
-    return name in SELECTIONS
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

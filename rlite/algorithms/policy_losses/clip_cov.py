@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlite.algorithms.policy_losses.base import LossInputs, register_policy_loss
-from rlite.algorithms.policy_losses.covariance import covariances, lowest
 from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate
+from rlite.algorithms.policy_losses.selection import covariances, lowest
 from rlite.algorithms.reduce import TokenLoss
 from rlite.algorithms.shapes import Flags
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from rlite.algorithms.log_ratios import Scope
+from rlite.algorithms.logprobs import Scope
 from rlite.algorithms.off_policy import Metric, Over, behaviour_weights
 from rlite.algorithms.policy_losses.base import LossInputs, WeightedTokenLoss, register_policy_loss
 from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate
@@ -50,19 +50,10 @@ def decoupled_ppo(
         The loss and the metrics of `clipped_surrogate`, `behaviour_weight` (b), and `filtered_fraction`, the share of
         tokens that a bound removed or clamped.
     """
-    weights, _, changed = behaviour_weights(
-        inputs.old_logprobs,
-        inputs.behaviour("decoupled_ppo"),
-        inputs.mask,
-        upper=upper,
-        lower=lower,
-        metric=metric,
-        scope=scope,
-        action=action,
-        over=over,
-        token_weights=token_weights,
-        cu_seqlens=inputs.cu_seqlens,
-    )
+    bounds: dict[str, Any] = {"upper": upper, "lower": lower, "metric": metric, "scope": scope}
+    bounds |= {"action": action, "over": over, "token_weights": token_weights}
+    policies = inputs.old_logprobs, inputs.behaviour("decoupled_ppo")
+    weights, _, changed = behaviour_weights(*policies, inputs.mask, cu_seqlens=inputs.cu_seqlens, **bounds)
     loss, metrics = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high, dual_clip)
     own = {"behaviour_weight": weights, "filtered_fraction": changed.to(loss.dtype)}
     return WeightedTokenLoss(loss * weights, metrics | own)

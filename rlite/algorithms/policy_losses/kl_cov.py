@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlite.algorithms.policy_losses.base import LossInputs, ratio_metrics, register_policy_loss
-from rlite.algorithms.policy_losses.covariance import covariances, lowest
+from rlite.algorithms.policy_losses.selection import covariances, lowest
 from rlite.algorithms.reduce import TokenLoss
 from rlite.algorithms.shapes import Flags
 

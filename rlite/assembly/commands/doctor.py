@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
 import psutil
@@ -187,17 +188,10 @@ def installed_version(name: str) -> str | None:
 def main(argv: Sequence[str]) -> None:
     """Print the findings of the checks; exit with 1 if a check failed."""
     options = config.load(DoctorConfig, argv)
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "versions": check_versions,
-        "packages": check_packages,
-        "devices": check_devices,
-        "space": check_space,
-    }
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {"versions": check_versions, "packages": check_packages}
+    checks |= {"devices": check_devices, "space": check_space}
     if options.self_test:
-        # imports torch and transformers, which a broken installation cannot
-        checks["self-test"] = lambda: importlib.import_module("rlite.assembly.commands.self_test").check_engines(
-            options.executor
-        )
+        checks["self-test"] = lambda: _self_test().check_engines(options.executor)
     failed = []
     for name, check in checks.items():
         for finding in attempt(name, check):
@@ -207,6 +201,11 @@ def main(argv: Sequence[str]) -> None:
         print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}")
         sys.exit(1)
     print("\nall checks passed")
+
+
+def _self_test() -> ModuleType:
+    """Return the module that imports torch and transformers, which a broken installation cannot."""
+    return importlib.import_module("rlite.assembly.commands.self_test")
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -50,10 +50,11 @@ def main(argv: Sequence[str]) -> None:
         check_ids(ids, vocab_size)
     dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     engine.build(tensor_parallel_size=options.tp_size, **dtype)
+    sampling = options.gconfig(seed=secrets.randbits(31) if options.seed is None else options.seed)
     if len(tokens) * options.n == 1 and not options.stop:
-        asyncio.run(stream(engine, tokens[0], gconfig(options)))
+        asyncio.run(stream(engine, tokens[0], sampling))
     else:
-        print_answers(engine, tokens, options)
+        print_answers(engine, tokens, sampling.new(n_samples=options.n))
     rlite.shutdown()
 
 
@@ -127,11 +128,6 @@ def prompt_item(
     return {"messages": [*system, {"role": "user", "content": prompt}]}
 
 
-def gconfig(options: GenerateConfig) -> GenerationHyperparameters:
-    """Return the sampling of one answer."""
-    return options.gconfig(seed=secrets.randbits(31) if options.seed is None else options.seed)
-
-
 async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: GenerationHyperparameters) -> None:
     """Print one answer while it is generated.
 
@@ -156,17 +152,18 @@ async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: Gene
         print(f"(ended by a limit: {limit})", file=sys.stderr)
 
 
-def print_answers(engine: RliteInferenceEngine, tokens: Sequence[list[int]], options: GenerateConfig) -> None:
+def print_answers(
+    engine: RliteInferenceEngine, tokens: Sequence[list[int]], sampling: GenerationHyperparameters
+) -> None:
     """Print all answers, each below a line with its number if there are several.
 
     Args:
         engine: the engine that serves the model.
         tokens: the prompts.
-        options: options of the command.
+        sampling: the sampling of the answers.
     """
-    outputs = engine.generate(tokens, gconfig(options).new(n_samples=options.n))
-    for number, output in enumerate(outputs, 1):
+    for number, output in enumerate(engine.generate(tokens, sampling), 1):
         for answer in output.outputs:
-            if len(tokens) * options.n > 1:
-                print(f"--- prompt {number}, answer {answer.index + 1} of {options.n}")
+            if len(tokens) * sampling.n_samples > 1:
+                print(f"--- prompt {number}, answer {answer.index + 1} of {sampling.n_samples}")
             print(answer.text)

@@ -1,4 +1,4 @@
-"""Options of `rlite generate`, `rlite merge` and `rlite plan`. No torch here."""
+"""Options of the commands beside the trainers. No torch here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from rlite.backends.fsdp2.options import Dtype
-from rlite.config import Count, Positive
+from rlite.config import Count, Positive, Seed
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
-from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions
+from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions, TrainerOptions
 
 
 class GenerateConfig(SamplingOptions, AnnouncedOptions):
@@ -104,3 +104,39 @@ class PlanConfig(LayoutOptions, AnnouncedOptions):
         """Yield a message for a replica size that does not divide the devices."""
         if self.rollout is not None and self.num_devices % self.rollout.tp_size:
             yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_devices}"
+
+
+class QuickstartRunOptions(TrainerOptions):
+    """The run of the quickstart, whose options have names of their own."""
+
+    folder_key: ClassVar[str] = "folder"
+
+    @property
+    def limit_key(self) -> str:
+        """The option that says how long the run is."""
+        return "steps"
+
+
+class QuickstartConfig(AnnouncedOptions):
+    """Options of `rlite quickstart`."""
+
+    help_example: ClassVar[str] = "steps=60 folder=runs/quickstart"
+
+    folder: str = "runs/quickstart"
+    """everything is written here"""
+    seed: Seed = 0
+    """seed of problems, weights and sampling"""
+    num_train: Count = 16000
+    """training problems"""
+    num_held_out: Count = 256
+    """problems that are only tested on"""
+    warm_steps: Count = 700
+    """supervised steps"""
+    steps: Count = 60
+    """GRPO steps"""
+    executor: str = "torch"
+    """inference executor of the rollouts"""
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        return f"a small model learns to spell backwards, into {self.folder}"

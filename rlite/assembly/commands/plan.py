@@ -22,14 +22,12 @@ from transformers import PreTrainedConfig
 
 from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
-from rlite.backends.embedded.cache import CacheSizes
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import CacheSizes, EmbeddedOptions
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.runtime.parallel.fsdp import local_tensor, shard
-from rlite.runtime.parallel.mesh import make_mesh
-from rlite.runtime.parallel.tensor_plan import check_heads
+from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
+from rlite.runtime.parallel.tensor import check_heads
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
@@ -99,33 +97,11 @@ ADAMW_STATES, MUON_STATES = 2, 1
 """numbers of an optimizer for each parameter"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingMemory:
-    """Bytes on the first device of a world; the other devices hold as much, or a little less."""
+def plan(options: PlanConfig) -> dict[str, str]:
+    """Return the memory that a model would take on the first device, counted after sharding it on meta.
 
-    num_parameters: int
-    """parameters of the whole model"""
-    dims: ParallelDims
-    weights: int
-    """master weights"""
-    gradients: int
-    optimizer: int
-    """AdamW's two moments; Muon's momentum for the matrices inside of layers"""
-    gathered: int
-    """the largest FSDP unit and the next one, gathered in compute_dtype while they compute"""
-    kept: int
-    """with gradient checkpointing: the input of every layer for one full microbatch"""
-    rollout: RolloutMemory | None = None
-    """generation on the same device"""
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts of training together."""
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.kept
-
-
-def plan(options: PlanConfig) -> TrainingMemory:
-    """Return the memory that a model would take, counted after sharding it on meta.
+    The other devices hold as much, or a little less. `gathered units` are the largest FSDP unit and the next one, in
+    compute_dtype while they compute. `layers' inputs` are kept with gradient checkpointing for one full microbatch.
 
     Raises:
         RliteError: the process is in a process group already.
@@ -139,9 +115,9 @@ def plan(options: PlanConfig) -> TrainingMemory:
     module = policy_module(options.model_name, optimizer)
     dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    generation = None
+    rollout = None
     if options.rollout is not None:
-        generation = rollout_memory(options.rollout, module.config, num_parameters, options.device_memory_gib)
+        rollout = rollout_memory(options.rollout, module.config, num_parameters, options.device_memory_gib)
     dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
     try:
         mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
@@ -160,16 +136,27 @@ def plan(options: PlanConfig) -> TrainingMemory:
     finally:
         dist.destroy_process_group()
     hidden = module.config.get_text_config().hidden_size
-    return TrainingMemory(
-        num_parameters=num_parameters,
-        dims=dims,
-        weights=weights,
-        gradients=weights,
-        optimizer=num_states * master.itemsize,
-        gathered=gathered,
-        kept=len(units) * options.max_length_per_device * hidden * compute.itemsize,
-        rollout=generation,
-    )
+    parts = {
+        f"weights, {options.param_dtype}": weights,
+        "gradients": weights,
+        f"optimizer, {options.optimizer}": num_states * master.itemsize,
+        f"gathered units, {options.compute_dtype}": gathered,
+        "layers' inputs": len(units) * options.max_length_per_device * hidden * compute.itemsize,
+    }
+    parts["training together"] = training = sum(parts.values())
+    if options.rollout is not None and rollout is not None:
+        parts |= {
+            f"rollout weights, {options.rollout.dtype}": rollout.weights,
+            f"KV cache, {rollout.num_seqs} sequences of {rollout.max_model_len} tokens": rollout.kv_cache,
+            "generation together": rollout.total,
+            "both, if they do not take turns": training + rollout.total,
+        }
+    return {
+        "model": f"{options.model_name}, {num_parameters / 1e9:.2f} B parameters",
+        "devices": f"{options.num_devices} = {dims}",
+        **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
+        "not counted": "activations inside one layer, and what the libraries take for themselves",
+    }
 
 
 def _local_numel(module: nn.Module) -> int:
@@ -178,31 +165,7 @@ def _local_numel(module: nn.Module) -> int:
 
 def main(argv: Sequence[str]) -> None:
     """Print a plan."""
-    options = config.load(PlanConfig, argv)
-    made = plan(options)
-    parts = {
-        f"weights, {options.param_dtype}": made.weights,
-        "gradients": made.gradients,
-        f"optimizer, {options.optimizer}": made.optimizer,
-        f"gathered units, {options.compute_dtype}": made.gathered,
-        "layers' inputs": made.kept,
-        "training together": made.total,
-    }
-    if options.rollout is not None and (rollout := made.rollout) is not None:
-        cache = f"KV cache, {rollout.num_seqs} sequences of {rollout.max_model_len} tokens"
-        parts |= {
-            f"rollout weights, {options.rollout.dtype}": rollout.weights,
-            cache: rollout.kv_cache,
-            "generation together": rollout.total,
-            "both, if they do not take turns": made.total + rollout.total,
-        }
-    rows = {
-        "model": f"{options.model_name}, {made.num_parameters / 1e9:.2f} B parameters",
-        "devices": f"{options.num_devices} = {made.dims}",
-        **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
-        "not counted": "activations inside one layer, and what the libraries take for themselves",
-    }
-    ConsoleReporter().report("rlite plan", rows)
+    ConsoleReporter().report("rlite plan", plan(config.load(PlanConfig, argv)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rlite.errors import RliteError
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 
 LIMIT_S = 60.0
 """seconds for a call of an engine; all of them together take about ten"""

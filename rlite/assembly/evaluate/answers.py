@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -36,8 +36,7 @@ from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
-from rlite.evaluation.record import Row, row_of, task_rows
-from rlite.evaluation.sets import EvaluationSet, make_set, run_episodes, serving_engine
+from rlite.evaluation.sets import EvaluationSet, Row, make_set, row_of, run_episodes, serving_engine, task_rows
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended
@@ -52,9 +51,8 @@ from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
 from rlite.trainer.model.prompt_lengths import longest_prompt, model_limit, vocab_size_of
-from rlite.trainer.options import SamplingOptions
+from rlite.trainer.options import SamplingOptions, TableOptions
 from rlite.trainer.run.program_objects import ProgramObjects
-from rlite.trainer.supervised_options import SftConfig
 from rlite.types import GenerationHyperparameters
 from rlite.wording import counted
 
@@ -64,6 +62,7 @@ TASK_FILES = (".yaml", ".yml", ".py", ".json", ".jsonl")
 """files of a folder with tasks that decide its questions"""
 _SCORED_BY = ("env_path", "env_timeout", "env_memory_limit_gib", "max_turns", "workflow")
 _TASKS = ("tasks", "num_fewshot", "chat", "limit")
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
 _SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_model_len")
 _REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
 NUM_EPISODES = 100
@@ -83,30 +82,187 @@ QUIET_S = 10.0
 """seconds between two lines in a file or a pipe"""
 
 
-def code_of(options: EvalConfig, given: ProgramObjects) -> dict[str, str]:
-    """Return a digest of the code behind each source of scores, by the file or the name of the source.
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Request of a command to its models."""
 
-    Args:
-        options: options of the command.
-        given: rewards of a program, in place of those that the paths name.
+    options: EvalConfig
+    given: ProgramObjects
+    """rows and rewards of a program, in place of those that the options name"""
 
-    Raises:
-        ConfigError: a reward does not exist.
-        ImportFailed: the file or module of a reward does not exist, or raised an exception.
-    """
-    found: dict[str, str] = {}
-    functions = given.functions()
-    for name, own in options.reward.items():
-        file = Path(own.path.rpartition(":")[0])
-        if file.is_file() and name not in functions:
-            found[str(file)] = digest([file.read_bytes()])
+    def code(self) -> dict[str, str]:
+        """Return a digest of the code behind each source of scores, by the file or the name of the source.
+
+        Raises:
+            ConfigError: a reward does not exist.
+            ImportFailed: the file or module of a reward does not exist, or raised an exception.
+        """
+        options, functions = self.options, self.given.functions()
+        found: dict[str, str] = {}
+        for name, own in options.reward.items():
+            file = Path(own.path.rpartition(":")[0])
+            if name in functions or not file.is_file():
+                found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
+            else:
+                found[str(file)] = digest([file.read_bytes()])
+        if options.env_path is not None and (file := Path(options.env_path)).is_file():
+            found[options.env_path] = digest([file.read_bytes()])
+        if options.workflow is not None:
+            found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
+        return found
+
+    def settings(self, rows: Items) -> dict[str, Any]:
+        """Return the settings that decide the samples, except for the model's, as values of JSON.
+
+        Args:
+            rows: the prompts, as they are asked.
+        """
+        options, plain = self.options, config.to_container(self.options)
+        sampling = {name: getattr(options.sampling, name) for name in _SAMPLING}
+        if options.stop_token_ids:  # absent from settings of older versions
+            sampling["stop_token_ids"] = options.stop_token_ids
+        rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
+        content = (json.dumps(row, sort_keys=True, default=str) for row in rows)
+        return {
+            "questions": {"number": len(rows), "content": digest(content)} if rows else {},
+            "chat_template_options": plain["data"]["chat_template_options"],
+            "scores": {"reward": rewards, **{name: plain[name] for name in _SCORED_BY}, "code": self.code()},
+            "tasks": self._tasks(plain) if options.tasks else {},
+            "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
+        }
+
+    def _tasks(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
+        own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
+        sampling = self.options.sampling_of_tasks
+        generation = {} if sampling is None else {"generation": sampling}
+        return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own), **generation}
+
+    def candidate(
+        self, given: str, name: str, settings: Mapping[str, Any], folder: Path, journals: ExitStack
+    ) -> Candidate:
+        """Return a model with the samples that its journal holds.
+
+        Args:
+            given: folder of a model or of a run, or hub name.
+            name: name of the model in the record.
+            settings: further settings that decide the samples.
+            folder: holds the journals.
+            journals: closes the journal at its end.
+
+        Raises:
+            ConfigError: there is no such model, it writes no text, or the journal holds samples of other settings,
+                or lines that are no samples.
+        """
+        model = model_folder(given)
+        check_writes(model)
+        own = {"model": model_settings(model), **settings}
+        journal = Journal(folder / SAMPLES / f"{name}.jsonl", own, self.options.overwrite)
+        journals.callback(journal.close)
+        missing_places(own, journal.lines, journal.path)
+        time = None if journal.is_new else time_of(journal.path)
+        return Candidate(name, model, own, journal.lines, time, journal=journal)
+
+    def questions(self) -> tuple[Items, MakeWorkflow]:
+        """Return the items that the options name, and the maker of the workflow that asks and scores them.
+
+        Raises:
+            ConfigError: a source of items is missing, or a source of items or scores cannot be used.
+            DataError: some rows cannot be used.
+        """
+        options = self.options
+        options.check_complete()
+        if options.data.path is None:
+            items: Items = [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
         else:
-            found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
-    if options.env_path is not None and Path(options.env_path).is_file():
-        found[options.env_path] = digest([Path(options.env_path).read_bytes()])
-    if options.workflow is not None:
-        found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
-    return found
+            items = read_source(self.given.source(options.data.source()), "prompts")[: options.limit]
+        return items, self._workflow_maker(items)
+
+    @property
+    def where(self) -> str:
+        """Name of the items in messages."""
+        return f"data.path={self.options.data.path}"
+
+    def _workflow_maker(self, items: Items) -> MakeWorkflow:
+        options = self.options
+        if (name := options.workflow) is not None:
+            return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
+        own = {"chat_template_options": options.data.chat_template_options}
+        if options.env_path is not None:
+            make = partial(environment_workflow(options.env_path, **options.process_options), **own)
+            turns = options.max_turns
+            return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit())
+        rewards = ChosenRewards(options.reward, self.given.functions())
+        rewards.check_columns(items, self.where)
+        reward = rewards.make()
+        return lambda sampling, tokenizer, _: SingleTurnWorkflow(reward, sampling, tokenizer, **own)
+
+    def tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of a checkpoint.
+
+        Args:
+            folder: folder or hub name of the checkpoint.
+
+        Raises:
+            CheckpointError: the tokenizer is unusable.
+            ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
+        """
+        tokenizer, own = load_tokenizer(folder), self.options.data.chat_template_options
+        if own:
+            check_template_options(tokenizer, own, "data.chat_template_options")
+        return tokenizer
+
+    def context_limit(self, folder: str) -> int:
+        """Return the longest sequence that a model and `max_model_len` allow, in tokens.
+
+        Args:
+            folder: folder or hub name of the checkpoint.
+        """
+        own, asked = model_limit(folder), self.options.max_model_len
+        if own and asked is not None and asked > own:
+            tell(f"{folder}: max_model_len={asked}: at most {own} tokens, the model's max_position_embeddings")
+        return min(own or sys.maxsize, asked or sys.maxsize)
+
+    def unknown_context(self, folder: str, limit: int) -> int:
+        """Return the longest sequence, in tokens, if the prompts do not say it.
+
+        Args:
+            folder: folder or hub name of the checkpoint.
+            limit: longest sequence that is allowed.
+        """
+        if self.options.max_model_len is not None or limit <= MAX_MODEL_LEN:
+            return limit
+        cap = f"sequences of at most {MAX_MODEL_LEN} tokens, the default; max_model_len=N allows up to {limit}"
+        tell(f"{folder}: {cap}")
+        return MAX_MODEL_LEN
+
+    def find_tasks(self) -> Any:
+        """Return the harness's task manager, which knows all tasks of the options.
+
+        Raises:
+            ConfigError: the package is missing, or a task is unknown.
+        """
+        harness, path, tasks = import_module(HARNESS), self.options.task_path, self.options.tasks
+        if path is not None and not Path(path).is_dir():
+            raise ConfigError(f"task_path={path}: no such folder")
+        own = harness.TaskManager(include_path=path, include_defaults=False) if path else None
+        if own is not None and not _unknown(own, tasks):
+            return own  # the harness takes seconds to find its thousands of tasks
+        manager = harness.TaskManager(include_path=path)
+        for name in _unknown(manager, tasks):
+            told = did_you_mean(name, manager.all_tasks)  # there are too many to name them all
+            others = "`lm-eval ls tasks` names all; task_path=FOLDER adds some"
+            raise ConfigError(f"tasks: no task {name!r}; {told if told.startswith('did you mean') else others}")
+        return manager
+
+
+def _unknown(manager: Any, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not manager.match_tasks([name])]
+
+
+def tell(text: str) -> None:
+    """Print a remark on the evaluation."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def digest_of(scorer: Any) -> str:
@@ -140,16 +296,11 @@ def _functions(scorer: Any) -> Iterator[FunctionType]:
     elif isinstance(scorer, TrlReward):
         for each in scorer.fns:
             yield from _functions(each)
+    elif isinstance(own := inspect.unwrap(getattr(scorer, "__func__", scorer)), FunctionType):
+        yield own
     else:
-        yield from _own_functions(inspect.unwrap(getattr(scorer, "__func__", scorer)))
-
-
-def _own_functions(scorer: Any) -> Iterator[FunctionType]:
-    if isinstance(scorer, FunctionType):
-        yield scorer
-        return
-    kind = scorer if isinstance(scorer, type) else type(scorer)
-    yield from (own for own in vars(kind).values() if isinstance(own, FunctionType))
+        kind = own if isinstance(own, type) else type(own)
+        yield from (each for each in vars(kind).values() if isinstance(each, FunctionType))
 
 
 def _content(function: FunctionType) -> bytes:
@@ -162,99 +313,12 @@ def _content(function: FunctionType) -> bytes:
         return marshal.dumps(function.__code__, 2)  # the later formats depend on reference counts
 
 
-def settings_of(options: EvalConfig, given: ProgramObjects, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that decide the samples, except for the model's, as values of JSON.
-
-    Args:
-        options: options of the command.
-        given: rewards of a program, in place of those that the paths name.
-        rows: the prompts, as they are asked.
-    """
-    plain = config.to_container(options)
-    sampling = {name: getattr(options.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
-    if options.stop_token_ids:  # absent from settings of older versions
-        sampling["stop_token_ids"] = options.stop_token_ids
-    rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
-    return {
-        "questions": {"number": len(rows), "content": digest(_text(row) for row in rows)} if rows else {},
-        "chat_template_options": plain["data"]["chat_template_options"],
-        "scores": {"reward": rewards, **{name: plain[name] for name in _SCORED_BY}, "code": code_of(options, given)},
-        "tasks": _tasks(plain, options.sampling_of_tasks) if options.tasks else {},
-        "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
-    }
-
-
 def model_settings(folder: str) -> dict[str, str]:
     """Return the identity of a checkpoint: its folder, and sizes and times of its files."""
     path = local_checkpoint(folder).resolve()
     files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS and file.is_file())
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return {"folder": str(path), "files": digest(stamps)}
-
-
-def _tasks(plain: Mapping[str, Any], sampling: Mapping[str, Any] | None) -> dict[str, Any]:
-    files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
-    own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
-    generation = {} if sampling is None else {"generation": dict(sampling)}
-    return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own), **generation}
-
-
-def _text(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, default=str)
-
-
-def candidate(
-    given: str, name: str, settings: Mapping[str, Any], folder: Path, options: EvalConfig, journals: ExitStack
-) -> Candidate:
-    """Return a model with the samples that its journal holds.
-
-    Args:
-        given: folder of a model or of a run, or hub name.
-        name: name of the model in the record.
-        settings: further settings that decide the samples.
-        folder: holds the journals.
-        options: options of the command.
-        journals: closes the journal at its end.
-
-    Raises:
-        ConfigError: there is no such model, it writes no text, or the journal holds samples of other settings,
-            or lines that are no samples.
-    """
-    model = model_folder(given)
-    check_writes(model)
-    own = {"model": model_settings(model), **settings}
-    journal = Journal(folder / SAMPLES / f"{name}.jsonl", own, options.overwrite)
-    journals.callback(journal.close)
-    missing_places(own, journal.lines, journal.path)
-    time = None if journal.is_new else time_of(journal.path)
-    return Candidate(name, model, own, journal.lines, time, journal=journal)
-
-
-@dataclass(frozen=True)
-class Questions:
-    """The items, and how they are asked and scored."""
-
-    items: Items
-    ids: Sequence[str]
-    """id of each item"""
-    make_workflow: MakeWorkflow
-
-
-def read_questions(options: EvalConfig, given: ProgramObjects) -> Questions:
-    """Return the items that the options name, and the maker of their workflow.
-
-    Args:
-        options: options of the command.
-        given: rows and rewards of a program, in place of those of the paths.
-
-    Raises:
-        ConfigError: a source of items is missing, or a source of items or scores cannot be used.
-        DataError: some rows cannot be used.
-    """
-    options.check_complete()
-    items, where = _read_items(options, given), f"data.path={options.data.path}"
-    make = _workflow_maker(options, given, items, where)
-    return Questions(items, item_ids(items, where), make)
 
 
 def item_ids(items: Items, where: str) -> list[str]:
@@ -279,109 +343,44 @@ def item_ids(items: Items, where: str) -> list[str]:
     return list(places)
 
 
-def _read_items(options: EvalConfig, given: ProgramObjects) -> Items:
-    """Return the rows of the data, or seeds of an environment."""
-    if options.data.path is None:
-        return [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
-    return read_source(given.source(options.data.source()), "prompts")[: options.limit]
-
-
-def _workflow_maker(options: EvalConfig, given: ProgramObjects, items: Items, where: str) -> MakeWorkflow:
-    if (name := options.workflow) is not None:
-        return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
-    own = {"chat_template_options": options.data.chat_template_options}
-    if options.env_path is not None:
-        make = environment_workflow(options.env_path, **options.process_options)
-        turns = options.max_turns
-        return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit(), **own)
-    rewards = ChosenRewards(options.reward, given.functions())
-    rewards.check_columns(items, where)
-    reward = rewards.make()
-    return lambda sampling, tokenizer, _: SingleTurnWorkflow(reward, sampling, tokenizer, **own)
-
-
-def read_generated(options: SftConfig, given: ProgramObjects) -> dict[str, EvaluationSet]:
-    """Return the sets that the model answers, by name.
+def read_generated(
+    sets: Mapping[str, GeneratedOptions],
+    data: TableOptions,
+    model_name: str,
+    max_new_tokens: int,
+    given: ProgramObjects,
+) -> dict[str, EvaluationSet]:
+    """Return the sets that a model answers, by name.
 
     Args:
-        options: the trainer's config.
+        sets: options of these sets by name.
+        data: options of the training data, whose columns, system prompt and template options the sets share.
+        model_name: the model that is trained.
+        max_new_tokens: length of an answer, unless a set says another.
         given: rows and functions of a program, in place of those of the paths.
 
     Raises:
         ConfigError: a set samples several answers that are all the same, or a reward cannot be used.
         DataError: a row has no prompt, or lacks a column that a reward needs.
     """
-    sets = {name: own for name, own in options.test_data.items() if own.is_generated}
-    sources, found = held_out_sources(sets, options.data.columns, options.data.system_prompt), {}
-    for name, source in sources.items():
-        own = sets[name]
+    found: dict[str, EvaluationSet] = {}
+    default = SamplingOptions(temperature=0.0, max_new_tokens=max_new_tokens)
+    for name, source in held_out_sources(sets, data.columns, data.system_prompt).items():
+        own, key, tokenizer = sets[name], key_of(name), load_tokenizer(model_name)
         rows = read_source(given.source(source), "prompts")[: own.limit]
-        workflow = _workflow(options, own, rows, key_of(name), given)
+        sampling = own.sampling.completed_by(default).gconfig()
+        workflow: RolloutWorkflow
+        if own.workflow is not None:
+            workflow = WORKFLOWS[own.workflow](sampling, tokenizer)
+        else:
+            rewards = own_rewards(own, key, given)
+            rewards.check_columns(rows, key)
+            workflow = SingleTurnWorkflow(rewards.make(), sampling, tokenizer, data.chat_template_options)
         if workflow.needs_prompt:
-            check_prompts(rows, key_of(name))
-            vocab_size = vocab_size_of(options.actor.model_name)
-            longest_prompt(rows, workflow, sys.maxsize, key_of(name), limits="", vocab_size=vocab_size)
+            check_prompts(rows, key)
+            longest_prompt(rows, workflow, sys.maxsize, key, limits="", vocab_size=vocab_size_of(model_name))
         found[name] = make_set(name, rows, workflow, own)
     return found
-
-
-def _workflow(
-    options: SftConfig, own: GeneratedOptions, rows: Sequence[Mapping[str, Any]], key: str, given: ProgramObjects
-) -> RolloutWorkflow:
-    default = SamplingOptions(temperature=0.0, max_new_tokens=options.generation.max_new_tokens)
-    sampling = own.sampling.completed_by(default).gconfig()
-    tokenizer = load_tokenizer(options.actor.model_name)
-    if own.workflow is not None:
-        return WORKFLOWS[own.workflow](sampling, tokenizer)
-    rewards = own_rewards(own, key, given)
-    rewards.check_columns(rows, key)
-    return SingleTurnWorkflow(rewards.make(), sampling, tokenizer, options.data.chat_template_options)
-
-
-def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint.
-
-    Args:
-        folder: folder or hub name of the checkpoint.
-        options: options of the command.
-
-    Raises:
-        CheckpointError: the tokenizer is unusable.
-        ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
-    """
-    tokenizer = load_tokenizer(folder)
-    if options.data.chat_template_options:
-        check_template_options(tokenizer, options.data.chat_template_options, "data.chat_template_options")
-    return tokenizer
-
-
-def context_limit(folder: str, options: EvalConfig) -> int:
-    """Return the longest sequence that a model and `max_model_len` allow, in tokens.
-
-    Args:
-        folder: folder or hub name of the checkpoint.
-        options: options of the command.
-    """
-    own = model_limit(folder)
-    if own and options.max_model_len is not None and options.max_model_len > own:
-        cap = f"at most {own} tokens, the model's max_position_embeddings"
-        print(f"{folder}: max_model_len={options.max_model_len}: {cap}", file=sys.stderr, flush=True)
-    return min(own or sys.maxsize, options.max_model_len or sys.maxsize)
-
-
-def unknown_context(folder: str, options: EvalConfig, limit: int) -> int:
-    """Return the longest sequence, in tokens, if the prompts do not say it.
-
-    Args:
-        folder: folder or hub name of the checkpoint.
-        options: options of the command.
-        limit: longest sequence that is allowed.
-    """
-    if options.max_model_len is not None or limit <= MAX_MODEL_LEN:
-        return limit
-    cap = f"sequences of at most {MAX_MODEL_LEN} tokens, the default; max_model_len=N allows up to {limit}"
-    print(f"{folder}: {cap}", file=sys.stderr, flush=True)
-    return MAX_MODEL_LEN
 
 
 def context_to_serve(
@@ -411,32 +410,37 @@ class PromptAnswers:
 
     Args:
         candidate: the model, and the samples that it has.
-        questions: the items, and how they are asked.
-        options: options of the command.
+        items: rows of the data.
+        make_workflow: makes the workflow that asks the items.
+        request: what the command asks.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer.
         DataError: a prompt cannot be asked.
     """
 
-    def __init__(self, candidate: Candidate, questions: Questions, options: EvalConfig) -> None:
-        self.candidate, self._questions, self._options = candidate, questions, options
+    def __init__(
+        self, candidate: Candidate, items: Items, make_workflow: MakeWorkflow, request: EvaluationRequest
+    ) -> None:
+        self.candidate, self._options = candidate, (options := request.options)
+        self._ids = item_ids(items, request.where)
         done = {(line["group"], line["sample"]) for line in candidate.lines}
-        self._num_expected = len(questions.items) * options.samples
-        self.missing = [
-            place for place in product(range(len(questions.items)), range(options.samples)) if place not in done
-        ]
+        places = list(product(range(len(items)), range(options.samples)))
+        self._num_expected = len(places)
+        self.missing = [place for place in places if place not in done]
         """samples that are missing"""
         self._held: list[Row] = []
         self._has_succeeded = any(line["status"] == "evaluated" for line in candidate.lines)
         if self.missing:
             model = candidate.model
-            tokenizer, self._texts = model_tokenizer(model, options), TokenTexts(model_tokenizer(model, options))
-            limit, where = context_limit(model, options), f"data.path={options.data.path}"
-            if_unknown = functools.cache(lambda: unknown_context(model, options, limit))
-            workflow = questions.make_workflow(options.sampling, tokenizer, if_unknown)
-            self._set = EvaluationSet(candidate.name, questions.items, workflow, options.samples)
-            self._context = context_to_serve(workflow, questions.items, limit, where, if_unknown, vocab_size_of(model))
+            tokenizer = request.tokenizer(model)
+            self._texts = TokenTexts(request.tokenizer(model))
+            limit = request.context_limit(model)
+            if_unknown = functools.cache(lambda: request.unknown_context(model, limit))
+            workflow = make_workflow(options.sampling, tokenizer, if_unknown)
+            self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
+            where, vocab_size = request.where, vocab_size_of(model)
+            self._context = context_to_serve(workflow, items, limit, where, if_unknown, vocab_size)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -470,7 +474,7 @@ class PromptAnswers:
             RolloutError: all samples failed.
         """
         has_tokens = ended.group < self._options.record_tokens
-        self._held.append(row_of(ended, self._questions.ids[ended.group], self._texts, has_tokens))
+        self._held.append(row_of(ended, self._ids[ended.group], self._texts, has_tokens))
         self._has_succeeded |= ended.status == "evaluated"
         if self._has_succeeded:
             while self._held:
@@ -489,27 +493,6 @@ class PromptAnswers:
         return f"{self.candidate.name}: {now} of {self._num_expected} samples, {pace:.1f} per second"
 
 
-def find_tasks(options: EvalConfig) -> Any:
-    """Return the harness's task manager, which knows all tasks of the options.
-
-    Args:
-        options: options of the command.
-
-    Raises:
-        ConfigError: the package is missing, or a task is unknown.
-    """
-    harness = import_module(HARNESS)
-    if options.task_path is not None and not Path(options.task_path).is_dir():
-        raise ConfigError(f"task_path={options.task_path}: no such folder")
-    own = harness.TaskManager(include_path=options.task_path, include_defaults=False) if options.task_path else None
-    if own is not None and not _unknown(own, options.tasks):
-        return own  # the harness takes seconds to find its thousands of tasks
-    manager = harness.TaskManager(include_path=options.task_path)
-    for name in _unknown(manager, options.tasks):
-        raise ConfigError(f"tasks: no task {name!r}; {_hint(name, manager.all_tasks)}")
-    return manager
-
-
 class TaskAnswers:
     """The tasks that a model has still to do. Making it checks the model; no weights are read.
 
@@ -519,28 +502,28 @@ class TaskAnswers:
     Args:
         candidate: the model, and the tasks that it has done.
         manager: the harness's task manager.
-        options: options of the command.
+        request: what the command asks.
         folder: folder of the evaluation.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer.
     """
 
-    def __init__(self, candidate: Candidate, manager: Any, options: EvalConfig, folder: Path) -> None:
-        self.candidate, self._manager, self._options = candidate, manager, options
+    def __init__(self, candidate: Candidate, manager: Any, request: EvaluationRequest, folder: Path) -> None:
+        self.candidate, self._manager, self._request, self._options = candidate, manager, request, request.options
         self._cache = folder / CACHE / candidate.name
         self._num_samples = {line["task"]: line.get("samples", 1) for line in candidate.lines}
         self._done = Counter(line["task"] for line in candidate.lines)
-        self.missing = [name for name in options.tasks if self._done[name] < self._num_samples.get(name, 1)]
+        self.missing = [name for name in self._options.tasks if self._done[name] < self._num_samples.get(name, 1)]
         """tasks that have not ended"""
-        model_tokenizer(candidate.model, options)
+        request.tokenizer(candidate.model)
 
     def run(self) -> None:
         """Do the missing tasks in the current session; each goes to the journal as it ends."""
         num_tasks = len(self._options.tasks)
         continuing(self.candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
         name, options = self.candidate.model, self._options
-        context = unknown_context(name, options, context_limit(name, options))
+        context = self._request.unknown_context(name, self._request.context_limit(name))
         num_before = len(self.candidate.lines)
         # the engine numbers its requests from 0: with the same seed, further samples would repeat the first ones
         seed = mix(self._options.seed, num_before) % 2**32 if num_before else self._options.seed  # as NumPy takes it
@@ -557,7 +540,8 @@ class TaskAnswers:
     def _do(self, name: str, model: Any) -> None:
         """Do the missing samples of a task. The first one shows whether there are others."""
         num_samples, sample = self._num_samples.get(name, 1), self._done[name]
-        continuing(f"{self.candidate.name}, task {name}", sample, num_samples, "samples")
+        what = f"{self.candidate.name}, task {name}"
+        continuing(what, sample, num_samples, "samples")
         num_cut = model.num_cut
         while sample < num_samples:
             with showing_progress(partial(self._progress, name, sample, model)):
@@ -565,13 +549,10 @@ class TaskAnswers:
             self.candidate.journal.append(line)
             num_samples, sample = line["samples"], sample + 1
         if num_samples < self._options.samples:
-            self._tell(name, "its log-likelihoods are the same for every sample; it was done once")
+            tell(f"{what}: its log-likelihoods are the same for every sample; it was done once")
         if num_cut := model.num_cut - num_cut:
             longest = f"the model reads {model.max_length} tokens; max_model_len=N may allow more"
-            self._tell(name, f"{counted(num_cut, 'context')} lost the beginning ({longest})")
-
-    def _tell(self, task: str, what: str) -> None:
-        print(f"{self.candidate.name}, task {task}: {what}", file=sys.stderr, flush=True)
+            tell(f"{what}: {counted(num_cut, 'context')} lost the beginning ({longest})")
 
     def _progress(self, name: str, sample: int, model: Any) -> str:
         of = f" (sample {sample + 1} of {self._options.samples})" if sample else ""
@@ -605,32 +586,18 @@ class TaskAnswers:
         }
 
 
-def _unknown(manager: Any, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not manager.match_tasks([name])]
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    """Return the nearest task; there are too many to name them all."""
-    told = did_you_mean(name, known)
-    return told if told.startswith("did you mean") else "`lm-eval ls tasks` names all; task_path=FOLDER adds some"
-
-
-@contextmanager
-def showing_progress(progress: Callable[[], str]) -> Iterator[None]:
+def showing_progress(progress: Callable[[], str]) -> closing[ConsoleReporter]:
     """Show the progress of the evaluation until the end of the block.
 
     Args:
         progress: returns it in words; called in another thread.
 
-    Yields:
-        None.
+    Returns:
+        The block's context manager.
     """
     console = ConsoleReporter(file=sys.stderr, quiet_s=QUIET_S)
     console.follow(progress)
-    try:
-        yield
-    finally:
-        console.close()
+    return closing(console)
 
 
 def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
@@ -643,4 +610,4 @@ def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
         what: the parts, such as "samples".
     """
     if num_there:
-        print(f"{name}: continuing: {num_there} of {num_expected} {what} are there", file=sys.stderr, flush=True)
+        tell(f"{name}: continuing: {num_there} of {num_expected} {what} are there")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rich import box
@@ -26,44 +26,16 @@ from rich.console import Console
 from rich.table import Table
 
 from rlite import config
-from rlite.assembly.evaluate.answers import (
-    Items,
-    PromptAnswers,
-    TaskAnswers,
-    candidate,
-    find_tasks,
-    read_questions,
-    settings_of,
-)
+from rlite.assembly.evaluate.answers import EvaluationRequest, Items, PromptAnswers, TaskAnswers, tell
 from rlite.assembly.evaluate.options import EvalConfig, default_temperature
 from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, RliteError
-from rlite.evaluation.folder import (
-    RESULTS,
-    Answered,
-    Candidate,
-    EvaluatedModel,
-    EvaluationResult,
-    changed_settings,
-    check_alone,
-    check_no_run,
-    earlier_result,
-    held,
-    remove_others,
-    write_results,
-)
-from rlite.evaluation.metrics import (
-    Sample,
-    compare,
-    lowest_tasks,
-    selection_of,
-    standard_error_of,
-    summary,
-    summary_of_tasks,
-    task_of,
-)
-from rlite.evaluation.record import write_record
+from rlite.evaluation import folder as storage
+from rlite.evaluation import metrics as measures
+from rlite.evaluation.folder import RESULTS, Answered, Candidate, EvaluatedModel, EvaluationResult
+from rlite.evaluation.metrics import Sample, compare, selection_of, standard_error_of, summary
+from rlite.evaluation.sets import write_record
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
@@ -98,64 +70,66 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
         DataError: some rows cannot be used, or the two models answered other items.
     """
     serve_if_worker(options)
-    with _folder(options) as folder, ExitStack() as until_end:
-        models = _find_models(options, given, folder, until_end)
+    request = EvaluationRequest(options, given)
+    with evaluation_folder(options.folder) as folder, ExitStack() as until_end:
+        models = _answered(request, folder, until_end)
         check_comparable(models)
-        result = result_of(models, options)
+        result = result_of(models, options.k, options.solved_at, options.confidence, options.seed)
         if options.folder is not None:
-            write_results(folder, models, result)
+            storage.write_results(folder, models, result)
         return result
 
 
-def _find_models(options: EvalConfig, given: ProgramObjects, folder: Path, until_end: ExitStack) -> list[Answered]:
-    """Return the models with all their samples. Those that are missing are generated now."""
-    names = options.names
-    asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
-    if not options.overwrite:
-        check_alone(folder, names)
-    earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
-    if len(earlier) == len(asked):
-        _generate([], options)
-        return list(earlier.values())
-    check_source(options, [model for name, model in asked.items() if name not in earlier])
-    items, answers_of = _source(options, given, folder)
-    settings = settings_of(options, given, items)
-    models: list[Answered] = [
-        earlier[name] if name in earlier else candidate(model, name, settings, folder, options, until_end)
-        for name, model in asked.items()
-    ]
-    check_comparable(models)
-    now = CLOCK.now()
-    time = min(filter(None, (model.time for model in models)), default=now)
-    if time.date() != now.date():
-        told = f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there"
-        print(told, file=sys.stderr, flush=True)
-    until_end.enter_context(CLOCK.fixed(time))
-    candidates = [each for each in models if isinstance(each, Candidate)]
-    answers = [answers_of(each) for each in candidates]
-    remove_others(folder, names)
-    for each in candidates:
-        each.begin(folder)
-    _generate(answers, options)
-    return models
-
-
-def check_source(options: EvalConfig, models: Sequence[str]) -> None:
-    """Check that there is a source of scores for models without results.
+def _answered(request: EvaluationRequest, folder: Path, until_end: ExitStack) -> list[Answered]:
+    """Return the models with all their samples. Those that are missing are generated now.
 
     Args:
-        options: options of the command.
-        models: paths of the models.
+        request: what the command asks.
+        folder: folder of the evaluation.
+        until_end: closes the journals at its end.
 
     Raises:
-        ConfigError: there is no source of scores.
+        ConfigError: there is no source of scores for a model without results.
     """
-    if not options.sources_of_scores:
-        raise ConfigError(
-            f"missing: a source of scores for {' and '.join(models)} (reward.path=file.py:function with "
-            f"data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier evaluation that is complete, a folder "
-            f"with {RESULTS}, needs none; run with --help to see every option"
-        )
+    options, names = request.options, request.options.names
+    asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
+    if not options.overwrite:
+        storage.check_alone(folder, names)
+    earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
+    models, answers = list(earlier.values()), list[Answers]()
+    if unanswered := [asked[name] for name in names if name not in earlier]:
+        if not options.sources_of_scores:
+            raise ConfigError(
+                f"missing: a source of scores for {' and '.join(unanswered)} (reward.path=file.py:function with "
+                "data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier evaluation that is complete, a "
+                f"folder with {RESULTS}, needs none; run with --help to see every option"
+            )
+        items, answers_of = _source(request, folder)
+        settings = request.settings(items)
+        models = [
+            earlier[name] if name in earlier else request.candidate(model, name, settings, folder, until_end)
+            for name, model in asked.items()
+        ]
+        check_comparable(models)
+        now = CLOCK.now()
+        time = min(filter(None, (model.time for model in models)), default=now)
+        if time.date() != now.date():
+            tell(f"chat templates that write the date write {time:%Y-%m-%d}, as in the samples that are there")
+        until_end.enter_context(CLOCK.fixed(time))
+        candidates = [each for each in models if isinstance(each, Candidate)]
+        answers = [answers_of(each) for each in candidates]
+        storage.remove_others(folder, names)
+        for each in candidates:
+            each.begin(folder)
+    if options.folder is not None:
+        INTERRUPTION.advice = advice(options.folder, options.overwrite)
+    pending = [own for own in answers if own.missing]
+    # one session for all; ranks that wait for a session get one in any case
+    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
+        for own in pending:
+            with nullcontext() if options.folder is None else recorded(own.candidate, folder):
+                own.run()
+    return models
 
 
 def _earlier(given: str, name: str, folder: Path) -> Answered | None:
@@ -164,38 +138,26 @@ def _earlier(given: str, name: str, folder: Path) -> Answered | None:
     Raises:
         ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
     """
-    if (found := earlier_result(given)) is None:
+    if (found := storage.earlier_result(given)) is None:
         return None
     if folder.resolve() == Path(given).expanduser().resolve():
         raise ConfigError(f"out={folder}: it holds the earlier evaluation that is read; choose another folder")
     return replace(found, name=name)
 
 
-def _source(options: EvalConfig, given: ProgramObjects, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
+def _source(request: EvaluationRequest, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
     """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
-    if options.tasks:
-        manager = find_tasks(options)
-        return [], lambda model: TaskAnswers(model, manager, options, folder)
-    questions = read_questions(options, given)
-    return questions.items, lambda model: PromptAnswers(model, questions, options)
+    if request.options.tasks:
+        manager = request.find_tasks()
+        return [], lambda model: TaskAnswers(model, manager, request, folder)
+    items, make_workflow = request.questions()
+    return items, lambda model: PromptAnswers(model, items, make_workflow, request)
 
 
-def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
-    """Generate missing samples, in one session for all models. Ranks that wait for a session get one in any case."""
-    pending = [each for each in answers if each.missing]
-    folder = options.folder
-    if folder is not None:
-        INTERRUPTION.advice = advice(options)
-    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
-        for each in pending:
-            with nullcontext() if folder is None else recorded(each.candidate, folder):
-                each.run()
-
-
-def advice(options: EvalConfig) -> str:
+def advice(folder: Path, overwrites: bool) -> str:
     """Return how an interrupted evaluation continues."""
-    how = "the same command without overwrite=true" if options.overwrite else "the same command"
-    return f"Finished samples are in {options.folder}; {how} continues."
+    how = "the same command without overwrite=true" if overwrites else "the same command"
+    return f"Finished samples are in {folder}; {how} continues."
 
 
 def check_comparable(models: Sequence[Answered]) -> None:
@@ -207,52 +169,57 @@ def check_comparable(models: Sequence[Answered]) -> None:
     first, *others = models
     for other in others:
         shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
-        if different := changed_settings(*shared):
+        if different := storage.changed_settings(*shared):
             raise ConfigError(
                 f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
                 "same data and the same source of scores"
             )
 
 
-def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResult:
+def result_of(
+    models: Sequence[Answered], k: int | None, solved_at: float, confidence: float, seed: int
+) -> EvaluationResult:
     """Return the metrics of the models, and of two the comparison.
 
     Args:
         models: with all their samples.
-        options: options of the command.
+        k: largest k of pass@k; None: the number of samples.
+        solved_at: score from which a sample is solved.
+        confidence: level of the intervals.
+        seed: seed of the draws of the test.
 
     Raises:
         DataError: `k` is larger than the number of samples.
     """
-    evaluated = [_evaluated(model, options) for model in models]
+    evaluated = [_evaluated(model, k, solved_at, confidence) for model in models]
     if len(evaluated) != 2 or not evaluated[0].samples:
         return EvaluationResult(evaluated)
     first, second = (model.samples for model in evaluated)
-    lowest = lowest_tasks([line for model in models if model.is_of_tasks for line in model.lines])
-    if highest := lowest and {task_of(sample) for sample in first} - lowest:
+    lowest = measures.lowest_tasks([line for model in models if model.is_of_tasks for line in model.lines])
+    if highest := lowest and {measures.task_of(sample) for sample in first} - lowest:
         low, high = (", ".join(sorted(tasks)) for tasks in (lowest, highest))
         reason = f"lower is better in {low}, and higher in {high}; compare tasks of one direction in a command"
         return EvaluationResult(evaluated, no_comparison=reason)
-    comparison = compare(first, second, options.confidence, options.seed, lower_is_better=bool(lowest))
-    return EvaluationResult(evaluated, comparison)
+    return EvaluationResult(evaluated, compare(first, second, confidence, seed, lower_is_better=bool(lowest)))
 
 
-def _evaluated(model: Answered, options: EvalConfig) -> EvaluatedModel:
+def _evaluated(model: Answered, k: int | None, solved_at: float, confidence: float) -> EvaluatedModel:
     samples = sorted((Sample.of_row(row) for row in model.rows), key=lambda sample: sample.sample)
-    higher_is_better: dict[str, bool] = {}
+    directions = (line.get("higher_is_better", {}).items() for line in model.lines if model.is_of_tasks)
     if model.is_of_tasks:
-        metrics = summary_of_tasks(model.lines, options.k)
-        for line in model.lines:
-            higher_is_better |= line.get("higher_is_better", {})
+        metrics = measures.summary_of_tasks(model.lines, k)
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
-        metrics = summary(samples, options.k or fewest, options.solved_at, options.confidence)
-    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, higher_is_better)
+        metrics = summary(samples, k or fewest, solved_at, confidence)
+    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, dict(chain(*directions)))
 
 
 @contextmanager
-def _folder(options: EvalConfig) -> Iterator[Path]:
+def evaluation_folder(folder: Path | None) -> Iterator[Path]:
     """Hold the folder of the evaluation; if nothing is to be written, one that ends with the block.
+
+    Args:
+        folder: None if nothing is to be written.
 
     Yields:
         The folder.
@@ -262,13 +229,13 @@ def _folder(options: EvalConfig) -> Iterator[Path]:
         FolderInUse: another evaluation is under way in it.
         StorageError: it cannot be written.
     """
-    if (folder := options.folder) is not None:
-        check_no_run(folder)
-        with held(folder):
-            yield folder
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
+            yield Path(temporary)
         return
-    with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
-        yield Path(temporary)
+    storage.check_no_run(folder)
+    with storage.held(folder):
+        yield folder
 
 
 COUNTS = ("num_", "errors/", "failed_attempts/", "redrawn/")

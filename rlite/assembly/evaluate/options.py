@@ -43,11 +43,9 @@ def names_of(model: str, other: str | None) -> list[str]:
         other: name of the second model; None without one.
     """
     if other is None:
-        return [_name(model)]
-    names = [_name(model), _name(other)]
-    longer = zip(_longer_names(model), _longer_names(other), strict=False)
-    different = (list(pair) for pair in (names, *longer) if len(set(pair)) == 2)
-    return next(different, [names[0], f"{names[1]}-2"])
+        return [next(_names(model))]
+    pairs = [list(pair) for pair in zip(_names(model), _names(other), strict=False)]
+    return next((pair for pair in pairs if len(set(pair)) == 2), [pairs[0][0], f"{pairs[0][1]}-2"])
 
 
 def name_of_questions(source: str) -> str:
@@ -60,24 +58,13 @@ def name_of_questions(source: str) -> str:
     return _as_file_name(stem)[:MAX_NAME]
 
 
-def _name(given: str) -> str:
-    parts = _parts(given)
-    return _as_file_name(parts[_place_of_name(parts)])
-
-
-def _longer_names(given: str) -> Iterator[str]:
-    """Yield the end of a path from the name on, then with one more folder above the name each time."""
-    parts = _parts(given)
-    for first in range(_place_of_name(parts), 0, -1):
+def _names(given: str) -> Iterator[str]:
+    """Yield the names of a model: its own, the end of its path from there on, then with one more folder each time."""
+    parts = Path(given).expanduser().resolve().parts
+    own = max((place for place, part in enumerate(parts) if part not in _GENERAL), default=0)
+    yield _as_file_name(parts[own])
+    for first in range(own, 0, -1):
         yield _as_file_name("-".join(parts[first:]))
-
-
-def _parts(given: str) -> Sequence[str]:
-    return Path(given).expanduser().resolve().parts
-
-
-def _place_of_name(parts: Sequence[str]) -> int:
-    return max((place for place, part in enumerate(parts) if part not in _GENERAL), default=0)
 
 
 def _as_file_name(text: str) -> str:

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import rlite
 from rlite import config
-from rlite.assembly.quickstart.options import QuickstartConfig, QuickstartRunOptions
-from rlite.data.order import ShuffledOrder
+from rlite.assembly.commands.options import QuickstartConfig, QuickstartRunOptions
+from rlite.data.prompts import ShuffledOrder
 from rlite.data.reasoning import held_out_split
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
@@ -33,7 +33,7 @@ from rlite.nn.pretrained import load_tokenizer, quiet_transformers
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.services.console.plots import plot_learning_curve
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
@@ -177,12 +177,8 @@ def main(argv: Sequence[str]) -> None:
     summary = reinforce(options, folder, warm, train, held_out)
     rlite.shutdown()
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_learning_curve(
-        folder / "metrics.jsonl",
-        folder / "learning_curve.png",
-        metrics=("accuracy", "reward"),
-        title="Spelling backwards, learned by GRPO",
-    )
+    curve, title = folder / "learning_curve.png", "Spelling backwards, learned by GRPO"
+    plot_learning_curve(folder / "metrics.jsonl", curve, metrics=("accuracy", "reward"), title=title)
     ConsoleReporter().report("quickstart is done", report_rows(folder, summary))
 
 
@@ -212,10 +208,8 @@ def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) ->
     """
     blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
-    chats = [
-        {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
-        for row, answer in zip(train, answers, strict=True)
-    ]
+    turns = ({"role": "assistant", "content": answer} for answer in answers)
+    chats = [{"messages": [*row["messages"], turn]} for row, turn in zip(train, turns, strict=True)]
     rows = sft_rows(chats, load_tokenizer(blank), MAX_LENGTH)
     optimizer = OptimizerOptions(
         lr=2e-3, weight_decay=0.0, scheduler="cosine", warmup_steps=10, total_steps=options.warm_steps

@@ -8,9 +8,9 @@ name, so transformers builds no masks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention
+from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.serving.native import decode_attention
 
@@ -48,9 +48,8 @@ class AttentionPlan(ABC):
         """
         self.cache.write(layer, self.targets, key, value)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Write keys and values to the cache and compute the attention.
 
         Args:
@@ -65,23 +64,10 @@ class AttentionPlan(ABC):
         Returns:
             The attention output, in the shape of the queries.
         """
-        return self._pass(layer, query, key, value, scale, window)
-
-    @abstractmethod
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Do the work of `attend`."""
 
 
 def slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    plan: AttentionPlan,
-    sliding_window: int | None = None,
-    **asked: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, plan: AttentionPlan, **asked: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer with the plan; transformers calls this function.
 
@@ -90,11 +76,11 @@ def slot_attention(
         query: `[batch, heads, tokens, head_dim]`.
         key: `[batch, kv_heads, tokens, head_dim]`.
         value: `[batch, kv_heads, tokens, head_dim]`.
-        attention_mask: unused. The plan knows which positions a query sees.
+        mask: unused. The plan knows which positions a query sees.
         scaling: factor of the scores before the softmax.
         plan: the plan of this forward pass.
-        sliding_window: number of positions that each query sees, its own position included. None is no window.
-        **asked: further options of the layer. Options that change the result are refused.
+        **asked: further options of the layer. With `sliding_window`, each query sees that many positions, its own
+            position included. Other options that change the result are refused.
 
     Returns:
         The output `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
@@ -102,7 +88,7 @@ def slot_attention(
     refuse_other_attention(asked)
     batch, heads, tokens, dim = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    attended = plan.attend(module.layer_idx, query, key, value, scaling, sliding_window)
+    attended = plan.attend(module.layer_idx, query, key, value, scaling, asked.get("sliding_window"))
     return attended.view(batch, tokens, heads, dim), None
 
 
@@ -115,38 +101,25 @@ class PrefillPlan(AttentionPlan):
     Args:
         cache: the cache of the slots.
         chunks: the chunks, in the order of the row.
-        device: device of the model.
-        attend_all: one call for the attention of all chunks, as `varlen`. None is one call for each
-            chunk.
+        is_flash: compute the attention of all chunks by one call of `varlen`, not by one call for each chunk.
         is_invariant: compute tokens with the bits of decode steps, by `rlite.backends.models.batch_invariant.attend`.
         is_fixed: compute the one chunk, which may be padded, by the kernel and the memory layout of any other chunk.
     """
 
     def __init__(
-        self,
-        cache: SlotCache,
-        chunks: Sequence[Chunk],
-        device: torch.device,
-        attend_all: Callable[..., Tensor] | None = None,
-        is_invariant: bool = False,
-        is_fixed: bool = False,
+        self, cache: SlotCache, chunks: Sequence[Chunk], is_flash: bool, is_invariant: bool, is_fixed: bool = False
     ) -> None:
-        self.cache = cache
-        self.chunks = chunks
-        self._is_fixed = is_fixed
-        self._is_invariant = is_invariant
+        self.cache, self.chunks, device = cache, chunks, cache.values.device
+        self._is_flash, self._is_invariant, self._is_fixed = is_flash, is_invariant, is_fixed
         self.tokens, places = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
         slots = np.repeat([c.slot for c in chunks], lengths)
         self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
-        self._attend_all = attend_all
-        if attend_all is not None:
-            cu_queries, cu_keys = (
-                torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device)
-                for sizes in (lengths, stops)
-            )
+        if is_flash:
+            sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
+            cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
             self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
             self._past: tuple[Tensor, Tensor] | None = None
             """slots and positions of the keys that the chunks see, if some are of an earlier forward"""
@@ -154,17 +127,28 @@ class PrefillPlan(AttentionPlan):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the chunks to their slots."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the chunks to their slots.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         self.write(layer, key, value)
-        if self._attend_all is not None:
+        if self._is_flash:
             if self._past is not None:
                 key, value = self.cache.at(layer, *self._past)
-            return self._attend_all(query, key, value, self._bounds, scale, window)
+            return varlen(query, key, value, self._bounds, scale, window)
         outputs = []
         for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
             if self._is_invariant:
-                assert window is None
                 k, v = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
                 out = attend(q[0], k[0], v[0], chunk.start, scale)
             else:
@@ -215,8 +199,20 @@ class ScoringPlan(AttentionPlan):
         """keys and values of the last chunk's prompt"""
         self.tokens, self.positions = rows_of(chunks, device)
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the chunks, and keep the keys and values of the last prompt."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the chunks, and keep the keys and values of the last prompt.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         outputs = []
         for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
             if index == 0 and self._past:
@@ -235,18 +231,28 @@ class NativeDecodePlan(AttentionPlan):
     """
 
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
-        self.cache = cache
-        self._positions = positions
-        self._step = 0
+        self.cache, self._positions, self._step = cache, positions, 0
 
     def go_to(self, step: int) -> None:
         """Advance to this step."""
         self._step = step
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the rows to their slots, by one call."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the rows to their slots, by one call.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
+        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window or 0)
 
 
 class DecodePlan(AttentionPlan):
@@ -286,13 +292,9 @@ class DecodePlan(AttentionPlan):
                 up to whole blocks.
             is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
         """
-        self.cache = cache
-        self._first_slot = first_slot
+        self.cache, self._positions, self._lengths = cache, positions, lengths
+        self._first_slot, self._is_padded, self._is_invariant = first_slot, is_padded, is_invariant
         self._rows = torch.arange(len(lengths), device=positions.device)
-        self._positions = positions
-        self._lengths = lengths
-        self._is_padded = is_padded
-        self._is_invariant = is_invariant
         self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
         self._width = min(_round_up(max(lengths) + len(positions) - 1), cache.max_len)
         self._biases: dict[int | None, Tensor] = {None: _bias(positions[0], self._width, cache)}
@@ -311,18 +313,27 @@ class DecodePlan(AttentionPlan):
         self._biases = {None: bias}
 
     def _look_up(self, step: int) -> None:
-        self._step = step
-        first = self._first_slot
+        self._step, first = step, self._first_slot
         self.targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
-            self._gather_indices = [
-                self.cache.gather_index(first + start, first + stop, -(-length // BLOCK))
-                for start, stop, length in self._groups
-            ]
+            index = self.cache.gather_index
+            self._gather_indices = [index(first + a, first + b, -(-length // BLOCK)) for a, b, length in self._groups]
 
-    def _pass(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the rows to their slots."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Compute the attention of the rows to their slots.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees; None is all.
+
+        Returns:
+            The attention output.
+        """
         self.write(layer, key, value)
         if window is not None and window >= self._width:
             window = None
@@ -343,18 +354,16 @@ class DecodePlan(AttentionPlan):
         return out.reshape(query.shape)
 
     def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
-        num, heads, dim = query.shape
+        (num, heads, dim), width = query.shape, index.num_blocks * BLOCK
         weights = query[:, :, None].expand(num, heads, index.num_blocks, dim).flatten()
         scores = _weighted_sum(self.cache.key_rows[layer], index.key_rows, index.key_starts, weights)
-        scores = scores.view(num, heads, index.num_blocks * BLOCK)
-        scores += bias[..., : scores.shape[-1]]
+        scores = scores.view(num, heads, width)
+        scores += bias[..., :width]
         probs = torch.softmax(scores, dim=-1).flatten()
         values, starts = self.cache.value_rows[layer], index.value_starts
-        if not self._is_invariant or index.num_blocks * BLOCK <= SUM:
+        if not self._is_invariant or width <= SUM:
             return _weighted_sum(values, index.value_rows, starts, probs)
-        starts = starts[:, None] + torch.arange(
-            0, index.num_blocks * BLOCK, SUM, dtype=starts.dtype, device=starts.device
-        )
+        starts = starts[:, None] + torch.arange(0, width, SUM, dtype=starts.dtype, device=starts.device)
         parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
         return reduce(torch.add, parts.unbind(1))
 
@@ -395,27 +404,24 @@ def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
 
     Neighbouring runs are joined if this adds little padding.
     """
-    groups: list[tuple[int, int, int]] = []
+    groups = [(0, 0, 0)]  # an empty run, which the first one joins
     for start in range(0, len(lengths), size):
         stop = min(start + size, len(lengths))
         longest = max(lengths[start:stop])
-        if groups:
-            begin, end, length = groups[-1]
-            joined = max(length, longest)
-            added = joined * (stop - begin) - length * (end - begin) - longest * (stop - start)
-            if added * 16 <= joined * (stop - begin):
-                groups[-1] = (begin, stop, joined)
-                continue
-        groups.append((start, stop, longest))
+        begin, end, length = groups[-1]
+        joined = max(length, longest)
+        added = joined * (stop - begin) - length * (end - begin) - longest * (stop - start)
+        if added * 16 <= joined * (stop - begin):
+            groups[-1] = (begin, stop, joined)
+        else:
+            groups.append((start, stop, longest))
     return groups
 
 
 def equal_groups(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return runs (start, stop, length) of neighbours with equally many blocks; lengths are whole blocks."""
     groups: list[tuple[int, int, int]] = []
-    for row, length in enumerate(map(_round_up, lengths)):
-        if groups and groups[-1][2] == length:
-            groups[-1] = (groups[-1][0], row + 1, length)
-        else:
-            groups.append((row, row + 1, length))
+    for length, run in groupby(map(_round_up, lengths)):
+        start = groups[-1][1] if groups else 0
+        groups.append((start, start + len(list(run)), length))
     return groups

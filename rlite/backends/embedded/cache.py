@@ -1,4 +1,7 @@
-"""The slot KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored."""
+"""The slot KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored.
+
+The module also holds the options of the embedded executor.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,32 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Move
 from rlite.backends.models.architecture import rope_limit
 from rlite.backends.models.batch_invariant import BLOCK
+from rlite.config import Count
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
-from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.replica import ExecutorOptions
+
+
+class EmbeddedOptions(ExecutorOptions):
+    """Options of `executor="torch"`. Each of `max_num_seqs` sequences has a slot in the KV cache.
+
+    On a GPU, `gpu_memory_utilization` limits the number of slots.
+    """
+
+    max_prefill_tokens: Count = 4096
+    """tokens of one prefill forward; longer prompts are prefilled in chunks"""
+    cuda_graphs: bool = True
+    """on one GPU, capture decode steps as CUDA graphs and replay them; needs some memory beside weights and KV cache"""
+    deterministic: bool = False
+    """a request with a seed gets bit-identical results, independent of other requests, at a lower speed. For Llama,
+    Qwen2 and Qwen3 in float32 on CPU, log-probabilities also have the bits of a train engine with deterministic=true.
+    Not covered for other models: requests whose cache is recomputed, because weights were written, the engine was
+    offloaded, or a replica was lost"""
+
 
 CONTEXT_LIMIT = 4096
 """upper bound of the default max_model_len, because every slot has room for the longest sequence"""
@@ -29,8 +51,7 @@ GATHER_INDEX_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; beyond it they are forgotten"""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(NamedTuple):
     """Row indices at which keys and values of some tokens are stored: `[tokens * kv_heads]` each, token-major."""
 
     rows: Tensor
@@ -41,8 +62,7 @@ class Targets:
     """positions within a block"""
 
 
-@dataclass(frozen=True, slots=True)
-class GatherIndex:
+class GatherIndex(NamedTuple):
     """Arguments of `embedding_bag` to decode some slots over their first `num_blocks` blocks."""
 
     num_blocks: int
@@ -52,11 +72,6 @@ class GatherIndex:
     value_rows: Tensor
     value_starts: Tensor
     """start of each bag; one bag per slot and query head"""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the index tensors in bytes."""
-        return self.key_rows.nbytes + self.key_starts.nbytes + self.value_rows.nbytes + self.value_starts.nbytes
 
 
 class CacheShape(NamedTuple):
@@ -104,10 +119,8 @@ class CacheSizes:
         """Return the shape of a cache for `num_slots` sequences."""
         if self.options.deterministic:  # the last tile is as large as the others
             num_slots += -num_slots % DECODE_ROWS
-        layers, heads, kv_heads, head_dim = attention_shape(self.config)
-        return CacheShape(
-            layers, num_slots, heads // self.tp_size, kv_heads // self.tp_size, self.max_model_len, head_dim
-        )
+        layers, heads, kv_heads, dim = attention_shape(self.config)
+        return CacheShape(layers, num_slots, heads // self.tp_size, kv_heads // self.tp_size, self.max_model_len, dim)
 
     def affordable_slots(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
         """Return the number of sequences that fit into the free memory; on CPU, return `max_num_seqs`.
@@ -131,11 +144,10 @@ class CacheSizes:
         if group is not None:
             dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=group)
         if slots < 1:
+            needed, left = (f"{nbytes / 2**20:.0f} MiB" for nbytes in (per_slot, max(budget, 0)))
             raise ConfigError(
-                f"one sequence of max_model_len={length} needs {per_slot / 2**20:.0f} MiB of KV cache, "
-                f"{max(budget, 0) / 2**20:.0f} MiB are left at "
-                f"gpu_memory_utilization={options.gpu_memory_utilization}; "
-                "lower max_model_len or raise gpu_memory_utilization"
+                f"one sequence of max_model_len={length} needs {needed} of KV cache, {left} are left at "
+                f"gpu_memory_utilization={options.gpu_memory_utilization}; lower max_model_len or raise it"
             )
         return int(slots)
 
@@ -157,9 +169,8 @@ class SlotCache:
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         # torch has the weighted sum of rows as a fast kernel where it has fbgemm
-        self.is_blocked = (
-            device.type == "cpu" and dtype == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
-        )
+        has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+        self.is_blocked = has_fbgemm and device.type == "cpu" and dtype == torch.float32
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.max_len = -(-shape.max_len // BLOCK) * BLOCK
         slots = (shape.num_layers, shape.num_slots, shape.num_kv_heads)
@@ -174,6 +185,7 @@ class SlotCache:
         self.key_rows = [keys.view(-1, BLOCK) for keys in self.keys] if self.is_blocked else []
         """the rows that `GatherIndex.key_rows` indexes, per layer"""
         self._gather_indices: dict[tuple[int, int, int], GatherIndex] = {}
+        self._index_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -255,8 +267,10 @@ class SlotCache:
             value_rows.flatten().to(dtype),
             torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
-        if sum(index.nbytes for index in self._gather_indices.values()) + found.nbytes > GATHER_INDEX_BYTES:
+        self._index_bytes += sum(indices.nbytes for indices in found[1:])
+        if self._index_bytes > GATHER_INDEX_BYTES:
             self._gather_indices.clear()
+            self._index_bytes = 0
         self._gather_indices[start, stop, blocks] = found
         return found
 

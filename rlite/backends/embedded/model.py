@@ -1,36 +1,204 @@
-"""An unmodified Hugging Face causal model whose parameters are this rank's shards, and their locations."""
+"""An unmodified Hugging Face causal model whose parameters are this rank's shards, and their locations.
+
+`LeanDecoder` is a forward pass of Llama, Qwen2 and Qwen3 in float32 on CPU with little Python overhead.
+
+The Python code of transformers' forward costs about 1 ms per step for four layers. With few sequences, the kernels take
+no longer. `LeanDecoder` computes the same function with the same modules. It looks up parameters at each call and calls
+the forwards of the linear layers. Weight syncs, moves and tensor parallelism therefore need no extra code. Activations
+are `[tokens, ...]`, rotary angles come from a table, and activations that are not read again are overwritten.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
-from rlite.backends.embedded.lean_decoder import LeanDecoder
-from rlite.backends.models.batch_invariant import make_invariant, obstacle
-from rlite.backends.models.checkpoint_fit import check_fit
-from rlite.backends.models.linear import speed_up_linear_layers
+from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
+from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
-from rlite.nn.pretrained import end_ids, load_config, meta_model, real_tensors, stored_dtype
+from rlite.nn.pretrained import load_config, meta_model, real_tensors, stored_dtype
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
-from rlite.runtime.parallel.tensor_inference import TensorParallelPlan
+from rlite.runtime.parallel.tensor import TensorParallelPlan
 
 
-@dataclass(frozen=True)
-class _Place:
+class Pointwise:
+    """Norms, rotary embeddings and gates, by `decode.c` or by PyTorch. They overwrite activations.
+
+    In C, each is one pass over the memory. PyTorch needs five operations for a root mean square alone, and with several
+    threads, the gaps between so many short operations are so long that threads fall asleep.
+
+    Args:
+        angles: `[max_len, 2, head_dim]`, cosines and sines, of which those of the first half are negated.
+        is_native: compute by `decode.c`. Otherwise each operation rounds as in transformers.
+    """
+
+    def __init__(self, angles: Tensor, is_native: bool) -> None:
+        self._angles = angles.contiguous()
+        self._is_native = is_native
+
+    def add_norm(self, norm: Any, x: Tensor, added: Tensor | None) -> Tensor:
+        """Add to x in place, and normalise the sum.
+
+        Args:
+            norm: the module with `weight` and `variance_epsilon`.
+            x: the residual stream, `[tokens, width]`.
+            added: `[tokens, width]`; None adds nothing.
+
+        Returns:
+            The RMS norm of x, `[tokens, width]`.
+        """
+        if self._is_native:
+            output = torch.empty_like(x)
+            added = None if added is None else added.contiguous()
+            sizes = (*x.shape, norm.variance_epsilon, torch.get_num_threads())
+            call("add_rms_norm", *sizes, x, added, norm.weight, output)
+            return output
+        if added is not None:
+            x += added
+        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def norm_rotate(self, norm: Any | None, x: Tensor, positions: Tensor) -> Tensor:
+        """Normalise and rotate queries or keys.
+
+        Args:
+            norm: the module with `weight` and `variance_epsilon`, of each head; None does not normalise.
+            x: `[tokens, heads, head_dim]`.
+            positions: positions of the tokens, `[tokens]`.
+
+        Returns:
+            The rotated heads, `[tokens, heads, head_dim]`.
+        """
+        if self._is_native:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+            sizes = (*x.shape, eps, torch.get_num_threads())
+            call("rms_norm_rotate", *sizes, x, weight, positions.contiguous(), self._angles)
+            return x
+        if norm is not None:
+            x = torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        cos, sin = self._angles[positions][:, :, None].unbind(1)
+        return (x * cos).add_(x.roll(x.shape[-1] // 2, -1) * sin)
+
+    def gate(self, activation: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Return `silu(gate) * up`.
+
+        Args:
+            activation: the module that computes silu.
+            gate: `[tokens, width]`.
+            up: `[tokens, width]`.
+        """
+        if self._is_native:
+            call("silu_multiply", gate.numel(), torch.get_num_threads(), gate, up.contiguous())
+            return gate
+        return activation.forward(gate).mul_(up)
+
+
+ROWS = 8
+"""Decode batches are filled up to a multiple of this. oneDNN compiles its kernels for each number of rows, and would
+compile them again in every batch of ragged answers, because its cache does not hold so many."""
+
+
+class LeanDecoder:
+    """The computation of one model. The model owns the parameters.
+
+    Args:
+        model: a model of a class in `FAMILY`.
+        device: device of the table of rotary angles.
+        max_len: longest sequence, in tokens.
+        is_invariant: `rlite.backends.models.batch_invariant` computes the model.
+    """
+
+    def __init__(self, model: Any, device: torch.device, max_len: int, is_invariant: bool) -> None:
+        base = model.model
+        self._embedding: nn.Module = base.embed_tokens
+        self._layers = list(base.layers)
+        self._norm: nn.Module = base.norm
+        self._head: nn.Module = model.lm_head
+        with real_tensors(device), torch.inference_mode():
+            cos, sin = base.rotary_emb(torch.empty(0), torch.arange(max_len)[None])
+            half = sin.shape[-1] // 2
+            # rotate_half negates the second half, here the sines of the first are negated
+            angles = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)
+        self._is_invariant = is_invariant
+        self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
+
+    def fill(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+        """Write keys and values of tokens to the cache. The last layer computes nothing else.
+
+        Args:
+            tokens: `[tokens]`.
+            positions: `[tokens]`.
+            plan: the attention of this forward pass.
+        """
+        x, h = self._embedding.forward(tokens), None
+        *layers, last = self._layers
+        for layer in layers:
+            h = self._layer(layer, x, h, positions, plan)
+        attention, h = last.self_attn, self._pointwise.add_norm(last.input_layernorm, x, h)
+        key, value = self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
+        plan.write(attention.layer_idx, key, value)
+
+    def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Return the logits `[tokens, vocabulary]` of tokens.
+
+        Args:
+            tokens: `[tokens]`.
+            positions: `[tokens]`.
+            plan: the attention of this forward pass.
+        """
+        rows = len(tokens)
+        missing = 0 if self._is_invariant or rows < MIN_ROWS else -rows % ROWS
+        tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+        x, h = self._embedding.forward(tokens), None
+        for layer in self._layers:
+            h = self._layer(layer, x, h, positions, plan, missing)
+        return self._head.forward(self._pointwise.add_norm(self._norm, x, h))[:rows]
+
+    def _layer(
+        self, module: Any, x: Tensor, added: Tensor | None, positions: Tensor, plan: AttentionPlan, missing: int = 0
+    ) -> Tensor:
+        """Return the output of the layer's MLP; x, the residual stream, takes in `added` and the attention's output.
+
+        The last `missing` rows belong to no sequence.
+        """
+        attention, mlp = module.self_attn, module.mlp
+        h = self._pointwise.add_norm(module.input_layernorm, x, added)
+        query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
+        value = _heads(attention.v_proj, attention, h)
+        query, key, value = (heads[: len(heads) - missing] for heads in (query, key, value))
+        h = plan.attend(attention.layer_idx, query, key, value, attention.scaling, None).flatten(1)
+        h = F.pad(h, (0, 0, 0, missing)) if missing else h
+        h = self._pointwise.add_norm(module.post_attention_layernorm, x, attention.o_proj.forward(h))
+        h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))
+        return mlp.down_proj.forward(h)
+
+    def _rotated(self, attention: Any, which: str, h: Tensor, positions: Tensor) -> Tensor:
+        heads = _heads(getattr(attention, f"{which}_proj"), attention, h)
+        return self._pointwise.norm_rotate(getattr(attention, f"{which}_norm", None), heads, positions)
+
+
+def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
+    return projection.forward(h).view(h.shape[0], -1, attention.head_dim)
+
+
+def _run(model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
+    return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+
+
+class _Place(NamedTuple):
     """One parameter: its block, its global shape, and every module attribute that refers to it."""
 
     box: Box
     global_shape: tuple[int, ...]
     owners: tuple[tuple[nn.Module, str], ...]
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.box)
 
     def get(self) -> nn.Parameter:
         module, name = self.owners[0]
@@ -41,16 +209,20 @@ class _Place:
         for module, name in self.owners:
             module._parameters[name] = parameter
 
+    def allocate(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give the parameter memory without values."""
+        shape = [s.stop - s.start for s in self.box]
+        self.set(torch.empty(shape, dtype=dtype, device=device))
+
 
 class ShardedModel:
     """The model of one worker. It begins on the meta device; `load` or `allocate` gives it memory on `device`.
 
     Args:
         path: folder of a Hugging Face checkpoint.
-        dtype: name of a torch dtype; None is the checkpoint's dtype.
+        options: options of the executor.
         device: device of this rank.
         tp_group: the ranks that share the heads; None is one rank.
-        is_deterministic: compute by `rlite.backends.models.batch_invariant` if it knows the model.
 
     Raises:
         ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
@@ -58,27 +230,24 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        path: str,
-        dtype: str | None,
-        device: torch.device,
-        tp_group: dist.ProcessGroup | None,
-        is_deterministic: bool = False,
+        self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None
     ) -> None:
-        self.path = path
-        self.device = device
+        self.path, self.device = path, device
         CheckpointReader(path)  # refuses a folder without weights
         self.config: PreTrainedConfig = load_config(path)
-        self.dtype = getattr(torch, dtype) if dtype else stored_dtype(path, self.config)
-        self.model = self._build()
-        plan = TensorParallelPlan(self.model, tp_group)
+        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, self.config)
+        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
+        model: PreTrainedModel = meta_model(self.config, self.dtype, device)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval().requires_grad_(False)
+        plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
         """parts into which training divides the vocabulary"""
         self._places = self._find_places(plan)
         for place in self._places.values():
-            place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
-        self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
+            place.allocate(self.dtype, "meta")
+        self.is_invariant = options.deterministic and obstacle(self.model, device.type, self.dtype) is None
         """true if the bits of a token depend on its sequence alone, not on the forward pass that computes them"""
         if self.is_invariant:
             make_invariant(self.model)
@@ -87,35 +256,29 @@ class ShardedModel:
         plan.install()
         self._lean: LeanDecoder | None = None
 
-    def _build(self) -> PreTrainedModel:
-        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
-        model = meta_model(self.config, self.dtype, self.device)
-        model.set_attn_implementation(ATTENTION)
-        return model.eval().requires_grad_(False)
-
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
-        owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-        for prefix, module in self.model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, module, name))
-        return {
-            names[0][0]: _Place(plan.box(p), tuple(p.shape), tuple((module, name) for _, module, name in names))
-            for p, names in owners.items()
-        }
+        owners: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(parameter, []).append(name)
+        places = {}
+        for p, names in owners.items():
+            paths = [name.rpartition(".") for name in names]
+            modules = tuple((self.model.get_submodule(module), name) for module, _, name in paths)
+            places[names[0]] = _Place(plan.box(p), tuple(p.shape), modules)
+        return places
 
     def specialise(self, max_len: int) -> None:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
-        self._lean = LeanDecoder.of(self.model, self.device, max_len, self.is_invariant)
+        is_known = type(self.model) in FAMILY and is_plain(self.model)
+        if is_known and self.device.type == "cpu" and self.dtype == torch.float32:
+            self._lean = LeanDecoder(self.model, self.device, max_len, self.is_invariant)
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)
         else:
-            self.model.base_model(
-                input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
-            )
+            _run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
@@ -127,15 +290,13 @@ class ShardedModel:
         """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
-        output = self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, plan=plan)
-        return output.logits[:, -1]
+        return _run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
 
     def prompt_logits(self, plan: ScoringPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
-        output = self.model(input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan)
-        return output.logits[0]
+        return _run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.
@@ -150,25 +311,23 @@ class ShardedModel:
         """
         path = path or self.path
         reader = CheckpointReader(path)
-        check_fit(reader, self.names(), path, self.model)
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        check_fit(reader, names, path, self.model)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
                 if (found := reader.shape(name)) != place.global_shape:
                     raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
-        if names := nonfinite_names(self.parameter_shards()):
-            raise CheckpointError(
-                f"{path}: the weights are not finite in {self.dtype}: {names[0]} holds NaN or infinity"
-            )
+        if bad := nonfinite_names(self.parameter_shards()):
+            raise CheckpointError(f"{path}: the weights are not finite in {self.dtype}: {bad[0]} holds NaN or infinity")
 
     def allocate(self) -> None:
         """Move the parameters to the device. Parameters on the meta device get uninitialised memory."""
         for place in self._places.values():
             tensor = place.get()
             if tensor.is_meta:
-                with real_tensors(self.device):
-                    place.set(torch.empty(place.local_shape, dtype=self.dtype))
+                place.allocate(self.dtype, self.device)
             elif tensor.device != self.device:
                 place.set(tensor.data.to(self.device))
 
@@ -176,10 +335,6 @@ class ShardedModel:
         """Move the parameters. Moving to the meta device frees their memory. Buffers are small and stay."""
         for place in self._places.values():
             place.set(place.get().data.to(device))
-
-    def names(self) -> set[str]:
-        """Return the names of all parameters; a tied parameter has several."""
-        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return each parameter once, tied parameters under the embedding's name.
@@ -197,9 +352,4 @@ class ShardedModel:
 
     def memory_bytes(self) -> int:
         """Return the bytes that the parameters hold, on the device or on the host."""
-        tensors = [place.get() for place in self._places.values()]
-        return sum(t.nbytes for t in tensors if not t.is_meta)
-
-    def end_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
-        return frozenset(end_ids(self.path, self.config))
+        return sum(p.nbytes for p in map(_Place.get, self._places.values()) if not p.is_meta)

@@ -7,6 +7,14 @@ computes DECODE_ROWS slots at a time; free slots compute a token that is not rea
 one sequence at a time, from multiples of BLOCK. Attention reads as many blocks as a sequence needs, and sampling
 processes one row at a time. A kernel may still treat the rows of one shape differently; `check_rows` tests this
 machine's kernels.
+
+Decode steps captured as CUDA graphs, so that a small model's step costs no kernel launches.
+
+A graph replays the same kernels on the same addresses. A step is captured for a number of rows and a width of cache,
+both rounded up to a bucket. Its inputs are copied into buffers at fixed addresses. Captures are discarded when weights
+or cache move. Weights that are written in place need no new capture. Sampling is not captured.
+
+A step is captured when its buckets first occur. The capture takes as long as a few steps.
 """
 
 from __future__ import annotations
@@ -14,6 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,19 +31,178 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, PrefillPlan
-from rlite.backends.embedded.cache import DECODE_ROWS, SlotCache
-from rlite.backends.embedded.cuda_graphs import DecodeGraphs
+from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
-from rlite.backends.embedded.options import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
-from rlite.backends.models.attention import varlen
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
-from rlite.backends.serving.native import compiled
-from rlite.backends.serving.requests import RequestRules, Sampling
-from rlite.backends.serving.sampling import Sampled, SamplingBatch, kept_ids_of, sample, sample_each, uniforms
+from rlite.backends.serving import native, sampling
+from rlite.backends.serving.sampling import RequestRules, Sampled, SamplingBatch
 from rlite.errors import ConfigError, DivergedError
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
+
+NARROWEST = 256
+"""positions of the cache that the narrowest capture reads"""
+WARM_UPS = 2
+"""eager steps before a capture, in which libraries allocate their workspaces"""
+
+Addresses = tuple[int, ...]
+
+
+def bucket(num: int, limit: int, smallest: int = 1) -> int:
+    """Return the smallest power-of-two multiple of `smallest` that is at least `num`, but at most `limit`.
+
+    Args:
+        num: size to round up; at most `limit`.
+        limit: largest bucket.
+        smallest: smallest bucket; a power of two.
+    """
+    size = smallest
+    while size < num:
+        size *= 2
+    return min(size, limit)
+
+
+class Shape(NamedTuple):
+    """Shape of a captured step."""
+
+    rows: int
+    """number of first slots; slots beyond the batch are free, and their results are discarded"""
+    width: int
+    """leading positions of the cache that are read"""
+
+    @classmethod
+    def of(cls, num_rows: int, longest: int, num_slots: int, max_len: int) -> Shape:
+        """Return the shape for a batch.
+
+        Args:
+            num_rows: number of sequences.
+            longest: tokens of the longest sequence, the new token included.
+            num_slots: slots of the cache.
+            max_len: positions of a slot.
+        """
+        return cls(bucket(num_rows, num_slots), bucket(longest, max_len, NARROWEST))
+
+
+def logits_of_fixed_step(
+    model: ShardedModel, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int
+) -> Tensor:
+    """Return logits `[rows, vocabulary]` of the step that is captured: one token of each of the first slots.
+
+    Every row is computed at the same width, so its kernels do not depend on the values of the positions.
+
+    Args:
+        model: the model.
+        cache: the KV cache.
+        tokens: `[rows]`.
+        positions: `[rows]`.
+        width: leading positions of the cache that are read.
+    """
+    return model.logits(tokens, positions, DecodePlan(cache, [width] * len(tokens), positions[None]))
+
+
+Replay = Callable[[], object]
+
+
+class GraphRecorder:
+    """Recorder of CUDA graphs on one device.
+
+    All recordings use one stream and one memory pool, because they never run at the same time. Each stream costs a
+    workspace of cuBLAS, which is never freed.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # memory for intermediate results
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record a step.
+
+        Args:
+            step: runs on the current stream. Its inputs are real: a warm-up writes the keys and values that the replay
+                after it writes again.
+
+        Returns:
+            A function that replays the step, and the tensor that holds the result.
+        """
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # other threads of the process may allocate meanwhile
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                result = step()
+        return graph.replay, result
+
+    def clear(self) -> None:
+        """Free the memory of intermediate results and workspaces. The recordings must not run again."""
+        self._pool = self._stream = None
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+class DecodeGraphs:
+    """The captured steps of one model and their input buffers, on one device without tensor parallelism.
+
+    Args:
+        model: the model.
+        num_slots: slots of the cache.
+        recorder: recorder of steps.
+    """
+
+    def __init__(self, model: ShardedModel, num_slots: int, recorder: GraphRecorder) -> None:
+        self._model, self._num_slots, self._recorder = model, num_slots, recorder
+        self._tokens, self._positions = torch.zeros(2, num_slots, dtype=torch.int64, device=model.device)
+        self._addresses: Addresses = ()
+        self.captures: dict[Shape, tuple[Replay, Tensor]] = {}
+        """captures, valid as long as the memory that they use stays at its addresses"""
+
+    def addresses(self, cache: SlotCache) -> Addresses:
+        """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
+        return (*self._model.addresses(), cache.keys.data_ptr(), cache.values.data_ptr())
+
+    def logits(self, cache: SlotCache, addresses: Addresses, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Return logits `[rows, vocabulary]` of the first slots as `ShardedModel.logits` does.
+
+        They are valid until the next call.
+
+        Args:
+            cache: the KV cache.
+            addresses: result of `addresses(cache)`.
+            tokens: `[rows]`.
+            positions: `[rows]`.
+            longest: tokens of the longest sequence, the new token included, known without a device synchronisation.
+        """
+        num_rows = len(tokens)
+        shape = Shape.of(num_rows, longest, self._num_slots, cache.max_len)
+        self._tokens[:num_rows].copy_(tokens)
+        self._positions[:num_rows].copy_(positions)
+        # rows of slots that may hold kept caches, none of which reaches the last position
+        self._positions[num_rows : shape.rows].fill_(cache.max_len - 1)
+        if addresses != self._addresses:
+            self.captures.clear()
+            self._addresses = addresses
+        if shape not in self.captures:
+            inputs = self._tokens[: shape.rows], self._positions[: shape.rows]
+            step = partial(logits_of_fixed_step, self._model, cache, *inputs, shape.width)
+            self.captures[shape] = self._recorder(step)
+        replay, logits = self.captures[shape]
+        replay()
+        return logits[:num_rows]
+
+    def clear(self) -> None:
+        """Free the memory of all captures. Steps are captured again when needed."""
+        self.captures.clear()
+        self._recorder.clear()
+
 
 STOP_STRING_STEPS = 4
 """decode steps between two checks for stop strings; tokens after the stop are discarded"""
@@ -64,15 +233,14 @@ class ForwardPasses:
             cache.apply(moves)
             if not chunks:
                 return
-            weights, device = self.weights, self.weights.device
+            weights = self.weights
             if self.options.deterministic and not weights.is_invariant:
                 for chunk in chunks:
                     for tile in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
-                        weights.prefill(PrefillPlan(cache, [tile], device, is_fixed=True))
+                        weights.prefill(PrefillPlan(cache, [tile], is_flash=False, is_invariant=False, is_fixed=True))
             else:
-                is_flash = device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
-                attend_all = varlen if is_flash else None
-                weights.prefill(PrefillPlan(cache, chunks, device, attend_all, weights.is_invariant))
+                is_flash = weights.device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
+                weights.prefill(PrefillPlan(cache, chunks, is_flash, weights.is_invariant))
 
     def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
         """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
@@ -93,25 +261,27 @@ class ForwardPasses:
         steps = self.scheduler.burst(max_steps)
         if any(g.stop for g in gconfigs):
             steps = min(steps, STOP_STRING_STEPS)
-        rows = [s.sampling for s in sequences]
-        batch = self._sampling(rows)
-        alone = [self._sampling([row]) for row in rows] if self.options.deterministic else []
+        batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=device)
+        batch = batch_of([s.sampling for s in sequences])
+        alone = [batch_of([s.sampling]) for s in sequences] if self.options.deterministic else []
         watched = batch.stop_ids if device.type == "cpu" else None
         if batch.stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
         lengths = [len(s.tokens) for s in sequences]
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
         positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
-        random = uniforms(batch.seeds, positions + 1)
+        random = sampling.uniforms(batch.seeds, positions + 1)
         logits_at = self._steps_of(cache, lengths, positions)
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
         made: list[Sampled] = []
         for step in range(steps):
             logits = logits_at(step, tokens)
-            made.append(sample_each(logits, alone, random[step]) if alone else sample(logits, batch, random[step]))
+            draw = partial(sampling.sample_each, logits, alone) if alone else partial(sampling.sample, logits, batch)
+            sampled = draw(random[step])
             if self.weights.is_invariant:
-                made[-1] = with_trained_logprobs(made[-1], logits, gconfigs, self.weights.num_vocabulary_shards)
-            tokens = made[-1].tokens
+                sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
+            made.append(sampled)
+            tokens = sampled.tokens
             if self.group is not None:
                 dist.broadcast(tokens, group_src=0, group=self.group)
             if watched is not None and torch.eq(tokens[:, None], watched).any():
@@ -119,7 +289,7 @@ class ForwardPasses:
         # [row][step] each: tokens and the two kinds of log-probabilities
         columns = zip(*(step[:3] for step in made), strict=True)
         ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
-        kept_ids = [kept_ids_of(step.kept, len(sequences)) for step in made]
+        kept_ids = [sampling.kept_ids_of(step.kept, len(sequences)) for step in made]
         # NaN among the logits is NaN here, and so is a choice of nothing
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
@@ -145,18 +315,15 @@ class ForwardPasses:
                 f"the served weights of policy version {version} hold NaN or infinity ({found}), and give logits "
                 "that are not finite; release() and build() the engine to go on with other weights"
             )
+        reasons = {}
         for sequence in sequences:
             cache.clear(sequence.slot)
             sequence.has_failed = True
-        return {
-            sequence.request.request_id: f"after {len(sequence.tokens)} tokens its logits are not finite, though the "
-            f"weights are (policy version {version}): what the model computes of these tokens is too large for "
-            f"{self.weights.dtype}"
-            for sequence in sequences
-        }
-
-    def _sampling(self, rows: Sequence[Sampling]) -> SamplingBatch:
-        return SamplingBatch.of(rows, self.rules.vocab_size, self.weights.device)
+            reasons[sequence.request.request_id] = (
+                f"after {len(sequence.tokens)} tokens its logits are not finite, though the weights are (policy "
+                f"version {version}): what the model computes of these tokens is too large for {self.weights.dtype}"
+            )
+        return reasons
 
     def _steps_of(self, cache: SlotCache, lengths: list[int], positions: Tensor) -> Steps:
         """Return the steps of a burst."""
@@ -166,10 +333,9 @@ class ForwardPasses:
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
         if self.options.deterministic and not weights.is_invariant:
             return tiled_steps(weights, cache, lengths, positions)
-        if cache.is_blocked and not weights.is_invariant and compiled() is not None:
+        if cache.is_blocked and not weights.is_invariant and native.compiled() is not None:
             return _steps(weights, NativeDecodePlan(cache, positions), positions)
-        plan = DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant)
-        return _steps(weights, plan, positions)
+        return _steps(weights, DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant), positions)
 
 
 def _steps(model: ShardedModel, plan: DecodePlan | NativeDecodePlan, positions: Tensor) -> Steps:

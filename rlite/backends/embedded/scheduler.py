@@ -24,18 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlite.backends.serving.requests import Sampling
+from rlite.backends.serving.sampling import Sampling
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 MIN_SHARED = 32
 """least number of leading tokens that a kept cache must share"""
 MIN_SHARE = 0.25
 """least share of all tokens; tokens that are prefilled behind others need a slower kernel than whole prompts"""
-
-
-def token_key(tokens: Sequence[int]) -> bytes:
-    """Return tokens as bytes. Python hashes bytes once, and a tuple at each look-up."""
-    return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +62,8 @@ class RunningSequence:
     """equal for sequences of equal prompts"""
 
     def __post_init__(self) -> None:
-        self.prompt_key = token_key(self.request.input_ids)
+        # Python hashes bytes once, and a tuple at each look-up
+        self.prompt_key = np.asarray(self.request.input_ids, dtype=np.int64).tobytes()
 
     @property
     def prompt_len(self) -> int:
@@ -96,8 +92,7 @@ class RunningSequence:
         return self.num_cached >= len(self.tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, stop) of the sequence in `slot` that one forward prefills."""
 
     slot: int
@@ -108,8 +103,7 @@ class Chunk:
     """positions before `stop` that hold no token. Later tokens overwrite their keys and values before they are read"""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Copy the first `length` positions of slot `source` to slot `target`."""
 
     source: int
@@ -231,19 +225,13 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True) -> None:
-        self.num_slots = num_slots
-        self.max_prefill_tokens = max_prefill_tokens
+        self.num_slots, self.max_prefill_tokens = num_slots, max_prefill_tokens
         self.num_reused = 0
         """number of tokens that were not prefilled again"""
         self._kept = KeptCaches(num_slots if keeps_caches else 0)
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._ended: list[tuple[RunningSequence, StopReason]] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of waiting and running sequences."""
-        return len(self.waiting) + len(self.running)
 
     def add(self, sequence: RunningSequence) -> None:
         """Append a sequence to the waiting queue."""
@@ -257,9 +245,8 @@ class Scheduler:
         """
         num = min(self.num_slots - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(num)]
-        admitted.sort(key=lambda s: -len(s.tokens))
         moves: list[Move] = []
-        for sequence in admitted:
+        for sequence in sorted(admitted, key=lambda s: -len(s.tokens)):
             sequence.slot = len(self.running)
             self.running.append(sequence)
             sequence.num_cached, copies = self._kept.take(sequence.tokens[:-1], sequence.slot)
@@ -279,14 +266,10 @@ class Scheduler:
         todo = [sequence for sequence in self.running if not sequence.is_prefilled]
         if not todo:
             return moves, chunks
-        owners: dict[bytes, RunningSequence] = {}
-        for sequence in self.running:
-            if sequence.is_prefilled:
-                owners.setdefault(sequence.prompt_key, sequence)
-        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
-        todo.sort(key=lambda s: -s.num_cached)
+        owners = {sequence.prompt_key: sequence for sequence in reversed(self.running) if sequence.is_prefilled}
         budget = self.max_prefill_tokens
-        for sequence in todo:
+        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
+        for sequence in sorted(todo, key=lambda s: -s.num_cached):
             shared = sequence.prompt_len - 1
             if sequence.num_cached < shared:
                 owner = owners.setdefault(sequence.prompt_key, sequence)
@@ -312,13 +295,8 @@ class Scheduler:
 
         Stop tokens and stop strings may end a row earlier.
         """
-        steps = max_steps
-        for sequence in self.running:
-            length = len(sequence.tokens)
-            steps = min(steps, sequence.max_tokens - length)
-            if length < sequence.min_tokens:
-                steps = min(steps, sequence.min_tokens - length)
-        return steps
+        limits = [(len(s.tokens), limit) for s in self.running for limit in (s.min_tokens, s.max_tokens)]
+        return min([max_steps, *(limit - length for length, limit in limits if length < limit)])
 
     def record(
         self,
@@ -343,21 +321,16 @@ class Scheduler:
             The copies of slots that close the gaps.
         """
         finished: list[tuple[RunningSequence, StopReason]] = []
-        for row, sequence in enumerate(self.running):
-            start = len(sequence.tokens)
-            made = tokens[row]
-            num = len(made)
+        for row, (sequence, made) in enumerate(zip(self.running, tokens, strict=True)):
+            start, num = len(sequence.tokens), len(made)
             reason: StopReason | None = None
-            if sequence.stop_ids and not sequence.stop_ids.isdisjoint(made):
-                num = next(i for i, token in enumerate(made) if token in sequence.stop_ids) + 1
+            if not sequence.stop_ids.isdisjoint(made):
+                num = next(i for i, token in enumerate(made, start=1) if token in sequence.stop_ids)
                 reason = "stop"
             sequence.tokens += made[:num]
-            if sequence.request.gconfig.stop:
-                length = find_stop(sequence, start)
-                if length is not None:
-                    num = length - start
-                    del sequence.tokens[length:]
-                    reason = "stop"
+            if sequence.request.gconfig.stop and (length := find_stop(sequence, start)) is not None:
+                num, reason = length - start, "stop"
+                del sequence.tokens[length:]
             sequence.num_cached = len(sequence.tokens) - 1
             sequence.logprobs += logprobs[row][:num]
             sequence.sampling_logprobs += sampling_logprobs[row][:num]

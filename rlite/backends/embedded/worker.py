@@ -3,29 +3,122 @@
 The driver pumps the worker: `advance` accepts requests, runs some decode steps, and returns the generated tokens. There
 is no thread and no event loop. Under tensor parallelism every rank gets the same calls in the same order. Rank 0
 broadcasts the sampled tokens, so all ranks make the same decisions.
+
+Log-probabilities of prompts: forward passes beside the KV cache, over packs of prompts.
+
+A pack is cut into pieces of a bounded number of tokens, because the logits of a whole pack may not fit. A prompt that
+is cut continues from the keys and values of its earlier pieces.
+
+The driver compares the executor with transformers on a checkpoint's model, on CPU.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, SlotCache
-from rlite.backends.embedded.cuda_graphs import DecodeGraphs, GraphRecorder
+from rlite.backends.embedded.attention import Past, ScoringPlan
+from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
-from rlite.backends.embedded.options import EmbeddedOptions
-from rlite.backends.embedded.passes import ForwardPasses, check_rows
-from rlite.backends.embedded.prompt_logprobs import prompt_logprobs
-from rlite.backends.embedded.scheduler import RunningSequence, Scheduler
-from rlite.backends.models.architecture import rope_limit
-from rlite.backends.serving.requests import RequestRules, length_objection
-from rlite.errors import DataError, ResidencyError
+from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
+from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.models import architecture
+from rlite.backends.serving.pump import PumpedReplica
+from rlite.backends.serving.sampling import RequestRules, length_objection
+from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
+from rlite.nn.pretrained import check_plain, end_ids, load_config, meta_model, real_tensors, summary
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.session import has_gpus
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
-from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.processes import subgroup
+from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard
+from rlite.runtime.parallel.tensor import check_tensor_parallel
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.workers import Part
-from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
+from rlite.types import GenerationHyperparameters, PromptLogprobs, SequenceRequest, TokenChunk
+
+LOGITS_BYTES = 256 << 20
+"""most memory of the float32 logits of one forward pass"""
+
+
+def prompt_logprobs(
+    weights: ShardedModel, prompts: Sequence[list[int]], num_top: int, max_tokens: int, is_alone: bool
+) -> list[PromptLogprobs]:
+    """Return the log-probabilities of each prompt's tokens but the first.
+
+    Args:
+        weights: the model.
+        prompts: token ids.
+        num_top: number of most likely tokens at each place.
+        max_tokens: most tokens of one forward pass.
+        is_alone: give each prompt forward passes of its own, so that its bits do not depend on other prompts.
+
+    Returns:
+        One entry per prompt.
+
+    Raises:
+        NonFiniteError: the model computes NaN or infinity for a prompt.
+    """
+    vocab_size = weights.config.get_text_config().vocab_size
+    max_tokens = max(1, min(max_tokens, LOGITS_BYTES // (4 * vocab_size)))
+    results = [PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[]) for _ in prompts]
+    past: Past = {}
+    for piece in pieces(prompts, max_tokens, is_alone):
+        plan = ScoringPlan(piece, past, weights.device)
+        labels = torch.tensor([token for c in piece for token in prompts[c.slot][c.start + 1 : c.stop + 1]])
+        columns = _columns(weights.prompt_logits(plan), labels.to(weights.device), num_top)
+        owners = [results[c.slot] for c in piece for _ in c.tokens]
+        for owner, logprob, top_ids, top_logprobs in zip(owners, *columns, strict=True):
+            owner.logprobs.append(logprob)
+            owner.top_ids.append(top_ids)
+            owner.top_logprobs.append(top_logprobs)
+        past = plan.seen
+    for index, result in enumerate(results):
+        if not all(map(math.isfinite, result.logprobs)):
+            raise NonFiniteError(f"prompt {index}: its logits are not finite in {weights.dtype}")
+    return results
+
+
+def pieces(prompts: Sequence[list[int]], max_tokens: int, is_alone: bool) -> Iterator[list[Chunk]]:
+    """Yield the chunks of each forward pass: all tokens but the last of each prompt, in order.
+
+    Args:
+        prompts: token ids. `Chunk.slot` is the index of a prompt.
+        max_tokens: most tokens of a piece.
+        is_alone: put no two prompts into one piece.
+
+    Yields:
+        Chunks. A chunk that starts within a prompt is the first of its piece.
+    """
+    piece: list[Chunk] = []
+    room = max_tokens
+    for index, prompt in enumerate(prompts):
+        start, end = 0, len(prompt) - 1
+        while start < end:
+            stop = min(end, start + room)
+            piece.append(Chunk(index, start, stop, prompt[start:stop]))
+            room -= stop - start
+            start = stop
+            if not room or (is_alone and start == end):
+                yield piece
+                piece, room = [], max_tokens
+    if piece:
+        yield piece
+
+
+def _columns(logits: Tensor, labels: Tensor, num_top: int) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Return the columns of `PromptLogprobs` for labels `[rows]` and logits `[rows, vocabulary]`."""
+    logprobs = logits.float().log_softmax(-1)
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    found = logprobs.gather(1, labels[:, None])[:, 0]
+    return found.tolist(), top.indices.tolist(), top.values.tolist()
 
 
 class EmbeddedWorker:
@@ -45,20 +138,17 @@ class EmbeddedWorker:
     def __init__(
         self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None = None
     ) -> None:
-        self.options = options
-        self.device = torch.device(device)
-        self.version = 0
+        self.options, self.device, self.version = options, device, 0
         group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        self._weights = weights = ShardedModel(path, options.dtype, self.device, group, options.deterministic)
+        self._weights = weights = ShardedModel(path, options, device, group)
         config = weights.config.get_text_config()
-        self.vocab_size: int = config.vocab_size
         self._plan = CacheSizes(options, weights.config, weights.dtype, weights.tp_size)
-        self.max_model_len = self._plan.max_model_len
+        self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
         self._are_weights_here = False
         self._cache: SlotCache | None = None
         self.load_weights()
-        self._num_slots = self._plan.affordable_slots(self.device, group)
+        self._num_slots = self._plan.affordable_slots(device, group)
         has_tiles = options.deterministic and not weights.is_invariant
         # fixed shapes cut prompts at fixed places, not where a forward happens to be full
         most = self.max_model_len * self._num_slots if has_tiles else options.max_prefill_tokens
@@ -66,24 +156,19 @@ class EmbeddedWorker:
         self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles)
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
-        self._graphs: DecodeGraphs | None = None
-        is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
         # some rotary embeddings depend on the longest position, so their steps run different kernels
-        if is_recorded and group is None and rope_limit(config) is None:
-            self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(self.device))
+        is_fixed = group is None and not options.deterministic and architecture.rope_limit(config) is None
+        is_recorded = options.cuda_graphs and device.type == "cuda" and is_fixed
+        self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device)) if is_recorded else None
         default = "" if options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
-        agree = partial(agreed, group, self.device)
-        self._rules = RequestRules(path, self.vocab_size, self.max_model_len, weights.end_ids(), default, agree)
+        ends = frozenset(end_ids(path, weights.config))
+        agree = partial(agreed, group, device)
+        self._rules = RequestRules(path, self.vocab_size, self.max_model_len, ends, default, agree)
         self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
         if options.deterministic:
             check_rows(weights, self._serving_cache())
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that were accepted and have not ended."""
-        return self._scheduler.num_unfinished
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
@@ -124,7 +209,9 @@ class EmbeddedWorker:
             steps += num
             for number, error in failed.items():
                 self._fail(number, error, is_nonfinite=True)
-        return self._drain()
+        refused, self._failed = self._failed, {}
+        others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in refused]
+        return [*refused.values(), *others]
 
     @torch.inference_mode()
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
@@ -142,10 +229,9 @@ class EmbeddedWorker:
             ResidencyError: weights or KV cache are not on the device.
         """
         self._serving_cache()
-        for prompt in prompts:
-            if len(prompt) > self.max_model_len:  # the last token is not computed
-                raise DataError(length_objection(len(prompt), self.max_model_len, self._rules.default))
-        options = self.options
+        longest, options = max(map(len, prompts), default=0), self.options
+        if longest > self.max_model_len:  # the last token is not computed
+            raise DataError(length_objection(longest, self.max_model_len, self._rules.default))
         return prompt_logprobs(self._weights, prompts, num_top, options.max_prefill_tokens, options.deterministic)
 
     def weights_changed(self, version: int) -> None:
@@ -165,16 +251,9 @@ class EmbeddedWorker:
             stop_ids=self._rules.stop_ids(gconfig),
         )
 
-    def _drain(self) -> list[TokenChunk]:
-        failed, self._failed = self._failed, {}
-        others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in failed]
-        return [*failed.values(), *others]
-
-    def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
+    def _fail(self, number: int, error: str, **kind: Any) -> None:
         """Answer a request with the reason why it cannot be served."""
-        self._failed[request_id] = TokenChunk(
-            request_id=request_id, version=self.version, error=error, is_nonfinite=is_nonfinite
-        )
+        self._failed[number] = TokenChunk(request_id=number, version=self.version, error=error, **kind)
 
     # --- residency --------------------------------------------------------------------------------------------------
 
@@ -212,10 +291,8 @@ class EmbeddedWorker:
 
     def _serving_cache(self) -> SlotCache:
         if not self._are_weights_here or self._cache is None:
-            missing = "weights" if not self._are_weights_here else "kv_cache"
-            raise ResidencyError(
-                f"generation needs the {missing} on {self.device}; call cuda({missing!r}) on the engine"
-            )
+            missing = "kv_cache" if self._are_weights_here else "weights"
+            raise ResidencyError(f"generation needs the {missing} on {self.device}; call cuda({missing!r}) first")
         return self._cache
 
     def _drop_cache(self) -> None:
@@ -240,3 +317,102 @@ def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bo
     votes = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return votes.bool().tolist()
+
+
+NUM_NEW = 3
+"""tokens that a small model generates after each sequence"""
+
+
+def check_served(path: str, tensor_parallel_size: int) -> None:
+    """Refuse a checkpoint whose model the executor would compute differently from transformers.
+
+    Raises:
+        ConfigError: the model cannot be served; the message gives the reason.
+        CheckpointError: the config of the checkpoint is unusable.
+    """
+    config = load_config(path)
+    model = meta_model(config)
+    check_plain(config, path)
+    cls, names = type(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    architecture.check_architecture(cls, model.config, names)
+    if (reason := refusal(cls, model.config)) is not None:
+        told = f"{path}: {cls.__name__} ({config.model_type!r}) {reason}. {architecture.REMEDY}"
+        raise ConfigError(f"{told}, or use another executor")
+    if has_gpus():
+        architecture.check_gpu_kernels(cls, model.config)
+    architecture.check_fit(CheckpointReader(path), names, path, model)
+    if tensor_parallel_size > 1:
+        check_tensor_parallel(model, tensor_parallel_size)
+
+
+@architecture.once_per_config
+def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Return the reason why the executor would compute another model than transformers, None if it would not.
+
+    Raises:
+        StorageError: the small copy of the model could not be written. This says nothing about the class.
+    """
+    model = architecture.miniature(cls, config)
+    try:
+        with real_tensors(), torch.inference_mode(), architecture.saved(model) as folder:
+            is_equal = largest_error(model, folder) <= architecture.TOLERANCE
+    except StorageError:  # says nothing of the class
+        raise
+    except Exception as error:  # of any kind: the class's own code
+        return f"cannot be served: a small copy of it fails with {summary(error)}"
+    return None if is_equal else "computes something else when it is served"
+
+
+def largest_error(model: PreTrainedModel, folder: str) -> float:
+    """Return the largest difference between a generated token's log-probability and transformers' own forward.
+
+    Differences are in units of the standard deviation of the logits.
+
+    Args:
+        model: a small model.
+        folder: folder of its checkpoint.
+
+    Raises:
+        ConfigError: the worker answers a request with an error.
+    """
+    prompts = [ids.tolist() for ids in architecture.sequences()]
+    length = max(map(len, prompts)) + NUM_NEW + 1
+    # prompts are cut into several prefills, one of which begins amid a prompt
+    options = EmbeddedOptions(max_model_len=length, max_num_seqs=len(prompts), max_prefill_tokens=length // 2)
+    worker = EmbeddedWorker(folder, options, torch.device("cpu"))
+    # a temperature at which every token is likely: in a peaked distribution, wrong logits give the same log-probability
+    temperature = float(architecture.alone(model).std())
+    gconfig = GenerationHyperparameters(max_new_tokens=NUM_NEW, temperature=temperature, ignore_eos=True)
+    requests = [SequenceRequest(request_id=i, input_ids=ids, gconfig=gconfig, seed=i) for i, ids in enumerate(prompts)]
+    errors = []
+    for chunk in worker.advance(requests, [], NUM_NEW):
+        if chunk.error is not None:
+            raise ConfigError(chunk.error)
+        prompt = prompts[chunk.request_id]
+        logits = model(input_ids=torch.tensor([[*prompt, *chunk.token_ids]]), use_cache=False).logits[0] / temperature
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        made = expected.gather(1, torch.tensor(chunk.token_ids)[:, None])[:, 0]
+        errors.append((made - torch.tensor(chunk.logprobs)).abs())
+    return float(torch.cat(errors).max().nan_to_num(nan=float("inf")))
+
+
+def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, executor_size: int) -> EmbeddedWorker:
+    """Return one rank of one replica. The ranks of a replica share a process group.
+
+    Args:
+        context: the place of this worker.
+        path: folder of the checkpoint.
+        options: options of the executor.
+        executor_size: number of workers in a replica.
+    """
+    group = subgroup(context.replica_ranks(executor_size)) if executor_size > 1 else None
+    return EmbeddedWorker(path, options, torch.device(context.torch_device), group)
+
+
+BACKEND = InferenceBackend(
+    options=EmbeddedOptions,
+    worker=make_worker,
+    replica=PumpedReplica,
+    check=check_served,
+    capabilities=Capabilities(has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids"})),
+)

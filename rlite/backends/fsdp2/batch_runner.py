@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,18 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.algorithms.calls import WITHOUT_GRADIENT
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
-from rlite.algorithms.reduce import PerToken
+from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, Weight, call_loss, weigh
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.data.packs import Pack, lazy_pack, pair_rows
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, weigh
+from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.registry import located
-from rlite.runtime.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
-from rlite.runtime.parallel.mesh import TrainMesh
+from rlite.runtime.parallel import fsdp
 
 
 class BatchRunner:
@@ -32,7 +29,7 @@ class BatchRunner:
     module: BaseTrainModule
     """the sharded module"""
     _options: Fsdp2Options
-    _mesh: TrainMesh
+    _mesh: fsdp.TrainMesh
     """mesh and position of this rank"""
     _everyone: dist.ProcessGroup
     """all ranks"""
@@ -81,13 +78,14 @@ class BatchRunner:
         packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
-        before, total, sums, values = self._weight, self._weight + added, LossSums(), TokenValues()
+        before, total, sums = self._weight, self._weight + added, LossSums()
+        values: defaultdict[str, list[Tensor]] = defaultdict(list)
         try:
             if before:
                 self._scale_gradients(before / total)
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 data = packs.pop(0)
-                set_gradient_sync(self.module, is_last=not packs)
+                fsdp.set_gradient_sync(self.module, is_last=not packs)
                 outputs, loss, means = self._loss(loss_fn, rows, data)
                 if weight == 0:
                     computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
@@ -97,14 +95,16 @@ class BatchRunner:
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.num_averaged)).backward()
                 sums.add(means, weight)
-                values.add(rows, means)
+                for name, value in means.items():
+                    if isinstance(value, PerToken):  # it stays on its device
+                        values[name].append(own_tokens(rows, value.values))
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
-            forget_gradients(self.module)
+            fsdp.forget_gradients(self.module)
             raise
         self._weight = total
         self._is_finite &= math.isfinite(summed["loss"])
-        return {**summed, "weight": added, **values.joined()}
+        return {**summed, "weight": added, **{name: torch.cat(parts).cpu() for name, parts in values.items()}}
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
@@ -116,13 +116,13 @@ class BatchRunner:
         lr = float(optimizer.param_groups[0]["lr"])
         if not self._has_gradients():
             return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
-        grad_norm = clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
-        is_skipped = not (math.isfinite(grad_norm) and self._is_finite)
+        norm = fsdp.clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
+        is_skipped = not (math.isfinite(norm) and self._is_finite)
         if not is_skipped:
             optimizer.step()
         weight = self._weight
         self._forget()  # else gradients take memory, and are offloaded and saved
-        return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
+        return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
     def _optimizer(self, what: str) -> torch.optim.Optimizer:
         if self.module.optimizer is None:
@@ -140,7 +140,7 @@ class BatchRunner:
         self._weight, self._is_finite = 0.0, True
 
     def _scale_gradients(self, factor: float) -> None:
-        held = [local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
+        held = [fsdp.local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
         torch._foreach_mul_(held, factor)
 
     # -- without gradients ---------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class BatchRunner:
         """
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
-        with resharded(self.module), _evaluating(self.module):
+        with fsdp.resharded(self.module), _evaluating(self.module):
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 _, _, means = self._loss(loss_fn, rows, packs.pop(0))
                 sums.add(means, weight)
@@ -179,7 +179,7 @@ class BatchRunner:
         """
         found: list[Tensor] = []
         base = self.module.without_adapters() if without_adapters else nullcontext()
-        with resharded(self.module), _evaluating(self.module), base:
+        with fsdp.resharded(self.module), _evaluating(self.module), base:
             for rows in share.microbatches:
                 data = self._pack(share, rows)
                 outputs = self._outputs(post_hook, data)
@@ -233,28 +233,6 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:
     """Return a context that ignores reports to stats_tracker if a microbatch has only padding rows."""
     return nullcontext() if rows else stats_tracker.apart()
-
-
-class TokenValues:
-    """Values of the tokens of a share, which its loss reports as `PerToken`."""
-
-    def __init__(self) -> None:
-        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
-        """Keep the values of a pack on its device.
-
-        Args:
-            rows: row numbers in the share; an empty microbatch has none.
-            report: what the loss of the pack reports.
-        """
-        for name, value in report.items():
-            if isinstance(value, PerToken):
-                self._parts[name].append(own_tokens(rows, value.values))
-
-    def joined(self) -> dict[str, Tensor]:
-        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
-        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
 
 
 def own_tokens(rows: list[int], values: Tensor) -> Tensor:

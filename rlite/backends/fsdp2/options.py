@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rlite.config import Count, Options, Positive
-from rlite.data.microbatch_plan import BalanceBy, PackingMethod
+from rlite.types import BalanceBy, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
     if value == "float16":
-        raise ValueError(
-            "small gradients are lost in float16, and losses are not scaled here. Use bfloat16, which needs no scaling"
-        )
+        problem = "small gradients are lost in float16, and losses are not scaled here"
+        raise ValueError(f"{problem}. Use bfloat16, which needs no scaling")
     return value
 
 

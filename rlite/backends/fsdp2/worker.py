@@ -3,6 +3,8 @@
 Materialization of a user's meta module: shard it, allocate this rank's part, and read its weights.
 
 Export of a sharded module as a Hugging Face checkpoint, with its adapters beside it.
+
+Registration of the train executor "fsdp2", and the checks that run before any process starts.
 """
 
 from __future__ import annotations
@@ -21,37 +23,29 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.backends.models.checkpoint_fit import check_fit
-from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule, exported_class
-from rlite.backends.models.liger import use_liger_kernels
-from rlite.backends.models.linear import speed_up_linear_layers
+from rlite.backends.models import huggingface, linear
+from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule
-from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
-from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import add_end_ids, local_checkpoint, real_tensors
 from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.cluster.session import current_session, has_gpus
+from rlite.runtime.parallel import fsdp, host_memory
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.runtime.parallel.fsdp import allocate, full_tensor, local_shard, local_tensor, resharded, shard
-from rlite.runtime.parallel.host_memory import (
-    DeviceUsage,
-    HostMemory,
-    device_usage,
-    give_back_cached_memory,
-    keep_on_host_between_steps,
-    move_state,
-)
-from rlite.runtime.parallel.mesh import TrainMesh, make_mesh
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
 from rlite.runtime.replicas.workers import Part
-from rlite.runtime.storage import huggingface, sharded
+from rlite.runtime.storage import sharded
+from rlite.runtime.storage.huggingface import Writer
 
 
 def make_module(
-    source: bytes, options: Fsdp2Options, mesh: TrainMesh, device: torch.device
+    source: bytes, options: Fsdp2Options, mesh: fsdp.TrainMesh, device: torch.device
 ) -> tuple[BaseTrainModule, SharedArena | None]:
     """Return the sharded module with unwritten weights, and on CPU the shared memory that holds them.
 
@@ -67,19 +61,19 @@ def make_module(
     if isinstance(module, HuggingFaceFsdp2TrainModule):
         module.tie_weights()  # type: ignore[operator]
     if options.use_liger_kernel:
-        use_liger_kernels(module)
+        linear.use_liger_kernels(module)
     if options.gradient_checkpointing:
         module.recompute_activations()
     if options.deterministic:
         module.make_deterministic()
     elif device.type == "cpu":
-        speed_up_linear_layers(module)
+        linear.speed_up_linear_layers(module)
     if mesh.dims.tensor > 1:
         module.parallelize(mesh.tensor)
     if mesh.dims.seq > 1:
         module.context_group = mesh.seq
-    shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
-    return module, allocate(module, device, param_dtype)
+    fsdp.shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
+    return module, fsdp.allocate(module, device, param_dtype)
 
 
 @torch.no_grad()
@@ -94,9 +88,10 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
         CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
     source = module.materialization_source() if path is None else path
-    reader = reader_of(source)
-    check_module_fits(module, reader, source)
-    boxes = {name: local_shard(parameter) for name, parameter in module.named_parameters()}
+    reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+    where = "materialization_source()" if isinstance(source, Mapping) else str(source)
+    check_module_fits(module, reader, where)
+    boxes = {name: fsdp.local_shard(parameter) for name, parameter in module.named_parameters()}
     for name, box in boxes.items():
         stored = module.checkpoint_name(name)
         if stored not in reader.names():
@@ -106,32 +101,25 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
                 continue
         shape = reader.shape(stored)
         if shape != box.global_shape:
-            raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
+            raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {where} has {shape}")
         box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
     if names := nonfinite_names(boxes):
-        where = "materialization_source()" if isinstance(source, Mapping) else source
         raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
 
 
-def reader_of(source: CheckpointSource) -> Any:
-    """Return a reader of the tensors of a source."""
-    return _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
-
-
-def check_module_fits(module: BaseTrainModule, reader: Any, source: CheckpointSource) -> None:
+def check_module_fits(module: BaseTrainModule, reader: Any, where: str) -> None:
     """Refuse tensors that the module would leave out or read as other numbers; see `rlite.nn.pretrained`.
 
     Args:
         module: the module, on any device.
         reader: reader of the source.
-        source: the source, for messages.
+        where: the source, for messages.
 
     Raises:
         CheckpointError: the message names a tensor and the remedy.
     """
     names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    where = "materialization_source()" if isinstance(source, Mapping) else source
-    check_fit(reader, names, where, module, module.leaves_out)
+    check_fit(reader, names, where, module)
 
 
 class _Tensors(dict[str, Tensor]):
@@ -165,8 +153,8 @@ def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.Pro
     """
     trained: dict[str, Tensor] = {}
     if isinstance(module, LoraTrainModule) and module.lora is not None:
-        trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
-    tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
+        trained = {name: fsdp.full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
+    tensors = ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
     served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
     try:
         if is_writer:
@@ -181,16 +169,16 @@ def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.Pro
 
 def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
     is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
-    writer = huggingface.Writer(path, module.config.dtype if is_transformer else None)
+    writer = Writer(path, module.config.dtype if is_transformer else None)
     for name, tensor in tensors:
         writer.add(name, tensor)
     if is_transformer:
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None
-        writer.add_config(module.exported_config(), exported_class(module), folder)
+        writer.add_config(module.exported_config(), huggingface.exported_class(module), folder)
         add_end_ids(writer.folder, module.further_end_ids)
-    if isinstance(module, HuggingFaceFsdp2ScoreModule):
-        pad_apart(writer.folder, module.row_ends)
+    if isinstance(module, huggingface.HuggingFaceFsdp2ScoreModule):
+        huggingface.pad_apart(writer.folder, module.row_ends)
     if isinstance(module, LoraTrainModule) and adapter:
         module.save_adapter(writer.folder / "adapter", adapter)
     writer.finish()
@@ -207,23 +195,20 @@ class Fsdp2Worker(BatchRunner):
     """
 
     def __init__(self, context: WorkerContext, source: bytes, options: Fsdp2Options, executor_size: int) -> None:
-        self._context = context
-        self._options = options
-        self._source = source
+        self._context, self._options, self._source = context, options, source
         self._device = torch.device(context.torch_device)
         self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
         self._is_here = False
         """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
-        self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
+        self._mesh = fsdp.make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
-        self.arena: SharedArena | None = None
         self.staged: Any = None
         self._own_names: dict[str, str] = {}
         """parameter name of each served name"""
         self._writing: Future[None] | None = None
-        self._snapshot_memory = HostMemory()
+        self._snapshot_memory = host_memory.HostMemory()
         # who shares the work must draw alike
         torch.manual_seed(options.seed + context.rank // dims.num_peers)
         self._materialize()
@@ -232,8 +217,7 @@ class Fsdp2Worker(BatchRunner):
         """Make the module, and read its weights or leave them unwritten for a sync to fill."""
         with real_tensors(self._device):
             self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
-            self._is_here = True
-            self._weight, self._is_finite = 0.0, True
+            self._is_here, self._weight, self._is_finite = True, 0.0, True
             if is_read:
                 read_weights(self.module, path)
             self.module.on_weights_materialized()
@@ -249,7 +233,7 @@ class Fsdp2Worker(BatchRunner):
             kwargs: keyword arguments.
             method: name of the method.
         """
-        with resharded(self.module):
+        with fsdp.resharded(self.module):
             return getattr(self.module, method)(*args, **kwargs)
 
     def reload_methods(self, source: bytes) -> None:
@@ -280,7 +264,7 @@ class Fsdp2Worker(BatchRunner):
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this rank's boxes of the parameters, by parameter name."""
-        return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
+        return {name: fsdp.local_shard(parameter) for name, parameter in self.module.named_parameters()}
 
     def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
         """Return this rank's served boxes, after the module's hooks; see `SourceWorker.served_shards`.
@@ -289,7 +273,7 @@ class Fsdp2Worker(BatchRunner):
         """
         served, self._own_names = {}, {}
         for name, parameter in self.module.named_parameters():
-            box = local_shard(self.module.served_parameter(name, parameter) if has_values else parameter)
+            box = fsdp.local_shard(self.module.served_parameter(name, parameter) if has_values else parameter)
             out = self.module.postprocess_named_parameter(name, box.tensor)
             if out is None:
                 continue
@@ -304,26 +288,24 @@ class Fsdp2Worker(BatchRunner):
         further: dict[str, str] = {}
         for name, p in self.module.named_parameters(remove_duplicate=False):
             if name != first[id(p)]:
-                names = (name, first[id(p)])
-                out = [self.module.postprocess_named_parameter(n, local_tensor(p.detach())) for n in names]
-                if out[0] is not None and out[1] is not None:
-                    further[out[0][0]] = out[1][0]
+                names, tensor = (name, first[id(p)]), fsdp.local_tensor(p.detach())
+                other, own = (self.module.postprocess_named_parameter(n, tensor) for n in names)
+                if other is not None and own is not None:
+                    further[other[0]] = own[0]
         return further
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
         own = self._own_names[name]
         parameter = self.module.served_parameter(own, self.module.get_parameter(own))
-        out = self.module.postprocess_named_parameter(own, full_tensor(parameter))
+        out = self.module.postprocess_named_parameter(own, fsdp.full_tensor(parameter))
         assert out is not None  # else it were not served
         return out[1]
 
     def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
         """Return copies of this rank's served boxes on CPU: name -> (box, global shape, values)."""
-        return {
-            name: (shard.box, shard.global_shape, shard.tensor.detach().cpu().clone())
-            for name, shard in self.served_shards().items()
-        }
+        served = self.served_shards().items()
+        return {name: (s.box, s.global_shape, s.tensor.detach().cpu().clone()) for name, s in served}
 
     def weights_changed(self, version: int) -> None:
         """Do nothing: no state is derived from the weights."""
@@ -373,11 +355,7 @@ class Fsdp2Worker(BatchRunner):
 
     def load_state(self, path: str) -> None:
         """Resume from the state that `save_state` wrote; see `TrainWorker.load_state`."""
-        module = self.module
-        accumulated = sharded.load(
-            Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
-        )
-        self._resume(accumulated)
+        self._resume(sharded.load(Path(path), self._trained, self._context.rank, self._everyone))
 
     def pack_state(self) -> bytes:
         """Return this rank's state to resume from; see `TrainWorker.pack_state`."""
@@ -385,15 +363,15 @@ class Fsdp2Worker(BatchRunner):
 
     def unpack_state(self, packed: bytes) -> None:
         """Resume from the state that `pack_state` returned; see `TrainWorker.unpack_state`."""
-        module = self.module
-        accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
-        self._resume(accumulated)
+        self._resume(sharded.unpack(packed, self._trained))
 
-    def _snapshot(self, is_copied: bool, memory: HostMemory | None = None) -> sharded.Snapshot:
-        module, accumulated = self.module, {"weight": self._weight, "is_finite": self._is_finite}
-        return sharded.snapshot(
-            module, module.optimizer, module.lr_scheduler, is_copied, memory, accumulated=accumulated
-        )
+    def _snapshot(self, is_copied: bool, memory: host_memory.HostMemory | None = None) -> sharded.Snapshot:
+        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
+        return sharded.snapshot(self._trained, is_copied, memory, accumulated)
+
+    @property
+    def _trained(self) -> sharded.Trained:
+        return sharded.Trained(self.module, self.module.optimizer, self.module.lr_scheduler)
 
     def _resume(self, accumulated: dict[str, Any]) -> None:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
@@ -428,7 +406,7 @@ class Fsdp2Worker(BatchRunner):
                     arena.discard()
             self.arena = self.staged = self._rested = None
             gc.collect()  # a module and its FSDP state refer to each other
-        give_back_cached_memory()
+        host_memory.give_back_cached_memory()
 
     def _move(self, device: torch.device) -> None:
         """Move parameters, gradients and optimizer state. On a CPU slot they are already in place."""
@@ -439,10 +417,10 @@ class Fsdp2Worker(BatchRunner):
         if self._is_state_on_host:
             self._rest_optimizer()
         elif self.module.optimizer is not None:
-            move_state(self.module.optimizer, device)
+            host_memory.move_state(self.module.optimizer, device)
         torch.cuda.synchronize()
         if device.type == "cpu":
-            give_back_cached_memory()
+            host_memory.give_back_cached_memory()
 
     def _rest_optimizer(self) -> None:
         """Move the optimizer state to the host if `offload_optimizer` is set. Every later step leaves it there."""
@@ -450,19 +428,58 @@ class Fsdp2Worker(BatchRunner):
         if optimizer is None or not self._is_state_on_host:
             return
         if optimizer is not self._rested:
-            keep_on_host_between_steps(optimizer, self._device)
+            host_memory.keep_on_host_between_steps(optimizer, self._device)
             self._rested = optimizer
-        move_state(optimizer, torch.device("cpu"))
+        host_memory.move_state(optimizer, torch.device("cpu"))
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds, by part: weights, optimizer."""
         if not self._is_here:
             return {"weights": 0, "optimizer": 0}
-        weights = sum(local_tensor(parameter).nbytes for parameter in self.module.parameters())
+        weights = sum(fsdp.local_tensor(parameter).nbytes for parameter in self.module.parameters())
         states = self.module.optimizer.state.values() if self.module.optimizer else ()
         values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return {"weights": weights, "optimizer": sum(local_tensor(value).nbytes for value in values)}
+        return {"weights": weights, "optimizer": sum(fsdp.local_tensor(value).nbytes for value in values)}
 
-    def device_usage(self) -> DeviceUsage:
+    def device_usage(self) -> host_memory.DeviceUsage:
         """Return this rank's device and the peak memory of its process there since the last call."""
-        return device_usage(self._device)
+        return host_memory.device_usage(self._device)
+
+
+def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> ParallelDims:
+    """Return the division of the work over the workers.
+
+    Args:
+        num_workers: number of workers in all copies of the model.
+        executor_size: number of workers that hold one copy.
+        options: sizes within a copy.
+
+    Raises:
+        ConfigError: the sizes do not divide; the message shows the equation.
+    """
+    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size)
+
+
+def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
+    """Refuse a module that cannot be computed with these options.
+
+    Raises:
+        ConfigError: the message gives the reason.
+        CheckpointError: the module's source holds tensors that the module would leave out.
+    """
+    module.check_architecture()
+    if has_gpus() and options.compute_dtype != "float32":
+        module.check_gpu_kernels()
+    if type(module).materialization_source is HuggingFaceFsdp2TrainModule.materialization_source:
+        source = str(module.materialization_source())
+        if Path(source).expanduser().is_dir():  # workers download a name of the hub
+            check_module_fits(module, CheckpointReader(local_checkpoint(source)), source)
+    if options.tp_size > 1:
+        module.check_parallel(options.tp_size)
+    if options.deterministic:
+        module.check_deterministic(current_session().device)
+    if options.use_liger_kernel:
+        linear.check_liger(module, current_session().device)
+
+
+BACKEND = TrainBackend(options=Fsdp2Options, worker=Fsdp2Worker, layout=layout, check_module=check_module)

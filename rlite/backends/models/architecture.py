@@ -1,11 +1,16 @@
-"""Checks of architectures: small models of a config, with a layer of each kind, and what mixes their tokens."""
+"""Checks of architectures: small models of a config, with a layer of each kind, and what mixes their tokens.
+
+Compare the tensors of a checkpoint with those of the model, so that none is left out unnoticed.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import count
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,13 +19,16 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
-from rlite.errors import ConfigError, StorageError, why_not_written
-from rlite.nn.pretrained import quiet_transformers, real_tensors, rope_parts, summary
+from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.pretrained import quantised, quiet_transformers, real_tensors, rope_parts, summary
 from rlite.runtime.parallel.shards import CheckpointReader
-from rlite.runtime.parallel.tensor_plan import attention_shape
+from rlite.runtime.parallel.tensor import attention_shape
+from rlite.wording import counted
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
 WINDOW = 5
@@ -34,20 +42,21 @@ CONTEXT = 64
 """length from which rotary embeddings depend on the length"""
 
 SIZES = {
-    **dict.fromkeys(("d_model", "hidden_size", "n_embd", "word_embed_proj_dim"), NUM_HEADS * HEAD_DIM),
-    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), NUM_HEADS * HEAD_DIM),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "n_head", "num_attention_heads"), NUM_HEADS),
-    "qk_head_dim": HEAD_DIM + ROPE_HEAD_DIM,
-    "rotary_dim": ROPE_HEAD_DIM,
+    r"d_model|hidden_size|n_embd|word_embed_proj_dim|(input_|output_)?embedding_size": NUM_HEADS * HEAD_DIM,
+    r"n_head|(decoder|encoder|num)_attention_heads": NUM_HEADS,
+    r"qk_head_dim": HEAD_DIM + ROPE_HEAD_DIM,
+    r"rotary_dim|(?!.*nope).*rope_head_dim.*": ROPE_HEAD_DIM,
+    r".*(lora_rank|hidden_size_per_layer_input)": HEAD_DIM,
+    r"vocab_size.*": VOCABULARY,  # of a smaller model, too: the sequences of a check have ids up to 100
 }
-"""sizes by name"""
+"""sizes by the pattern of their names"""
 MOST = {
-    **dict.fromkeys(("d_ff", "n_inner"), 6 * HEAD_DIM),
-    **dict.fromkeys(("max_position_embeddings", "n_ctx", "n_positions"), 16 * CONTEXT),
+    r"max_position_embeddings|n_ctx|n_positions": 16 * CONTEXT,
+    r"d_ff|n_inner|.*(intermediate|ffn).*": 6 * HEAD_DIM,
+    r"(?!.*(layers|pattern)).*window.*|.*chunk_size.*": WINDOW,
 }
-"""largest values by name"""
+"""largest values by the pattern of their names"""
 KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
-RANKS = ("lora_rank", "hidden_size_per_layer_input")
 IDS = ("token_id", "token_ids", "token_index")
 NOT_COPIED = {"architectures", "dtype", "model_type", "quantization_config", "transformers_version"}
 
@@ -70,9 +79,8 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
         model = cls._from_config(miniature_config(config), dtype=torch.float32)
         with torch.no_grad():
             for module in model.modules():
-                for parameter in module._parameters.values():
-                    if parameter is not None:
-                        _randomise(module, parameter)
+                for parameter in module.parameters(recurse=False):
+                    _randomise(module, parameter)
     return model.eval()
 
 
@@ -91,9 +99,8 @@ def saved(model: PreTrainedModel) -> Iterator[str]:
             with quiet_transformers():
                 model.save_pretrained(folder)
         except (OSError, SafetensorError) as error:
-            raise StorageError(
-                f"{folder}: a small model for the check of this model could not be written: {why_not_written(error)}"
-            ) from error
+            told = f"{folder}: a small model for the check of this model could not be written"
+            raise StorageError(f"{told}: {why_not_written(error)}") from error
         yield folder
 
 
@@ -108,7 +115,7 @@ def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
     standard = {names.get(key, key): value for key, value in values.items()}
     if (depth := standard.get("num_hidden_layers") or 0) > MAX_DEPTH:
         raise ConfigError(f"the check of a model builds at most {MAX_DEPTH} layers, and this one has {depth}")
-    small = {}
+    small, ids = {}, count()
     for key, value in values.items():
         if isinstance(part := vars(config).get(key), PreTrainedConfig):
             small[key] = miniature_config(part)
@@ -116,9 +123,12 @@ def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
             small[key] = _small_rope(value)
         elif key == "per_layer_config" and value:
             small[key] = {int(row): {k: _small(k, v, standard) for k, v in part.items()} for row, part in value.items()}
+        elif key.endswith(IDS) and value is not None:  # every special token has an id of its own
+            number = next(ids) % SPECIAL_IDS
+            small[key] = [number] if isinstance(value, list) else number
         else:
             small[key] = _small(names.get(key, key), value, standard)
-    return type(config)(**_with_distinct_ids(small))
+    return type(config)(**small)
 
 
 def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
@@ -129,27 +139,16 @@ def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
         return NUM_HEADS
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if name in SIZES:
-        return SIZES[name]
-    if name in MOST:
-        return min(value, MOST[name])
     if name in KEY_HEADS:
         if value < (config.get("num_key_value_heads") or 0):  # of some layers alone
             return 1
         return NUM_HEADS if value >= (config.get("num_attention_heads") or 0) else min(value, 2)
-    if "rope_head_dim" in name and "nope" not in name:
-        return ROPE_HEAD_DIM
+    for pattern, size in SIZES.items():
+        if re.fullmatch(pattern, name):
+            return size
     if "head_dim" in name:
         return HEAD_DIM * (1 + (value > (config.get("head_dim") or value)))  # those of some layers may be larger
-    if name.endswith(RANKS):
-        return HEAD_DIM
-    if "intermediate" in name or "ffn" in name:
-        return min(value, 6 * HEAD_DIM)
-    if name.startswith("vocab_size"):
-        return VOCABULARY  # of a smaller model, too: the sequences of a check have ids up to 100
-    if ("window" in name and "layers" not in name and "pattern" not in name) or "chunk_size" in name:
-        return min(value, WINDOW)
-    return value
+    return min([value, *(most for pattern, most in MOST.items() if re.fullmatch(pattern, name))])
 
 
 def _small_rope(rope: Any) -> Any:
@@ -172,13 +171,6 @@ def _small_rope(rope: Any) -> Any:
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """rotary embeddings whose angles change when the longest sequence of a forward passes a length"""
-
-
-def _with_distinct_ids(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with a distinct id below `SPECIAL_IDS` for every special token."""
-    found = [key for key, value in values.items() if key.endswith(IDS) and value is not None]
-    ids = {key: number % SPECIAL_IDS for number, key in enumerate(found)}
-    return {**values, **{key: [number] if isinstance(values[key], list) else number for key, number in ids.items()}}
 
 
 def _randomise(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -208,6 +200,8 @@ REMEDY = "Use another model; docs/architectures.md lists the classes that work"
 
 
 Check = Callable[[type[PreTrainedModel], PreTrainedConfig], str | None]
+Widths = dict[tuple[int, int], None]
+"""widths of queries and values, each pair once"""
 
 
 def once_per_config(check: Check) -> Check:
@@ -259,7 +253,7 @@ def attention_widths(cls: type[PreTrainedModel], config: PreTrainedConfig) -> li
 
     The model runs on tensors without storage. If it reads their values, the widths are those that the config states.
     """
-    found: dict[tuple[int, int], None] = {}
+    found: Widths = {}
     try:
         with FakeTensorMode(), torch.no_grad():
             model = cls._from_config(config).eval()
@@ -327,9 +321,8 @@ def _renamed(model: PreTrainedModel) -> str | None:
 
 
 def _state(cls: type[PreTrainedModel]) -> str | None:
-    if not cls._is_stateful:
-        return None
-    return "keeps a recurrent state, which would run on from one sequence of a pack into the next"
+    reason = "keeps a recurrent state, which would run on from one sequence of a pack into the next"
+    return reason if cls._is_stateful else None
 
 
 def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
@@ -357,11 +350,8 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 
     With `longrope` and `dynamic` a longer sequence changes the angles of every other one in the same forward.
     """
-    limits = [
-        part.get("original_max_position_embeddings") or config.max_position_embeddings
-        for part in rope_parts(config)
-        if part.get("rope_type") in LENGTH_DEPENDENT_ROPE
-    ]
+    parts = [part for part in rope_parts(config) if part.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+    limits = (part.get("original_max_position_embeddings") or config.max_position_embeddings for part in parts)
     return min(limits, default=None)
 
 
@@ -397,24 +387,15 @@ def mixes_tokens(model: PreTrainedModel) -> bool:
         return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
 
     tables = {model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))}
-    hooks = [table.register_forward_hook(poison, prepend=True) for table in tables]
-    try:
-        with attention(model.config, OWN_TOKEN):
-            reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, attention(model.config, OWN_TOKEN):
+        for table in tables:
+            stack.enter_context(table.register_forward_hook(poison, prepend=True))
+        reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
     return reached.nonzero().flatten().tolist() != [poisoned]
 
 
 def _attend_to_own_token(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    widths: dict[tuple[int, int], None] | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, widths: Widths | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return each token's value as its attention [1, T, H, D], and note the widths of queries and values."""
     if widths is not None:
@@ -438,3 +419,74 @@ def packed(model: PreTrainedModel) -> Tensor:
 
 AttentionInterface.register(OWN_TOKEN, _attend_to_own_token)
 AttentionMaskInterface.register(OWN_TOKEN, no_mask)
+
+
+PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_QUANTISED = re.compile(r"scale|zero|absmax|quant|packed|g_idx|_blocks$|SCB$")
+_REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
+"""buffers of old checkpoints that every class computes itself"""
+
+
+def check_fit(reader: Any, expected: Collection[str], path: str | Path, model: nn.Module) -> None:
+    """Refuse a checkpoint with tensors that the model would leave out or read as other numbers.
+
+    The code that reads the tensors refuses missing ones and other shapes.
+
+    Args:
+        reader: a `CheckpointReader`, or another reader of its interface.
+        expected: the checkpoint's names of the model's parameters.
+        path: the checkpoint, for messages.
+        model: the model; of a transformers class, tied names and names to ignore are known.
+
+    Raises:
+        CheckpointError: the message names a tensor and the remedy.
+    """
+    names = set(reader.names())
+    problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)
+    problem = problem or _left_over(reader, sorted(names.difference(expected)), model)
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
+
+
+def _other_type(reader: Any, names: Iterable[str]) -> str | None:
+    wrong = next((name for name in names if reader.dtype(name) not in PLAIN), None)
+    return wrong and quantised(f"{wrong} is of type {reader.dtype(wrong)}")
+
+
+def _untied(reader: Any, names: set[str], model: nn.Module) -> str | None:
+    for name, source in _tied(model).items():
+        if {name, source} <= names and not torch.equal(reader.read(name), reader.read(source)):
+            return (
+                f"the config ties {name} to {source}, and the file holds two different tensors. Set "
+                '"tie_word_embeddings": false in config.json, or write the folder again with save_pretrained()'
+            )
+    return None
+
+
+def _left_over(reader: Any, names: Iterable[str], model: nn.Module) -> str | None:
+    """Return a text about the tensors that the model neither has nor makes itself, None if there are none."""
+    tied, buffers = _tied(model), dict(model.named_buffers())
+    ignored = [_REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]
+
+    def is_known(name: str) -> bool:
+        if name in tied or any(re.search(pattern, name) for pattern in ignored):
+            return True
+        if isinstance(model, BaseTrainModule) and model.leaves_out(name):
+            return True
+        return name in buffers and torch.equal(reader.read(name).to(buffers[name]), buffers[name])
+
+    left = [name for name in names if not is_known(name)]
+    if scale := next(filter(_QUANTISED.search, left), None):
+        return quantised(f"it holds {scale}")
+    if not left:
+        return None
+    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # the class that FSDP extends
+    return (
+        f"it holds {counted(len(left), 'tensor')} that {own.__name__} does not have, such as {left[0]}; they "
+        "would be left out. Use a model whose class has them, or a checkpoint without them"
+    )
+
+
+def _tied(model: nn.Module) -> Mapping[str, str]:
+    """Return tied parameters of a transformers model, each with the name of the parameter that it is tied to."""
+    return model.get_expanded_tied_weights_keys(all_submodels=True) if isinstance(model, PreTrainedModel) else {}

@@ -28,6 +28,10 @@ TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """true if torch's variable-length attention takes fewer key heads than query heads"""
 
 
+Attend = Callable[..., Tensor]
+"""attention of one sequence, with the arguments of `causal_attention`"""
+
+
 class Bounds(NamedTuple):
     """Boundaries of the queries and keys of each sequence, for one call over many sequences."""
 
@@ -49,14 +53,9 @@ class PackedLayout:
     """
 
     def __init__(
-        self,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        share: ContextShare | None = None,
-        attend: Callable[..., Tensor] | None = None,
+        self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None, attend: Attend | None = None
     ) -> None:
-        self.cu_seqlens = cu_seqlens.to(torch.int32)
-        self.max_seqlen = int(max_seqlen)
+        self.cu_seqlens, self.max_seqlen = cu_seqlens.to(torch.int32), int(max_seqlen)
         self.share = share if share is not None and share.group is not None else None
         self.attend = attend or causal_attention
 
@@ -120,10 +119,9 @@ def packed_attention(
     refuse_other_attention(kwargs)
     if dropout and (query.is_cuda or packed_layout.share is not None):
         raise ConfigError(f"attention dropout ({dropout}) is not supported on CUDA, nor with sp_size; set it to 0")
-    window: int | None = kwargs.get("sliding_window")
+    share, window = packed_layout.share, kwargs.get("sliding_window")
     if window is not None and window >= packed_layout.max_seqlen:
         window = None
-    share = packed_layout.share
     is_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     attend = partial(packed_layout.attend, scaling=scaling, window=window, dropout=dropout)
     if share is None and not is_flash:
@@ -203,14 +201,10 @@ def causal_attention(
     is_plain = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
     is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_plain, scale=scaling, dropout_p=dropout, enable_gqa=is_grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scaling, enable_gqa=is_grouped)
 
 
-def _attend_segment(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, segment: Segment
-) -> Tensor:
+def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
     """Return attention of a segment's queries, of this rank's q [t, H, D], to its keys, of the whole pack's k and v."""
     rows = ((q, segment.queries), (k, segment.keys), (v, segment.keys))
     # four axes: else torch keeps every probability for the backward pass

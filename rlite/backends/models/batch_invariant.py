@@ -30,7 +30,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rlite.algorithms.logprobs import block_statistics, logprobs_and_entropy, merge, no_statistics
 from rlite.backends.models.attention import causal_attention
-from rlite.backends.models.linear import differentiable, multiply
+from rlite.backends.models.linear import differentiable, forward, multiply
 from rlite.errors import ConfigError
 
 FAMILY = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -58,12 +58,10 @@ ANGLES_RUN = 16
 def is_plain(model: Any) -> bool:
     """Return whether a model is a Llama, Qwen2 or Qwen3 with fixed rotary angles and full attention."""
     config = model.config
-    return (
-        isinstance(model, FAMILY)
-        and config.hidden_act == "silu"
-        and config.rope_parameters["rope_type"] in FIXED_ROPE
-        and "sliding_attention" not in (vars(config).get("layer_types") or ())
-    )
+    if not isinstance(model, FAMILY) or config.hidden_act != "silu":
+        return False
+    layers = vars(config).get("layer_types") or ()
+    return config.rope_parameters["rope_type"] in FIXED_ROPE and "sliding_attention" not in layers
 
 
 def obstacle(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
@@ -94,15 +92,11 @@ def make_invariant(model: Any) -> None:
         if type(module) is nn.Linear:
             for width in {min(module.out_features, COLUMNS), module.out_features % COLUMNS or COLUMNS}:
                 check_tile(width, module.in_features, module.bias is not None, torch.get_num_threads())
-            module.forward = partial(_linear_forward, module)  # type: ignore[method-assign]
+            module.forward = partial(forward, linear, module)  # type: ignore[method-assign]
     for layer in model.base_model.layers:
         layer.mlp.act_fn.forward = silu
     rotary = model.base_model.rotary_emb
     rotary.forward = RotaryTable(rotary.forward)
-
-
-def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
 
 
 class _Forward(torch.autograd.Function):
@@ -153,19 +147,13 @@ def _multiply_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    heights = _heights(len(rows), (*weight.shape, bias is not None, torch.get_num_threads()))
+    num, heights = len(rows), list[int]()
+    for height in TILES:
+        if num >= height and _is_invariant(height, *weight.shape, bias is not None, torch.get_num_threads()):
+            heights += [height] * (num // height)
+            num %= height
     tiles = [multiply(tile, weight, bias) for tile in rows.split(heights)]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-
-
-def _heights(num_rows: int, shape: tuple[int, int, bool, int]) -> list[int]:
-    """Return the heights of the tiles that cover `num_rows`, a multiple of TILE."""
-    heights: list[int] = []
-    for height in TILES:
-        if num_rows >= height and _is_invariant(height, *shape):
-            heights += [height] * (num_rows // height)
-            num_rows %= height
-    return heights
 
 
 @cache
@@ -207,11 +195,10 @@ def check_tile(out_features: int, in_features: int, has_bias: bool, num_threads:
     with _one_thread():
         rows = [multiply(row.expand(TILE, -1).contiguous(), weight, bias) for row in x.split(1)]
     if not all(torch.equal(found[i].expand_as(row), row) for i, row in enumerate(rows)):
-        raise ConfigError(
-            f"deterministic=true: on this machine a product of {TILE} rows with a matrix [{out_features}, "
-            f"{in_features}] depends on the place of a row or on the number of threads ({num_threads}); use one thread "
-            "for each device, or leave deterministic out"
-        )
+        product = f"a product of {TILE} rows with a matrix [{out_features}, {in_features}]"
+        problem = f"on this machine {product} depends on the place of a row or on the number of threads ({num_threads})"
+        remedy = "use one thread for each device, or leave deterministic out"
+        raise ConfigError(f"deterministic=true: {problem}; {remedy}")
 
 
 def _random_operands(
@@ -257,10 +244,8 @@ def causal_attention_in_blocks(
         ConfigError: a window or dropout is asked for.
     """
     if window is not None or dropout:
-        raise ConfigError(
-            f"deterministic=true has neither windows nor dropout in attention, and the model asks for window={window}, "
-            f"dropout={dropout}; leave deterministic out"
-        )
+        asked = f"the model asks for window={window}, dropout={dropout}; leave deterministic out"
+        raise ConfigError(f"deterministic=true has neither windows nor dropout in attention, and {asked}")
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
 
     def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

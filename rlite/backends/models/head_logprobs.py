@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,18 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from rlite.algorithms import logprobs as formulas
 from rlite.algorithms.kept_ids import KeptIds
-from rlite.algorithms.logprobs import (
-    TokenLogprobs,
-    block_gradient,
-    block_statistics,
-    check_temperature,
-    logprobs_and_entropy,
-    merge,
-    merge_over,
-    no_statistics,
-    scaled,
-)
+from rlite.algorithms.logits import merge_over
+from rlite.algorithms.logprobs import TokenLogprobs
 from rlite.backends.models import batch_invariant
 from rlite.backends.models.linear import linear
 from rlite.errors import ConfigError
@@ -89,29 +80,24 @@ def linear_logprobs(
         ConfigError: shapes do not fit, or the temperature is not positive.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
-        raise ConfigError(
-            f"hidden states {list(hidden.shape)} need labels {list(hidden.shape[:-1])} and a weight "
-            f"[vocabulary, {hidden.shape[-1]}], found {list(labels.shape)} and {list(weight.shape)}"
-        )
+        needed = f"labels {list(hidden.shape[:-1])} and a weight [vocabulary, {hidden.shape[-1]}]"
+        found = f"{list(labels.shape)} and {list(weight.shape)}"
+        raise ConfigError(f"hidden states {list(hidden.shape)} need {needed}, found {found}")
     block, kept = (_CPU_BLOCK, _CPU_KEPT) if hidden.device.type == "cpu" else (_GPU_BLOCK, _GPU_KEPT)
     if is_deterministic:
         block_size = batch_invariant.COLUMNS
     elif block_size is None:
         block_size = max(_NARROWEST, block // max(1, labels.numel()))
-    if num_kept is None:
-        num_kept = kept
     has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    num_kept = 0 if not has_backward else kept if num_kept is None else num_kept
     product = batch_invariant.linear if is_deterministic else linear
-    num_kept = num_kept if has_backward else 0
-    blocks = _Blocks(check_temperature(temperature), group, start, block_size, num_kept, product)
-    found = _LinearLogprobs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1).long() - start, blocks, replay
-    )
-    return TokenLogprobs(*(values.view(labels.shape) for values in found))
+    blocks = _Blocks(formulas.check_temperature(temperature), group, start, block_size, num_kept, product)
+    rows, columns = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long() - start
+    results = _LinearLogprobs.apply(rows, weight, bias, columns, blocks, replay)
+    return TokenLogprobs(*(values.view(labels.shape) for values in results))
 
 
-@dataclass(frozen=True)
-class HeadAnswer:
+class HeadAnswer(NamedTuple):
     """Values that an output embedding returned in place of logits."""
 
     values: Float[Tensor, "batch tokens kinds"]
@@ -162,9 +148,9 @@ def logprobs_of(
         rows, wanted = hidden.flatten(0, -2), labels
         if positions is not None:
             rows, wanted = rows[positions], labels[positions]
-        weight, bias, part = _local_part(head)
+        part = _local_part(head)
         found = linear_logprobs(
-            rows, weight, wanted, temperature, bias=bias, replay=kept_ids, is_deterministic=is_deterministic, **part
+            rows, labels=wanted, temperature=temperature, replay=kept_ids, is_deterministic=is_deterministic, **part
         )
         values = torch.stack([*found, *([] if kept_ids is None else [found.full_logprobs])], dim=-1)
         if positions is not None:
@@ -183,20 +169,19 @@ def logprobs_of(
         vars(head).update(own)
 
 
-def _local_part(head: nn.Linear) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+def _local_part(head: nn.Linear) -> dict[str, Any]:
     """Return this rank's rows of the weight and bias of `head`, and which rows if ranks hold different ones."""
     if not isinstance(head.weight, DTensor):
-        return head.weight, head.bias, {}
+        return {"weight": head.weight, "bias": head.bias}
     weight: Tensor = head.weight.to_local()
-    bias = head.bias.to_local() if isinstance(head.bias, DTensor) else None
+    part = {"weight": weight, "bias": head.bias.to_local() if isinstance(head.bias, DTensor) else None}
     if head.weight.placements[-1].is_replicate():
-        return weight, bias, {}
+        return part
     group = head.weight.device_mesh.get_group()
-    return weight, bias, {"group": group, "start": group.rank() * len(weight)}
+    return part | {"group": group, "start": group.rank() * len(weight)}
 
 
-@dataclass(frozen=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """Walk of `linear_logprobs` over the vocabulary, block by block."""
 
     temperature: float
@@ -208,26 +193,32 @@ class _Blocks:
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """multiplies hidden states by rows of the weight"""
 
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> Tensor:
+        """Return the logits of one block.
+
+        Args:
+            hidden: [tokens, width].
+            weight: [vocabulary, width].
+            bias: [vocabulary].
+            first: first row of the block.
+        """
+        rows = slice(first, first + self.size)
+        return self.product(hidden, weight[rows], None if bias is None else bias[rows])
+
 
 class _LinearLogprobs(torch.autograd.Function):
     """The formulas are those of `rlite.algorithms.logprobs`; labels count from the first row of `weight`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        blocks: _Blocks,
-        kept_ids: KeptIds | None,
-    ) -> tuple[Tensor, ...]:
-        statistics = no_statistics(labels, torch.promote_types(hidden.dtype, torch.float32))
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        hidden, weight, bias, labels, blocks, kept_ids = inputs
+        statistics = formulas.no_statistics(labels, torch.promote_types(hidden.dtype, torch.float32))
         restricted = None if kept_ids is None else _KeptLogits(kept_ids, blocks, len(weight), statistics)
         kept, num_kept = [], blocks.num_kept
         for number, first in enumerate(range(0, len(weight), blocks.size)):
-            logits = _logits(hidden, weight, bias, first, blocks)
-            statistics = merge(statistics, block_statistics(logits, labels - first, blocks.temperature))
+            logits = blocks.logits(hidden, weight, bias, first)
+            block = formulas.block_statistics(logits, labels - first, blocks.temperature)
+            statistics = formulas.merge(statistics, block)
             if restricted is not None:
                 restricted.read(number, first, logits)
             num_kept -= logits.numel()
@@ -235,7 +226,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 kept.append(logits)
         if blocks.group is not None:
             statistics = merge_over(blocks.group, statistics)
-        logprobs, entropies, log_sums = logprobs_and_entropy(statistics)
+        logprobs, entropies, log_sums = formulas.logprobs_and_entropy(statistics)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums, entropies, *kept)
         ctx.blocks, ctx.restricted = blocks, restricted
         ctx.set_materialize_grads(False)
@@ -249,8 +240,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, grad_full_logprobs: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums, entropies, *kept = ctx.saved_tensors
-        blocks: _Blocks = ctx.blocks
-        restricted: _KeptLogits | None = ctx.restricted
+        blocks, restricted = ctx.blocks, ctx.restricted
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_sums.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -261,12 +251,11 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs = restricted.take_gradient(grad_logprobs, labels, grad_full_logprobs)
         if grad_entropies is not None and grad_entropies.device.type == "cpu" and not grad_entropies.any():
             grad_entropies = None  # not requested; on a GPU a check would take longer than it saves
+        totals = log_sums, entropies, grad_logprobs, grad_entropies
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             rows = slice(first, first + blocks.size)
-            logits = kept[number] if number < len(kept) else _logits(hidden, weight, bias, first, blocks)
-            grad = block_gradient(
-                logits, labels - first, blocks.temperature, log_sums, entropies, grad_logprobs, grad_entropies
-            )
+            logits = kept[number] if number < len(kept) else blocks.logits(hidden, weight, bias, first)
+            grad = formulas.block_gradient(logits, labels - first, blocks.temperature, *totals)
             if restricted is not None:
                 restricted.add_gradient(number, first, grad)
             grad = grad.to(hidden.dtype)
@@ -313,7 +302,7 @@ class _KeptLogits:
         """
         pairs = slice(*self._spans[number])
         found = logits[self._kept_ids.rows[pairs], self._columns[pairs] - first]
-        self._x[pairs] = scaled(found, self._blocks.temperature)
+        self._x[pairs] = formulas.scaled(found, self._blocks.temperature)
 
     def logprobs(self, x_label: Tensor, full_logprobs: Tensor) -> Tensor:
         """Return the log-probabilities of all rows, after all blocks were read.
@@ -355,8 +344,3 @@ class _KeptLogits:
         """
         pairs = slice(*self._spans[number])
         grad.index_put_((self._kept_ids.rows[pairs], self._columns[pairs] - first), self._grad[pairs], accumulate=True)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, blocks: _Blocks) -> Tensor:
-    rows = slice(first, first + blocks.size)
-    return blocks.product(hidden, weight[rows], None if bias is None else bias[rows])

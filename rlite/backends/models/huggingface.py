@@ -1,12 +1,15 @@
 """Hugging Face causal models as train modules.
 
 Dropout is switched off in the layers and in the config, which a forward may read.
+
+A scalar head on any causal model: reward models and critics.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.kept_ids import KeptIds
@@ -28,10 +32,10 @@ from rlite.backends.models.batch_invariant import causal_attention_in_blocks, ma
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
-from rlite.nn.pretrained import load_config, meta_parameters, real_tensors
+from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, meta_parameters, padding_token, real_tensors
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.fsdp import shard_group
-from rlite.runtime.parallel.tensor_training import check_split, parallelize
+from rlite.runtime.parallel.tensor import check_split, parallelize
 
 DropoutRates = Mapping[tuple[str, ...], float]
 """rates that were switched off: where each stands in the config -> what it was"""
@@ -44,17 +48,20 @@ def disable_dropout(config: PretrainedConfig) -> DropoutRates:
         The rates that were set to 0.
     """
     rates = dict(_rates(config))
-    for path, rate in rates.items():
-        setattr(reduce(getattr, path[:-1], config), path[-1], type(rate)(0))  # some configs insist on the type
+    _set_rates(config, {path: type(rate)(0) for path, rate in rates.items()})  # some configs insist on the type
     return rates
 
 
 def with_dropout(config: PretrainedConfig, rates: DropoutRates) -> PretrainedConfig:
     """Return a copy of a config with the rates that `disable_dropout` returned."""
     config = copy.deepcopy(config)
+    _set_rates(config, rates)
+    return config
+
+
+def _set_rates(config: PretrainedConfig, rates: DropoutRates) -> None:
     for path, rate in rates.items():
         setattr(reduce(getattr, path[:-1], config), path[-1], rate)
-    return config
 
 
 def disable_dropout_layers(module: nn.Module) -> None:
@@ -112,10 +119,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if not nn.Linear(1, 1, bias=False).weight.is_meta:
             return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
         if args or kwargs:
-            raise ConfigError(
-                f"from_pretrained on meta takes the path alone, not {[*map(repr, args), *kwargs]}; "
-                "dtypes are options of build()"
-            )
+            given = [*map(repr, args), *kwargs]
+            raise ConfigError(f"from_pretrained on meta takes the path alone, not {given}; dtypes: options of build()")
         with real_tensors(), meta_parameters():
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
             rates = {} if cls._keeps_dropout else disable_dropout(config)
@@ -146,10 +151,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             ConfigError: it was made from a config.
         """
         if not self.config._name_or_path:
-            raise ConfigError(
-                f"{type(self).__name__} was made from a config, so there are no weights to read: use from_pretrained, "
-                "or define materialization_source()"
-            )
+            problem = f"{type(self).__name__} was made from a config, so there are no weights to read"
+            raise ConfigError(f"{problem}: use from_pretrained, or define materialization_source()")
         return self.config._name_or_path
 
     def exported_config(self) -> PretrainedConfig:
@@ -158,15 +161,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the blocks that transformers does not allow to split, by default the entries of module lists."""
-        names = set(self._no_split_modules or ())
+        blocks = [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
         head = self.get_output_embeddings()  # type: ignore[operator]
+        tied = head.weight if isinstance(head, nn.Linear) else None
         # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it
-        units = [
-            module
-            for module in self.modules()
-            if type(module).__name__ in names
-            and not (isinstance(head, nn.Linear) and any(p is head.weight for p in module.parameters()))
-        ]
+        units = [block for block in blocks if not any(parameter is tied for parameter in block.parameters())]
         return units or super().fsdp_units()
 
     def recompute_activations(self) -> None:
@@ -188,10 +187,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if reason is None and (rate := self.config.attention_dropout):
             reason = f"the model has attention dropout ({rate})"
         if reason is not None:
-            raise ConfigError(
-                f"deterministic=true: {reason}, so its log-probabilities would not be the served ones bit for bit; "
-                "leave deterministic out"
-            )
+            problem = f"{reason}, so its log-probabilities would not be the served ones bit for bit"
+            raise ConfigError(f"deterministic=true: {problem}; leave deterministic out")
 
     def make_deterministic(self) -> None:
         """Make log-probabilities independent of the batch from now on."""
@@ -219,7 +216,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         check_split(self, size)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
-        """Split the model by its own plan; see `rlite.runtime.parallel.tensor_training`."""
+        """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
         parallelize(self, mesh)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,22 +257,17 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
-        limit = self._rope_limit
-        if limit is not None and data["max_seqlen"] > limit:
-            raise ConfigError(
-                f"a sequence of {data['max_seqlen']} tokens: beyond {limit} the rotary embedding of "
-                f"{type(self).__name__} changes with the longest sequence of a pack; use shorter sequences"
-            )
+        limit, length = self._rope_limit, data["max_seqlen"]
+        if limit is not None and length > limit:
+            problem = f"the rotary embedding of {type(self).__name__} changes with the longest sequence of a pack"
+            raise ConfigError(f"a sequence of {length} tokens: beyond {limit} {problem}; use shorter sequences")
         share = ContextShare(data["cu_seqlens"], self.context_group)
         attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
+        layout = PackedLayout(data["cu_seqlens"], length, share, attend)
+        ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
         with attention(self.config, PACKED):
-            logits = self(
-                input_ids=share.take(data["input_ids"])[None],
-                position_ids=share.take(data["position_ids"])[None],
-                use_cache=False,
-                packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share, attend),
-            ).logits[0]
-        return share.gather_results(logits)
+            output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
+        return share.gather_results(output.logits[0])
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
@@ -316,3 +308,59 @@ def exported_class(module: nn.Module) -> str:
     """Return the transformers class that a checkpoint of `module` names, not the user's subclass."""
     known = (cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models."))
     return next(known, type(module)).__name__
+
+
+class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
+    """Base of reward models and critics: `class Critic(HuggingFaceFsdp2ScoreModule, Qwen2ForSequenceClassification)`.
+
+    Losses see scores [T], one per token. Weights are those of a causal model with a new head (normal, of deviation 1 /
+    (hidden size + 1), as in Stiennon et al. 2020), or of an earlier such model with its head. A saved checkpoint opens
+    with `AutoModelForSequenceClassification`, whose score is that of the last token.
+    """
+
+    base_model: nn.Module
+    base_model_prefix: str
+    score: nn.Linear
+    row_ends: frozenset[int] = frozenset()
+    """ids of the last tokens of the rows that are learnt; an export pads with another token"""
+    _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
+
+    def forward(self, *args: Any, **inputs: Any) -> TokenClassifierOutput:
+        """Return scores [B, L, 1] as logits; transformers' own forward would keep only the last token's score."""
+        return TokenClassifierOutput(logits=self.score(self.base_model(*args, **inputs).last_hidden_state))
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        """Return scores [T] of a pack."""
+        return super().compute_logits(data)[:, 0]
+
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the head of a model that has none yet, the same on every rank."""
+        if name != "score.weight":
+            return super().missing_parameter(name, shape)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / (shape[1] + 1)
+
+    def leaves_out(self, name: str) -> bool:
+        """Return True for the output embedding of a causal model, in whose place the head is."""
+        return super().leaves_out(name) or not name.startswith(f"{self.base_model_prefix}.")
+
+
+def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
+    """Let the config and the tokenizer of an exported scorer pad with a token with which no row ends.
+
+    Args:
+        folder: the export.
+        ends: ids of tokens with which rows end; the model's end tokens by default.
+    """
+    if not (folder / "tokenizer_config.json").exists():
+        return
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    ends = ends or {*end_ids(folder, config), tokenizer.eos_token_id}
+    pad = padding_token(tokenizer, config.get_text_config().vocab_size, ends)
+    if pad is None or pad == config.pad_token_id == tokenizer.pad_token_id:
+        return
+    token = {"pad_token": tokenizer.convert_ids_to_tokens(pad)}
+    changes = {"config": {"pad_token_id": pad}, "tokenizer_config": token, "special_tokens_map": token}
+    for name, change in changes.items():
+        if (file := folder / f"{name}.json").exists():
+            file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **change}, indent=2), "utf-8")

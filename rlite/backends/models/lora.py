@@ -27,26 +27,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlite.backends.models.score import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
 from rlite.imports import require
+from rlite.nn import pretrained
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.options import ALL_LINEAR, LoraOptions
-from rlite.nn.pretrained import (
-    load_adapter,
-    load_config,
-    load_model,
-    local_checkpoint,
-    meta_parameters,
-    opening,
-    summary,
-)
 from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
 from rlite.runtime.storage.huggingface import copy_companions
 
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-_SCORE = "score"
+_SCORE, _SCORER = "score", "SEQ_CLS"
 _LINEAR = (nn.Linear, Conv1D)
 """classes of linear layers; the weight of Conv1D (GPT-2) is [in, out]"""
 
@@ -72,7 +64,7 @@ class LoraTrainModule(BaseTrainModule):
         import peft  # optional, and slow to import
 
         self._check_targets(options)
-        with meta_parameters():
+        with pretrained.meta_parameters():
             peft.inject_adapter_in_model(self._peft_config(options), self)
         if isinstance(self, HuggingFaceFsdp2ScoreModule):
             self.score.requires_grad_(True)
@@ -84,24 +76,23 @@ class LoraTrainModule(BaseTrainModule):
         modules = dict(self.named_modules())
         for target in options.target_modules:
             named = {name: module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
+            problem = ""
             if not named or not all(isinstance(module, _LINEAR) for module in named.values()):
                 endings = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _LINEAR)}
-                raise ConfigError(f"target_modules: {target!r} is no linear layer; {did_you_mean(target, endings)}")
-            if isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
-                raise ConfigError(f"target_modules: {target!r} is the new head, which is trained as a whole")
-            if any(_is_tied(self, layer) for layer in named.values()):
-                raise ConfigError(
-                    f"target_modules: {target!r} shares its weight with the input embedding, which would have to "
-                    "change with it; leave it out"
-                )
+                problem = f"is no linear layer; {did_you_mean(target, endings)}"
+            elif isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
+                problem = "is the new head, which is trained as a whole"
+            elif any(_is_tied(self, layer) for layer in named.values()):
+                problem = "shares its weight with the input embedding, which would have to change with it; leave it out"
+            if problem:
+                raise ConfigError(f"target_modules: {target!r} {problem}")
 
     def _peft_config(self, options: LoraOptions, **changes: Any) -> Any:
         import peft
 
-        is_scorer = isinstance(self, HuggingFaceFsdp2ScoreModule)
         targets = options.target_modules
         return peft.LoraConfig(
-            task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
+            task_type=_SCORER if isinstance(self, HuggingFaceFsdp2ScoreModule) else "CAUSAL_LM",
             r=options.rank,
             lora_alpha=options.alpha,
             lora_dropout=options.dropout,
@@ -171,11 +162,10 @@ class LoraTrainModule(BaseTrainModule):
 
         The draw of A depends only on its name.
         """
-        if self.lora is not None and name.endswith(_UP):
-            return torch.zeros(shape, device="cpu")
-        if self.lora is not None and name.endswith(_DOWN):
+        if self.lora is not None and name.endswith((_DOWN, _UP)):
             generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
-            return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), math.sqrt(5), generator=generator)
+            made = torch.zeros(shape, device="cpu")
+            return made if name.endswith(_UP) else nn.init.kaiming_uniform_(made, math.sqrt(5), generator=generator)
         return super().missing_parameter(self._plain_name(name), shape)
 
     # -- on the way out ------------------------------------------------------------------------------------------
@@ -227,20 +217,14 @@ class LoraTrainModule(BaseTrainModule):
         if self.lora is None:
             raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
         endings = {name.removesuffix(_DOWN).rpartition(".")[2] for name in trained if name.endswith(_DOWN)}
-        is_scorer = isinstance(self, HuggingFaceFsdp2ScoreModule)
-        config = self._peft_config(
-            self.lora,
-            base_model_name_or_path=getattr(getattr(self, "config", None), "_name_or_path", None),
-            inference_mode=True,
-            modules_to_save=[_SCORE] if is_scorer else None,
-        )
+        base = getattr(getattr(self, "config", None), "_name_or_path", None)
+        whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
+        config = self._peft_config(self.lora, base_model_name_or_path=base, inference_mode=True, modules_to_save=whole)
         if config.target_modules == ALL_LINEAR:  # of the base as it is now, which an opener's may not be
             config.target_modules = sorted(endings)
         config.save_pretrained(str(folder))
-        tensors = {
-            f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().cpu().contiguous()
-            for name, tensor in trained.items()
-        }
+        names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in trained}
+        tensors = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in trained.items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -268,13 +252,11 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 def _is_tied(module: nn.Module, layer: nn.Module) -> bool:
     """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
-    if not isinstance(module, PreTrainedModel):
+    if not isinstance(module, PreTrainedModel) or layer is not module.get_output_embeddings():
         return False
-    is_head = layer is module.get_output_embeddings()
-    return is_head and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+    return bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
 
 
-_SCORER = "SEQ_CLS"
 PATTERN_S = 5
 """seconds for the patterns of an adapter's config"""
 
@@ -314,31 +296,27 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
     require("adapters need", "lora", "peft")
     import peft  # optional, and slow to import
 
-    origin, config = local_checkpoint(base), adapter_config(folder)
-    with opening(folder, "adapter"):
+    origin, config = pretrained.local_checkpoint(base), adapter_config(folder)
+    with pretrained.opening(folder, "adapter"):
         weights = peft.load_peft_weights(str(folder), device="cpu")
     model = _base(origin, config, weights)
     _check_patterns(folder, config, [name for name, _ in model.named_modules()])
     _untie(model, weights)
     try:
-        adapted = load_adapter(peft.PeftModel, model, folder).eval()
+        adapted = pretrained.load_adapter(peft.PeftModel, model, folder).eval()
         strange = sorted(weights.keys() ^ peft.get_peft_model_state_dict(adapted).keys())
         before = _logits(adapted)
         merged = adapted.merge_and_unload(safe_merge=True)
         merged.tie_weights()
     except (AttributeError, CheckpointError, KeyError, RuntimeError, ValueError) as error:  # PEFT has none of its own
-        raise ConfigError(f"adapter={folder} does not fit {base}: {summary(error)}") from error
+        raise ConfigError(f"adapter={folder} does not fit {base}: {pretrained.summary(error)}") from error
     if strange:
-        raise ConfigError(
-            f"adapter={folder} does not fit {base}: {len(strange)} tensors belong to one of them only, such as "
-            f"{strange[0]}"
-        )
+        told = f"{len(strange)} tensors belong to one of them only, such as {strange[0]}"
+        raise ConfigError(f"adapter={folder} does not fit {base}: {told}")
     if not torch.allclose(before, after := _logits(merged), atol=1e-3 * float(before.abs().max()), rtol=1e-3):
-        raise ConfigError(
-            f"adapter={folder}: merged into {base}, it computes other logits than beside it, by up to "
-            f"{(before - after).abs().max():.3g}; serve it as an adapter"
-        )
-    merged.to(load_config(origin).dtype or torch.float32).save_pretrained(out)
+        problem = f"computes other logits than beside it, by up to {(before - after).abs().max():.3g}"
+        raise ConfigError(f"adapter={folder}: merged into {base}, it {problem}; serve it as an adapter")
+    merged.to(pretrained.load_config(origin).dtype or torch.float32).save_pretrained(out)
     own = next((place for place in (folder, folder.parent) if (place / "tokenizer_config.json").exists()), origin)
     copy_companions(origin, out, tokenizer=own)
     if config.get("task_type") == _SCORER:
@@ -348,10 +326,10 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
 def _base(origin: Path, adapter: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
     """Return the base model in float32, with the head that the adapter was trained with."""
     if adapter.get("task_type") != _SCORER:
-        return load_model(AutoModelForCausalLM, origin)
+        return pretrained.load_model(AutoModelForCausalLM, origin)
     head = next((tensor for name, tensor in weights.items() if name.endswith("score.weight")), None)
     labels = {} if head is None else {"num_labels": len(head)}
-    return load_model(AutoModelForSequenceClassification, origin, **labels)
+    return pretrained.load_model(AutoModelForSequenceClassification, origin, **labels)
 
 
 def _untie(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
@@ -380,10 +358,8 @@ def _check_patterns(folder: Path, adapter: Mapping[str, Any], names: list[str]) 
     """
 
     def stop(*_: object) -> None:
-        raise ConfigError(
-            f"{folder}: the patterns of its adapter_config.json take more than {PATTERN_S} s to match the names of "
-            "modules; name the modules of target_modules instead"
-        )
+        problem = f"take more than {PATTERN_S} s to match the names of modules; name the modules of target_modules"
+        raise ConfigError(f"{folder}: the patterns of its adapter_config.json {problem} instead")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, PATTERN_S)

@@ -29,17 +29,14 @@ FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 COMPILE_S = 120.0
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "max_len", "window", "num_threads")
-        ),
-        ("scale", ctypes.c_float),
-    )
-
-
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SIZES = ("num_rows", "num_heads", "num_kv_heads", "head_dim", "max_len", "window", "num_threads")
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (*((name, _INT) for name in _SIZES), ("scale", _FLOAT))
+
+
 SIGNATURES: dict[str, list[Any]] = {
     "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 7],
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
@@ -58,7 +55,7 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     scale: float,
-    window: int | None,
+    window: int,
 ) -> Tensor:
     """Write one token of each of the first slots to one layer of the cache, and return its attention.
 
@@ -70,7 +67,7 @@ def decode_attention(
         keys: `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]`.
         values: `[slots, kv_heads, max_len, head_dim]`.
         scale: factor of the scores before the softmax.
-        window: number of positions that each query sees. None is all.
+        window: number of positions that each query sees. 0 is all.
 
     Returns:
         The output, in the shape of the queries.
@@ -78,7 +75,7 @@ def decode_attention(
     rows, heads, dim = query.shape
     tensors = [t.contiguous() for t in (query, key, value, positions)]
     output = torch.empty_like(tensors[0])
-    shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window or 0, torch.get_num_threads(), scale)
+    shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window, torch.get_num_threads(), scale)
     call("decode_attention", ctypes.byref(shape), *tensors, keys, values, output)
     return output
 
@@ -104,9 +101,7 @@ def call(name: str, *arguments: Any) -> None:
         name: its name in `SIGNATURES`.
         *arguments: its arguments. Tensors are contiguous and on CPU.
     """
-    library = compiled()
-    assert library is not None
-    getattr(library, name)(*map(_pointer, arguments))
+    getattr(compiled(), name)(*map(_pointer, arguments))
 
 
 def _pointer(argument: Any) -> Any:
@@ -132,9 +127,8 @@ def compiled() -> ctypes.CDLL | None:
         logger.info("decode steps run in PyTorch, which is slower: decode.c could not be compiled (%s)", told)
         return None
     for name, types in SIGNATURES.items():
-        function = library[name]
+        function = getattr(library, name)
         function.argtypes, function.restype = types, None
-        setattr(library, name, function)
     return library
 
 
@@ -169,7 +163,7 @@ def _folder() -> Path:
 
 def _machine() -> str:
     """Return what the compiler's code depends on: a home directory may be shared by different processors."""
-    flags = ""
-    if (information := Path("/proc/cpuinfo")).exists():
-        flags = next((line for line in information.read_text().splitlines() if line.startswith("flags")), "")
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
     return f"{platform.machine()} {platform.system()} {flags}"

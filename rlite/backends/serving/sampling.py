@@ -2,12 +2,15 @@
 
 A row's token depends only on its logits, its request's seed and its position. The random number is a hash of seed and
 position. The token is the inverse of the cumulative distribution at this number. Slot, batch and history do not matter.
+
+Requests as every inference backend sees them: what ends them, why they are refused, and how they are sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress, count
 from typing import Any, NamedTuple
 
@@ -17,25 +20,124 @@ from torch import Tensor
 
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.serving import native
-from rlite.backends.serving.requests import Sampling
-from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters
+from rlite.data.chat.answers import length_at_stop
+from rlite.errors import RliteError
+from rlite.nn.pretrained import load_tokenizer
+from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
+
+
+class Sampling(NamedTuple):
+    """Parameters by which the next token of one request is sampled."""
+
+    gconfig: GenerationHyperparameters
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    """tokens that end the request"""
+    is_early: bool = False
+    """stop tokens may not be generated yet"""
+    has_kept_ids: bool = False
+    """the request asks for kept ids"""
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Tokens that may not be generated yet."""
+        return self.stop_ids if self.is_early else frozenset()
+
+
+def num_left(request: SequenceRequest, max_model_len: int) -> int:
+    """Return the number of tokens that a request may still generate."""
+    num_done = len(request.output_ids)
+    return min(request.gconfig.max_new_tokens - num_done, max_model_len - len(request.input_ids) - num_done)
+
+
+def objection(request: SequenceRequest, max_model_len: int, vocab_size: int, default: str = "") -> str | None:
+    """Return the reason why no backend can serve a request, None if one can.
+
+    Args:
+        request: the request.
+        max_model_len: longest sequence in tokens.
+        vocab_size: number of tokens in the model's vocabulary.
+        default: explains `max_model_len` if it is not the user's.
+    """
+    ids = [*request.input_ids, *request.output_ids]
+    if not request.input_ids:
+        return "the prompt is empty; give at least one token"
+    if len(ids) < max_model_len and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        return f"token id {wrong} is not in the vocabulary of {vocab_size}"
+    return length_objection(len(ids), max_model_len, default)
+
+
+def length_objection(num_tokens: int, max_model_len: int, default: str = "") -> str | None:
+    """Return the reason why a prompt is too long, None if it is not.
+
+    Args:
+        num_tokens: length of the prompt.
+        max_model_len: longest sequence in tokens.
+        default: explains `max_model_len` if it is not the user's.
+    """
+    limit = f"max_model_len={max_model_len}{default} leaves room for {max_model_len - 1}"
+    return None if num_tokens < max_model_len else f"the prompt has {num_tokens} tokens, {limit}"
+
+
+@dataclass
+class RequestRules:
+    """Rules of a backend that searches for stop tokens and stop strings itself."""
+
+    path: str
+    """folder of the checkpoint, for its tokenizer"""
+    vocab_size: int
+    max_model_len: int
+    """longest sequence, in tokens"""
+    end_ids: frozenset[int]
+    """the model's own end tokens"""
+    default: str = ""
+    """explains `max_model_len` if it is not the user's"""
+    agreed: Callable[[list[bool]], list[bool]] = list
+    """returns for each flag whether it is set on all ranks"""
+
+    def stop_ids(self, gconfig: GenerationHyperparameters) -> frozenset[int]:
+        """Return the tokens that end a completion."""
+        return frozenset(gconfig.stop_token_ids).union(() if gconfig.ignore_eos else self.end_ids)
+
+    def objection(self, request: SequenceRequest) -> str | None:
+        """Return the reason why a request cannot be served, None if it can."""
+        gconfig = request.gconfig
+        if (error := objection(request, self.max_model_len, self.vocab_size, self.default)) is not None:
+            return error
+        if gconfig.min_new_tokens and self.stop_ids(gconfig).issuperset(range(self.vocab_size)):
+            return f"min_new_tokens={gconfig.min_new_tokens}, and every token is a stop token: none may be made"
+        if gconfig.stop and isinstance(self._tokenizer, str):
+            return f"stop strings need a tokenizer; {self.path} has none ({self._tokenizer}). Use stop_token_ids"
+        return None
+
+    def length_at_stop(self, request: SequenceRequest, tokens: Sequence[int], start: int, begin: int = 0) -> int | None:
+        """Return the length in tokens at which a completion first contains a stop string, None if it contains none.
+
+        Args:
+            request: the request.
+            tokens: its tokens.
+            start: index of the first token that is new since the last search.
+            begin: index of the first token of the completion.
+        """
+        return length_at_stop(self._tokenizer, tokens, request.gconfig.stop, start, begin)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, or the reason why there is none. All ranks have one only if every rank could read it."""
+        tokenizer, problem = None, "another rank could not read it"
+        try:
+            tokenizer = load_tokenizer(self.path)
+        except RliteError as error:  # only stop strings cannot do without
+            problem = str(error)
+        (is_everywhere,) = self.agreed([tokenizer is not None])
+        return tokenizer if is_everywhere else problem
+
 
 CACHED_ELEMENTS = 1 << 18
 """logits that are sampled at a time on CPU: 1 MiB of float32"""
 SEGMENT = 128
 """tokens per segment of a long cumulative sum; only the segment of the sampled token is summed token by token"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportedRows:
-    """Truncated rows whose kept ids are asked for. Such a row keeps at most MAX_KEPT_IDS."""
-
-    rows: Tensor
-    """[reported] indices into the rows of the filter"""
-    temperature: Tensor
-    """[reported, 1]"""
-    max_kept: Tensor
-    """[rows, 1] of all rows of the filter; the vocabulary size for a row that is not reported"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +154,13 @@ class RowFilter:
     """true if some row has a top_p below 1"""
     banned: Tensor | None
     """[rows, vocabulary] of bool: tokens that may not be generated yet"""
-    reported: ReportedRows | None
-    """None if no request asks for kept ids"""
+    max_kept: Tensor | None
+    """[rows, 1]: MAX_KEPT_IDS for a row whose kept ids are asked for, else the vocabulary size; None if there is no
+    such row"""
+    reported: Tensor
+    """[reported] indices into the rows of the filter whose kept ids are asked for"""
+    temperature: Tensor
+    """[reported, 1]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +193,7 @@ class SamplingBatch:
         width = max(len(row.stop_ids) for row in rows)
         table = [[*row.stop_ids, *[-1] * (width - len(row.stop_ids))] for row in rows]
         return cls(
-            inverse_temperature=(
-                torch.tensor(inverse, device=device)[:, None] if any(i != 1.0 for i in inverse) else None
-            ),
+            inverse_temperature=_column(inverse, device) if any(i != 1.0 for i in inverse) else None,
             is_greedy=torch.tensor(greedy, device=device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -103,38 +208,33 @@ def _filter_of(batch: Sequence[Sampling], vocab_size: int, device: torch.device)
         g = row.gconfig
         return not g.greedy and (0 < g.top_k < vocab_size or g.top_p < 1)
 
-    def column(values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
     places = [place for place, row in enumerate(batch) if is_cut(row) or row.banned_ids]
     if not places:
         return None
     rows = [batch[place] for place in places]
     # a greedy row takes the most likely token with any top_k and top_p
     cut = [row.gconfig if is_cut(row) else GenerationHyperparameters() for row in rows]
-    top_p = [g.top_p for g in cut]
     banned = None
     if any(row.banned_ids for row in rows):
         banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device="cpu")
         for place, row in enumerate(rows):
             banned[place, [t for t in row.banned_ids if 0 <= t < vocab_size]] = True
-        banned = banned.to(device)
     is_told = [row.has_kept_ids and is_cut(row) for row in rows]
-    reported = None
-    if any(is_told):
-        reported = ReportedRows(
-            rows=torch.tensor(list(compress(count(), is_told)), device=device),
-            temperature=column([row.gconfig.temperature for row in compress(rows, is_told)]),
-            max_kept=column([MAX_KEPT_IDS if told else vocab_size for told in is_told]),
-        )
+    max_kept = [MAX_KEPT_IDS if told else vocab_size for told in is_told]
     return RowFilter(
         rows=torch.tensor(places, device=device),
-        top_k=column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut]),
-        top_p=column(top_p),
-        is_nucleus=any(p < 1 for p in top_p),
-        banned=banned,
-        reported=reported,
+        top_k=_column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut], device),
+        top_p=_column([g.top_p for g in cut], device),
+        is_nucleus=any(g.top_p < 1 for g in cut),
+        banned=None if banned is None else banned.to(device),
+        max_kept=_column(max_kept, device) if any(is_told) else None,
+        reported=torch.tensor(list(compress(count(), is_told)), dtype=torch.int64, device=device),
+        temperature=_column([row.gconfig.temperature for row in compress(rows, is_told)], device),
     )
+
+
+def _column(values: list[Any], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None]
 
 
 class Sampled(NamedTuple):
@@ -175,15 +275,12 @@ def sample(logits: Tensor, batch: SamplingBatch, uniform: Tensor) -> Sampled:
     left = _keep(logprobs, cut)
     chosen, taken_of_cut = _draw(left, uniform[cut.rows], batch, batch.is_greedy[cut.rows])
     kept = None
-    if cut.reported is not None:
-        kept, over_kept = _report(logits, left, chosen, cut, cut.reported)
-        taken_of_cut = taken_of_cut.index_copy(0, cut.reported.rows, over_kept)
-    return Sampled(
-        tokens.index_copy(0, cut.rows, chosen),
-        taken.index_copy(0, cut.rows, logprobs.gather(1, chosen[:, None])[:, 0]),
-        taken.index_copy(0, cut.rows, taken_of_cut),
-        kept,
-    )
+    if cut.max_kept is not None:
+        kept, over_kept = _report(logits, left, chosen, cut)
+        taken_of_cut = taken_of_cut.index_copy(0, cut.reported, over_kept)
+    logprobs = taken.index_copy(0, cut.rows, logprobs.gather(1, chosen[:, None])[:, 0])
+    sampling_logprobs = taken.index_copy(0, cut.rows, taken_of_cut)
+    return Sampled(tokens.index_copy(0, cut.rows, chosen), logprobs, sampling_logprobs, kept)
 
 
 def sample_each(logits: Tensor, batches: Sequence[SamplingBatch], uniform: Tensor) -> Sampled:
@@ -214,9 +311,7 @@ def kept_ids_of(kept: Tensor | None, num_rows: int) -> list[list[int]]:
     return [ids.tolist() for ids in kept[:, 1].cpu().split(counts.tolist())]
 
 
-def _report(
-    logits: Tensor, left: Tensor, tokens: Tensor, cut: RowFilter, reported: ReportedRows
-) -> tuple[Tensor, Tensor]:
+def _report(logits: Tensor, left: Tensor, tokens: Tensor, cut: RowFilter) -> tuple[Tensor, Tensor]:
     """Return the kept ids of the reported rows, and their tokens' log-probabilities over them, with the trainer's bits.
 
     Args:
@@ -224,17 +319,16 @@ def _report(
         left: log-probabilities of the filter's rows with removed tokens at -inf, `[rows, vocabulary]`.
         tokens: sampled tokens of the filter's rows, `[rows]`.
         cut: the filter.
-        reported: its reported rows.
 
     Returns:
         (row of the batch, token id) of each kept id, `[pairs, 2]`; log-probabilities `[reported]`.
     """
-    rows = cut.rows[reported.rows]
-    scaled = logits[rows].float() / reported.temperature  # as the trainer does, not times the inverse
-    own, ids = left[reported.rows].isfinite().nonzero().unbind(1)
+    rows = cut.rows[cut.reported]
+    scaled = logits[rows].float() / cut.temperature  # as the trainer does, not times the inverse
+    own, ids = left[cut.reported].isfinite().nonzero().unbind(1)
     kept = KeptIds.of(own, ids, len(rows))
     log_sums = kept.log_sums(scaled[kept.rows, kept.ids])
-    logprobs = scaled.gather(1, tokens[reported.rows][:, None])[:, 0] - log_sums
+    logprobs = scaled.gather(1, tokens[cut.reported][:, None])[:, 0] - log_sums
     return torch.stack([rows[own], ids], dim=1), logprobs.to(scaled.dtype)
 
 
@@ -252,7 +346,7 @@ def _draw(logits: Tensor, uniform: Tensor, batch: SamplingBatch, is_greedy: Tens
     width = SEGMENT if vocab_size > 8 * SEGMENT else vocab_size
     if vocab_size % width:
         weights = F.pad(weights, (0, -vocab_size % width))
-    segments = weights.view(weights.shape[0], -1, width)
+    segments = weights.view(len(weights), -1, width)
     sums = segments.sum(dim=-1).cumsum(dim=-1)
     total = sums[:, -1:]
     if batch.all_greedy:
@@ -293,8 +387,8 @@ def _keep(logprobs: Tensor, cut: RowFilter) -> Tensor:
         probs = ordered.masked_fill(gone, float("-inf")).softmax(dim=-1)
         # a token stays if those before it do not reach top_p: the first always does
         gone = gone | ((probs.cumsum(dim=-1) - probs >= cut.top_p) & (cut.top_p < 1))
-    if cut.reported is not None:
-        gone = gone | (rank >= cut.reported.max_kept)
+    if cut.max_kept is not None:
+        gone = gone | (rank >= cut.max_kept)
     return logprobs.masked_fill(torch.zeros_like(gone).scatter(1, order, gone), float("-inf"))
 
 

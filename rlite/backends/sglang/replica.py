@@ -2,29 +2,173 @@
 
 An event loop in a thread of its own holds a stream for each request, and hands tokens to their requests. While the
 replica is paused, requests wait here, and so do tokens that were on their way: callers see a token boundary.
+
+Log-probabilities: SGLang returns log_softmax(logits / temperature) of the unfiltered distribution, at temperature 1 for
+greedy requests, as rlite does. If sampling truncates, the log-probability under the truncated distribution comes with
+SGLang's sampling mask, which needs a finite top_k.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, cast
 
-from rlite.backends.serving.requests import objection
-from rlite.backends.sglang.options import SglangOptions
-from rlite.backends.sglang.requests import TokenStream, generate_body, is_last, scored_prompt, scoring_body
-from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint
-from rlite.errors import CallTimeout, RliteError, WorkerError
+from rlite.backends.serving.sampling import num_left, objection
+from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint, SglangOptions
+from rlite.backends.sglang.worker import SglangWorker
+from rlite.errors import RliteError, WorkerError
 from rlite.imports import optional
-from rlite.runtime.replicas.replica import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
-from rlite.runtime.replicas.workers import T, WorkerSet
-from rlite.types import PromptLogprobs, TokenChunk
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, WorkerReplica
+from rlite.runtime.replicas.workers import RankChoice, T, WorkerSet
+from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
+
+MAX_KEPT = 4000
+"""most token ids in a sampling mask; SGLang's default limit is 4096, and ties at the limit count too"""
+REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab_size: int) -> dict[str, Any]:
+    """Return the body of `/generate` for a request that continues after its `output_ids`.
+
+    Args:
+        request: the request.
+        name: unique id of the request on the server; no id may be a prefix of another.
+        max_model_len: longest sequence of the server.
+        vocab_size: size of the model's vocabulary.
+    """
+    gconfig, num_done = request.gconfig, len(request.output_ids)
+    ids = [*request.input_ids, *request.output_ids]
+    num_new = num_left(request, max_model_len)
+    sampling: dict[str, Any] = {
+        "max_new_tokens": num_new,
+        "min_new_tokens": min(max(gconfig.min_new_tokens - num_done, 0), num_new),
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
+        "top_k": gconfig.top_k if gconfig.top_k > 0 and not gconfig.greedy else -1,
+        "stop": list(gconfig.stop),
+        "stop_token_ids": list(gconfig.stop_token_ids),
+        "ignore_eos": gconfig.ignore_eos,
+        "sampling_seed": request.seed % 2**63,
+    }
+    body = {"rid": name, "input_ids": ids, "stream": True, "return_logprob": True, "sampling_params": sampling}
+    if gconfig.is_truncating:  # the server returns the token ids that it keeps
+        most = MAX_KEPT_IDS if "kept_ids" in request.extras else MAX_KEPT
+        sampling["top_k"] = min(sampling["top_k"] if sampling["top_k"] > 0 else vocab_size, most)
+        body["return_sampling_mask"] = True
+    return body
+
+
+def scoring_body(prompt: list[int], num_top: int) -> dict[str, Any]:
+    """Return the body of `/generate` for the log-probabilities of a prompt and of `num_top` tokens at each place."""
+    sampling = {"max_new_tokens": 0, "temperature": 0.0}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    return body | {"top_logprobs_num": num_top} if num_top else body
+
+
+def scored_prompt(meta: dict[str, Any], num_top: int) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt from the `meta_info` of the answer to `scoring_body`."""
+    places = meta["input_token_logprobs"][1:]
+    top = meta["input_top_logprobs"][1:] if num_top else [[] for _ in places]
+    return PromptLogprobs(
+        logprobs=[float(value) for value, *_ in places],
+        top_ids=[[int(token) for _, token, *_ in entries] for entries in top],
+        top_logprobs=[[float(value) for value, *_ in entries] for entries in top],
+    )
+
+
+@dataclass
+class TokenStream:
+    """State of one request's stream of events. Events may be cumulative or incremental, as the server is set up."""
+
+    request: SequenceRequest
+    versions: list[int]
+    """versions of the completion's tokens so far, which may be corrected"""
+    num_taken: int = 0
+    """tokens that earlier events brought"""
+    is_finished: bool = False
+    """the server has ended the request, or never had it"""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(version, end) of this stream's tokens, as the server reports them at its end"""
+
+    def chunk(self, line: str | bytes, version: int) -> TokenChunk:
+        """Return the new tokens of one event.
+
+        Args:
+            line: JSON text of the event.
+            version: policy version for a server that does not know its version.
+        """
+        event = json.loads(line)
+        if (error := event.get("error")) is not None:
+            return self.refusal(str(error.get("message", error) if isinstance(error, dict) else error))
+        meta = event["meta_info"]
+        reason: dict[str, Any] = meta.get("finish_reason") or {}
+        self.is_finished = bool(reason)
+        if reason.get("type") == "abort" and reason.get("status_code"):
+            return self.refusal(str(reason.get("message")))
+        total = meta.get("completion_tokens", self.num_taken)
+        columns = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
+        pairs, masks, kept = (self._new(meta.get(name) or [], total) for name in columns)
+        self.num_taken = max(total, self.num_taken)
+        if any(pair[0] is None for pair in pairs):
+            return self.refusal("the model computes NaN or infinity for this request", is_nonfinite=True)
+        self.spans = [(version_of(span["version"], version), span["end"]) for span in meta.get("weight_versions", ())]
+        num = self._num_until_stop([pair[1] for pair in pairs])
+        pairs, masks, kept = pairs[:num], masks[:num], kept[:num]
+        logprobs = [float(pair[0]) for pair in pairs]
+        is_truncating = self.request.gconfig.is_truncating
+        finished = REASONS[reason["type"]] if reason else None
+        return TokenChunk(
+            request_id=self.request.request_id,
+            token_ids=[int(pair[1]) for pair in pairs],
+            logprobs=logprobs,
+            sampling_logprobs=[float(value) for value in kept] if is_truncating else list(logprobs),
+            version=version_of(meta.get("weight_version"), version),
+            finish_reason=finished if num is None else "stop",
+            extras={"kept_ids": masks or [[] for _ in pairs]} if "kept_ids" in self.request.extras else {},
+        )
+
+    def refusal(self, error: str, is_nonfinite: bool = False) -> TokenChunk:
+        """Return the last chunk of a request that the server does not serve."""
+        self.is_finished = True
+        return TokenChunk(request_id=self.request.request_id, version=0, error=error, is_nonfinite=is_nonfinite)
+
+    def restamp(self) -> None:
+        """Correct the versions of tokens that were on their way while the version changed."""
+        start = len(self.request.output_ids)
+        for index in range(start, len(self.versions)):
+            self.versions[index] = next((v for v, end in self.spans if index - start < end), self.versions[index])
+
+    def _new(self, column: list[Any], total: int) -> list[Any]:
+        """Return a column's entries for the tokens that no earlier event brought."""
+        num_new = total - self.num_taken
+        if num_new <= 0:
+            return []  # the last event of an aborted request repeats a token
+        return column[self.num_taken : total] if len(column) >= total else column[-num_new:]
+
+    def _num_until_stop(self, made: list[int]) -> int | None:
+        """Return the number of tokens up to the first stop token that SGLang has overlooked, None without one.
+
+        SGLang overlooks stop tokens if it ignores end tokens.
+        """
+        gconfig = self.request.gconfig
+        stops = gconfig.stop_token_ids if gconfig.ignore_eos else ()
+        least = gconfig.min_new_tokens - len(self.request.output_ids) - self.num_taken + len(made)
+        return next((num for num, token in enumerate(made, start=1) if num > least and token in stops), None)
+
+
+def version_of(reported: Any, otherwise: int) -> int:
+    """Return the policy version that a server reports as text, or the other one if the text is no number."""
+    return int(reported) if str(reported).isdecimal() else otherwise
+
 
 with optional("executor 'sglang' needs", "sglang"):
     import aiohttp
@@ -41,26 +185,13 @@ STOPPED_S = 3.0
 """seconds for a worker to tell why its server ended"""
 
 
-class ServerWorker(ServingWorker, Protocol):
-    """A worker that started or found the server of its replica."""
-
-    def endpoint(self) -> Endpoint | None:
-        """Return the address of the replica's server; None on ranks without a server."""
-
-    def server_failure(self) -> str | None:
-        """Return how the server of this worker ended; None if it runs, or if rlite did not start it."""
-
-    def stop(self) -> None:
-        """End the server if this worker started it."""
-
-
 class ServerClient:
     """The connections of an event loop to one server. Errors that are no `CallRefused` say that the server is lost."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._places = asyncio.Semaphore(MAX_SCORED)
-        self._session = aiohttp.ClientSession(
+        self.session = aiohttp.ClientSession(
             headers=endpoint.headers,
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),  # the replica ends what waits too long
@@ -74,7 +205,7 @@ class ServerClient:
         Raises:
             CallRefused: the server refused the request.
         """
-        async with self._session.post(f"{self._endpoint.url}/generate", json=body) as response:
+        async with self.session.post(f"{self._endpoint.url}/generate", json=body) as response:
             if response.status != 200:
                 raise CallRefused(self._endpoint.url, "/generate", response.status, await response.text())
             yield response
@@ -89,12 +220,8 @@ class ServerClient:
     async def look(self) -> None:
         """Return when the server has answered. Any answer will do: a paused server is not ready."""
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with self._session.get(f"{self._endpoint.url}/ready", timeout=limit):
+        async with self.session.get(f"{self._endpoint.url}/ready", timeout=limit):
             pass
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
 
 
 LOST = (aiohttp.ClientError, OSError, ValueError)
@@ -112,11 +239,8 @@ class SglangReplica(WorkerReplica):
 
     def __init__(self, workers: WorkerSet, options: SglangOptions, on_failure: OnFailure) -> None:
         super().__init__(workers)
-        endpoint = workers.ask(ServerWorker.endpoint)
-        assert endpoint is not None
-        self._endpoint = endpoint
-        self._options = options
-        self._on_failure = on_failure
+        self._endpoint = cast(Endpoint, workers.ask(SglangWorker.endpoint))
+        self._options, self._on_failure = options, on_failure
         self._version = 0
         # of the event loop's thread alone
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -143,8 +267,8 @@ class SglangReplica(WorkerReplica):
             Exception: the failure.
         """
         super().check()
-        if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+        if (failure := self.failure) is not None:
+            raise type(failure)(*failure.args)
 
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Start requests.
@@ -226,7 +350,7 @@ class SglangReplica(WorkerReplica):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=CALL_S)
             with contextlib.suppress(RliteError):  # a dead worker has taken its server along
-                replace(self.workers, timeout=CALL_S).ask(ServerWorker.stop)
+                replace(self.workers, timeout=CALL_S).ask(SglangWorker.stop)
 
     # -- between the threads -------------------------------------------------------------------------------------
 
@@ -276,12 +400,12 @@ class SglangReplica(WorkerReplica):
         """Receive one request's tokens until it has ended."""
         sequence, name = request.remaining_request(), uuid.uuid4().hex
         stream = TokenStream(sequence, request.versions)
-        length, vocab_size = self._endpoint.max_model_len, self._endpoint.vocab_size
+        limits = self._endpoint.max_model_len, self._endpoint.vocab_size
         try:
-            if (told := objection(sequence, length, vocab_size)) is not None:
+            if (told := objection(sequence, *limits)) is not None:
                 self._deliver(stream.refusal(told), stream)
             else:
-                async with self._client.generate(generate_body(sequence, name, length, vocab_size)) as response:
+                async with self._client.generate(generate_body(sequence, name, *limits)) as response:
                     await self._receive(response, stream)
         except CallRefused as refused:
             self._deliver(stream.refusal(refused.message), stream)
@@ -304,7 +428,7 @@ class SglangReplica(WorkerReplica):
             if line.startswith(b"data: {"):
                 chunk = stream.chunk(line[len(b"data: ") :], self._version)
                 self._deliver(chunk, stream)
-                if is_last(chunk):
+                if chunk.finish_reason is not None or chunk.error is not None:
                     return
         raise aiohttp.ClientPayloadError("a stream of tokens broke off")
 
@@ -347,8 +471,7 @@ class SglangReplica(WorkerReplica):
 
     async def _go_on(self) -> None:
         self._is_paused, self._heard = False, time.monotonic()
-        held, self._held = self._held, []
-        waiting, self._waiting = self._waiting, []
+        held, waiting, self._held, self._waiting = self._held, self._waiting, [], []
         for chunk, stream in held:
             self._take(chunk, stream)
         self._start(waiting)
@@ -357,10 +480,8 @@ class SglangReplica(WorkerReplica):
         self._heard = self._heard if self._is_busy else time.monotonic()
         scoring = asyncio.gather(*(self._score(prompt, num_top) for prompt in prompts))
         self._scoring.add(scoring)
-        try:
-            return list(await scoring)
-        finally:
-            self._scoring.discard(scoring)
+        scoring.add_done_callback(self._scoring.discard)
+        return await scoring
 
     async def _score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
         try:
@@ -390,15 +511,12 @@ class SglangReplica(WorkerReplica):
         reason = str(error) or f"no answer within {ANSWER_S:g} s"
         worker = replace(self.workers, timeout=STOPPED_S)
         try:
-            asking = asyncio.to_thread(worker.ask, ServerWorker.server_failure)
-            told = await asyncio.wait_for(asking, STOPPED_S)
-            reason = told or reason
-        except (TimeoutError, CallTimeout):
-            pass  # the worker waits for the server, too
+            asking: Any = asyncio.to_thread(worker.ask, SglangWorker.server_failure)
+            reason = await asyncio.wait_for(asking, STOPPED_S) or reason
         except WorkerError as died:
             return self._fail(died)
-        except RliteError:
-            pass  # the engine is being released
+        except (TimeoutError, RliteError):
+            pass  # the worker waits for the server, too, or the engine is being released
         name = self.workers.group.describe(self.workers.ranks[0])
         self._fail(WorkerError(f"{name}: the SGLang server at {self._endpoint.url} is lost: {reason}"))
 
@@ -415,4 +533,14 @@ class SglangReplica(WorkerReplica):
         self._fail(error)
         self._watcher.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        await self._client.close()
+        await self._client.session.close()
+
+
+BACKEND = InferenceBackend(
+    options=SglangOptions,
+    worker=SglangWorker,
+    replica=SglangReplica,
+    ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of SGLang's processes
+    num_replicas=attrgetter("num_replicas"),
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
+)

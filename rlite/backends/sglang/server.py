@@ -1,9 +1,14 @@
-"""SGLang's server as a process, and calls over HTTP to a server that rlite started or attached to."""
+"""SGLang's server as a process, and calls over HTTP to a server that rlite started or attached to.
+
+`SglangOptions` has the options of every inference executor, of the connection, and SGLang's ServerArgs. The names of
+the server arguments come from the sources of the installed package, which is not imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -16,12 +21,16 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt
 
 from rlite.errors import CallTimeout, ConfigError, WorkerError
+from rlite.runtime.replicas.replica import PassingOptions, WrappedOptions, annotated_names
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LOOK_S = 0.5
@@ -79,10 +88,9 @@ class Endpoint:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise WorkerError(f"the SGLang server at {self.url} did not answer {path}: {reason!r}") from error
-        try:
+        with contextlib.suppress(ValueError):
             return json.loads(text)
-        except ValueError:
-            return text
+        return text
 
 
 class CallRefused(WorkerError):
@@ -90,20 +98,14 @@ class CallRefused(WorkerError):
 
     def __init__(self, url: str, path: str, status: int, answer: str) -> None:
         super().__init__(url, path, status, answer)
-        self.status = status
-        self.message = message_of(answer)
+        self.status, self.message = status, answer[:1000]
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            content = json.loads(answer)
+            content = content.get("error", content)
+            self.message = str(content["message"] if isinstance(content, dict) else content)
 
     def __str__(self) -> str:
         return f"the SGLang server at {self.args[0]} refused {self.args[1]} (HTTP {self.status}): {self.message}"
-
-
-def message_of(answer: str) -> str:
-    """Return the message of a server's error response."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        content = json.loads(answer)
-        content = content.get("error", content)
-        return str(content["message"] if isinstance(content, dict) else content)
-    return answer[:1000]
 
 
 class ServerProcess:
@@ -125,14 +127,10 @@ class ServerProcess:
         config.write_text(json.dumps({n.replace("_", "-"): value for n, value in given.items() if value is not None}))
         self._log = Path(self._folder.name) / "server.log"
         command = [sys.executable, str(KEEPER), sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+        environment = {**os.environ, **_visible(devices)}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **_visible(devices)},
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -177,9 +175,8 @@ class ServerProcess:
 
     def _cause(self) -> str:
         """Return the last exception in the log, or the last line without an exception."""
-        with open(self._log, "rb") as log:
-            log.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        tail = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
         raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
         return (raised or lines or ["its log is empty"])[-1]
 
@@ -196,3 +193,109 @@ def _visible(devices: list[int]) -> dict[str, str]:
 def _free_port(ip: str) -> int:
     with socket.create_server((ip, 0)) as listener:
         return listener.getsockname()[1]
+
+
+REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
+OWN = {
+    "model_path": "the engine's checkpoint is served",
+    "host": "the server listens at the address of its worker",
+    "port": "the server takes a free port",
+    "tp_size": "use tensor_parallel_size of build",
+    "dp_size": "use data_parallel_size of build",
+    "nnodes": "a replica lives on one node",
+    "node_rank": "a replica lives on one node",
+    "context_length": "use max_model_len",
+    "max_running_requests": "use max_num_seqs",
+    "mem_fraction_static": "use gpu_memory_utilization",
+    "random_seed": "use seed",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "incremental_streaming_output": "rlite sets it",
+    "weight_version": "rlite sets it to the policy version",
+}
+"""server arguments that rlite sets, with the reason or the option to use instead"""
+
+
+def installed() -> Path | None:
+    """Return the folder of the installed package sglang, None without it."""
+    spec = importlib.util.find_spec("sglang")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def server_arguments() -> frozenset[str]:
+    """Return the names of the installed SGLang's server arguments; none without SGLang."""
+    package = installed()
+    groups = () if package is None else (package / "srt/arg_groups/fields").glob("*.py")
+    return frozenset().union(*map(_arguments_of, groups))
+
+
+_arguments_of = cache(annotated_names)
+
+
+class ServerOptions(WrappedOptions):
+    """Options of `executor="sglang"` beside SGLang's server arguments."""
+
+    addresses: Sequence[str] = ()
+    """URLs of running servers, one for each replica. rlite attaches to these servers, and never stops them"""
+    api_key: str | None = None
+    """key of the servers at `addresses`; a server that rlite starts gets a random key"""
+    start_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    """seconds that a server may take to start, to load a checkpoint, or to move weights"""
+    stall_timeout_s: Annotated[float, Gt(0)] = 300.0
+    """seconds without any token, with requests in flight, after which a server counts as lost"""
+    weight_transport: Literal["auto", "tensors", "group"] = "auto"
+    """path of new weights to the server: "tensors" in a request (on one GPU by CUDA IPC), or "group", a broadcast in a
+    process group. "auto" is "tensors" to a server that rlite starts, and "group" to a server at `addresses`"""
+
+
+CONNECTION = {"addresses", "api_key", "seed", "start_timeout_s", "stall_timeout_s", "weight_transport"}
+"""options that are allowed with `addresses`; the others belong to the start of a server"""
+
+
+class SglangOptions(PassingOptions):
+    """Options of `executor="sglang"`.
+
+    Args:
+        **values: fields of `ServerOptions`, and server arguments of SGLang.
+
+    Raises:
+        ConfigError: a value cannot work, SGLang is missing, or an option does not apply to running servers.
+        UnknownOptionError: an option is unknown.
+    """
+
+    executor = "sglang"
+    fields = ServerOptions
+    reserved = OWN
+
+    addresses: Sequence[str]
+    api_key: str | None
+    start_timeout_s: float
+    stall_timeout_s: float
+    weight_transport: str
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if self.addresses:
+            _check_attached(self.addresses, values)
+        elif installed() is None:
+            raise ConfigError(f"executor 'sglang' needs the package sglang, which is not installed: {REMEDY}")
+
+    @classmethod
+    def arguments(cls) -> frozenset[str]:
+        """Return the names of the installed SGLang's server arguments; none without SGLang."""
+        return server_arguments()
+
+    @property
+    def num_replicas(self) -> int | None:
+        """Number of replicas if the options fix it."""
+        return len(self.addresses) or None
+
+
+def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:
+    if not_applicable := sorted(given.keys() - CONNECTION):
+        told = f"with addresses the servers run already, so only {', '.join(sorted(CONNECTION))} are allowed"
+        remedy = "Give these options to the servers when you start them"
+        raise ConfigError(f"{', '.join(not_applicable)}: {told}. {remedy}")
+    if wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
+        raise ConfigError(f"addresses: {wrong[0]!r} is no URL; expected one like 'http://10.0.0.1:30000'")
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError("addresses: a server is named twice; expected one server for each replica")

@@ -17,10 +17,11 @@ import math
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,8 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rlite.backends.sglang.options import SglangOptions
-from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess
+from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -43,40 +43,17 @@ BUCKET_BYTES = 256 * 2**20
 FORMAT = "flattened_bucket"
 
 
-class BucketPart(NamedTuple):
-    """One parameter of a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    start: int
-    """index of its first byte in the bucket"""
-    end: int
-
-
 class Bucket(NamedTuple):
     """Parameters that travel together: views of one flat tensor of bytes in host memory, without gaps."""
 
     flat: Tensor
-    parts: list[BucketPart]
+    parts: list[SimpleNamespace]
+    """names, types, shapes and places of the parameters, as SGLang calls them"""
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return the parameters, for weight sync to write."""
-        return {
-            name: ParameterShard(self.flat[start:end].view(dtype).view(shape), (0,) * len(shape), tuple(shape))
-            for name, dtype, shape, start, end in self.parts
-        }
-
-
-def served_parameters(path: str, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of the model's parameters by Hugging Face name. Tied parameters appear once.
-
-    Args:
-        path: folder of the checkpoint.
-        dtype: type of the served weights.
-    """
-    named = meta_model(load_config(path), dtype).named_parameters()
-    return {name: (parameter.dtype, parameter.shape) for name, parameter in named}
+        boxes = {p.name: self.flat[p.start_idx : p.end_idx].view(p.dtype).view(p.shape) for p in self.parts}
+        return {name: ParameterShard(box, (0,) * box.dim(), tuple(box.shape)) for name, box in boxes.items()}
 
 
 def make_buckets(
@@ -86,45 +63,50 @@ def make_buckets(
 
     SGLang expects no gaps, so wide types come first and every parameter is aligned.
     """
-    groups: list[list[BucketPart]] = []
+    groups: list[list[SimpleNamespace]] = []
     for name, (dtype, shape) in sorted(parameters.items(), key=lambda item: -item[1][0].itemsize):
         nbytes = math.prod(shape) * dtype.itemsize
-        if not groups or groups[-1][-1].end + nbytes > most_bytes:
+        if not groups or groups[-1][-1].end_idx + nbytes > most_bytes:
             groups.append([])
-        start = groups[-1][-1].end if groups[-1] else 0
-        groups[-1].append(BucketPart(name, dtype, shape, start, start + nbytes))
-    return [Bucket(torch.empty(parts[-1].end, dtype=torch.uint8), parts) for parts in groups]
+        start = groups[-1][-1].end_idx if groups[-1] else 0
+        place = {"start_idx": start, "end_idx": start + nbytes, "numel": nbytes}  # counted in bytes
+        groups[-1].append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
+    return [Bucket(torch.empty(parts[-1].end_idx, dtype=torch.uint8), parts) for parts in groups]
 
 
-class TensorSender:
-    """Sends buckets in requests: the bytes themselves from a CPU, a CUDA IPC handle from a GPU.
+@dataclass
+class Sender:
+    """A way of buckets to a server."""
 
-    Args:
-        endpoint: the server.
-        num_ranks: tensor-parallel ranks of the server; each reads an entry of its own.
-        device: device of the flat tensors that are sent.
-        timeout: seconds for each bucket.
-    """
-
-    def __init__(self, endpoint: Endpoint, num_ranks: int, device: torch.device, timeout: float) -> None:
-        self._endpoint, self._num_ranks, self._device, self._timeout = endpoint, num_ranks, device, timeout
+    endpoint: Endpoint
+    num_ranks: int
+    """tensor-parallel ranks of the server"""
+    device: torch.device
+    """device of the flat tensors that are sent"""
+    timeout: float
+    """seconds for each bucket"""
 
     def send(self, bucket: Bucket) -> None:
         """Send a bucket; return when the server has loaded it."""
-        flat = bucket.flat.to(self._device)
-        body = {
-            # a CUDA IPC handle that is opened twice is never freed
-            "serialized_named_tensors": [serialized(flat, bucket) for _ in range(self._num_ranks)],
-            "load_format": FORMAT,
-            "flush_cache": False,
-        }
-        self._endpoint.call("/update_weights_from_tensor", body, self._timeout)
-        del flat
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Do nothing: every bucket was freed when the server had loaded it."""
+        """Leave the server; by default nothing is left."""
+
+
+class TensorSender(Sender):
+    """Sends buckets in requests: the bytes themselves from a CPU, a CUDA IPC handle from a GPU."""
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket; return when the server has loaded it."""
+        flat = bucket.flat.to(self.device)
+        # an entry for each rank: a CUDA IPC handle that is opened twice is never freed
+        entries = [serialized(flat, bucket) for _ in range(self.num_ranks)]
+        body = {"serialized_named_tensors": entries, "load_format": FORMAT, "flush_cache": False}
+        self.endpoint.call("/update_weights_from_tensor", body, self.timeout)
+        del flat
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
 
 
 def serialized(flat: Tensor, bucket: Bucket) -> str:
@@ -134,13 +116,8 @@ def serialized(flat: Tensor, bucket: Bucket) -> str:
         flat: the bucket's bytes, on the device from which they are sent.
         bucket: the bucket.
     """
-    metadata = [
-        SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
-        for name, dtype, shape, start, end in bucket.parts
-    ]
-    content = {"flattened_tensor": flat, "metadata": metadata}
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(content)
+    _Pickler(buffer).dump({"flattened_tensor": flat, "metadata": bucket.parts})
     return base64.b64encode(buffer.getbuffer()).decode()
 
 
@@ -158,20 +135,13 @@ class _Pickler(pickle.Pickler):
         return rebuild, (*arguments[:6], uuid, *arguments[7:])  # the seventh is the index of the GPU
 
 
-class GroupSender:
-    """Broadcasts buckets in a process group of this process, as rank 0, and the server's ranks.
+@dataclass
+class GroupSender(Sender):
+    """Broadcasts buckets in a process group of this process, as rank 0, and the server's ranks."""
 
-    Args:
-        endpoint: the server.
-        num_ranks: tensor-parallel ranks of the server.
-        ip: address of this node.
-        device: device of the flat tensors that are sent; decides between gloo and NCCL.
-        timeout: seconds for each bucket.
-    """
-
-    def __init__(self, endpoint: Endpoint, num_ranks: int, ip: str, device: torch.device, timeout: float) -> None:
-        self._endpoint, self._ip, self._device, self._timeout = endpoint, ip, device, timeout
-        self._size = num_ranks + 1
+    def __post_init__(self) -> None:
+        """Choose the group's name; the group is made for the first bucket."""
+        self._ip = self.endpoint.own_ip()
         self._name = f"rlite-{secrets.token_hex(8)}"
         self._port: int | None = None
         self._group: Any = None
@@ -180,15 +150,11 @@ class GroupSender:
         """Send a bucket; return when the server has loaded it."""
         if self._group is None:
             self._meet()
-        body = {
-            "names": [part.name for part in bucket.parts],
-            "dtypes": [str(part.dtype).removeprefix("torch.") for part in bucket.parts],
-            "shapes": [list(part.shape) for part in bucket.parts],
-            "group_name": self._name,
-            "load_format": FORMAT,
-            "flush_cache": False,
-        }
-        flat = bucket.flat.to(self._device)
+        body: dict[str, Any] = {"group_name": self._name, "load_format": FORMAT, "flush_cache": False}
+        body["names"] = [part.name for part in bucket.parts]
+        body["dtypes"] = [str(part.dtype).removeprefix("torch.") for part in bucket.parts]
+        body["shapes"] = [list(part.shape) for part in bucket.parts]
+        flat = bucket.flat.to(self.device)
         self._both("/update_weights_from_distributed", body, lambda: self._group.broadcast(flat, 0).wait())
 
     def close(self) -> None:
@@ -196,30 +162,22 @@ class GroupSender:
         if self._group is None:
             return
         with contextlib.suppress(WorkerError):
-            self._endpoint.call("/destroy_weights_update_group", {"group_name": self._name})
+            self.endpoint.call("/destroy_weights_update_group", {"group_name": self._name})
         self._leave()
 
     def _meet(self) -> None:
-        self._port = open_store(self._ip)
-        backend = "gloo" if self._device.type == "cpu" else "nccl"
-        body = {
-            "master_address": self._ip,
-            "master_port": self._port,
-            "rank_offset": 1,
-            "world_size": self._size,
-            "group_name": self._name,
-            "backend": backend,
-        }
-        self._both("/init_weights_update_group", body, lambda: self._join(backend))
+        self._port = port = open_store(self._ip)
+        backend, size = dist.Backend("gloo" if self.device.type == "cpu" else "nccl"), self.num_ranks + 1
+        group = {"group_name": self._name, "backend": backend, "rank_offset": 1, "world_size": size}
+        body = {"master_address": self._ip, "master_port": port, **group}
 
-    def _join(self, backend: str) -> None:
-        """Join as SGLang's ranks do, so that both sides look for each other under the same keys."""
-        assert self._port is not None
-        store = dist.PrefixStore(self._name, connect_store(self._ip, self._port, self._timeout))
-        timeout = timedelta(seconds=self._timeout)
-        self._group, _ = c10d._new_process_group_helper(
-            self._size, 0, [], dist.Backend(backend), store, c10d.GroupName(self._name), timeout=timeout
-        )
+        def join() -> None:
+            # as SGLang's ranks do, so that both sides look for each other under the same keys
+            store = dist.PrefixStore(self._name, connect_store(self._ip, port, self.timeout))
+            name, timeout = c10d.GroupName(self._name), timedelta(seconds=self.timeout)
+            self._group, _ = c10d._new_process_group_helper(size, 0, [], backend, store, name, timeout=timeout)
+
+        self._both("/init_weights_update_group", body, join)
 
     def _both(self, path: str, body: Mapping[str, Any], act: Callable[[], object]) -> None:
         """Call the server, and act at the same time. A failure on either side leaves the group.
@@ -229,17 +187,15 @@ class GroupSender:
             WorkerError: the server failed.
         """
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self._endpoint.call, path, body, self._timeout)
+            answer = pool.submit(self.endpoint.call, path, body, self.timeout)
             try:
                 act()
-            except RuntimeError as error:
+                answer.result()
+            except BaseException as error:
                 self._leave()
                 answer.result()  # the server's reason, if it has one
-                raise WeightSyncError(f"broadcast of weights to {self._endpoint.url}: {error}") from error
-            try:
-                answer.result()
-            except BaseException:
-                self._leave()
+                if isinstance(error, RuntimeError):
+                    raise WeightSyncError(f"broadcast of weights to {self.endpoint.url}: {error}") from error
                 raise
 
     def _leave(self) -> None:
@@ -248,9 +204,6 @@ class GroupSender:
             dist.destroy_process_group(group)
         if self._port is not None:
             close_store(self._port)
-
-
-Sender = TensorSender | GroupSender
 
 
 PARTS = ("weights", "kv_cache")
@@ -283,15 +236,14 @@ class SglangWorker:
             return
         config = load_config(path)
         dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
-        self._parameters = served_parameters(path, dtype)
-        longest = options.max_model_len or config.get_text_config().max_position_embeddings
+        named = meta_model(config, dtype).named_parameters()
+        self._parameters = {name: (parameter.dtype, parameter.shape) for name, parameter in named}
+        text = config.get_text_config()
+        longest = options.max_model_len or text.max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
         self._info = server.call("/server_info")
-        self._endpoint = replace(
-            server,
-            max_model_len=self._info.get("context_length") or longest,
-            vocab_size=config.get_text_config().vocab_size,
-        )
+        length = self._info.get("context_length") or longest
+        self._endpoint = replace(server, max_model_len=length, vocab_size=text.vocab_size)
         self.set_version(0)
 
     def endpoint(self) -> Endpoint | None:
@@ -356,10 +308,8 @@ class SglangWorker:
         except WorkerError as error:
             raise ConfigError(f"addresses: {error}") from error
         if (served.get("model_type") or model_type) != model_type:
-            raise ConfigError(
-                f"the server at {endpoint.url} serves {served.get('model_path')}, a model of type "
-                f"{served['model_type']!r}; {self._path} is of type {model_type!r}"
-            )
+            told = f"the server at {endpoint.url} serves {served.get('model_path')}, of type {served['model_type']!r}"
+            raise ConfigError(f"{told}; {self._path} is of type {model_type!r}")
         return endpoint
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -384,33 +334,26 @@ class SglangWorker:
         if self._endpoint is None:
             return
         if self._buckets:
-            self._sender = self._sender or self._make_sender(self._endpoint)
+            self._sender = sender = self._sender or self._make_sender()
             buckets, self._buckets = self._buckets, []
+            call = partial(self._endpoint.call, body={}, timeout=sender.timeout)
             try:
-                self._send(self._endpoint, self._sender, buckets)
+                call("/begin_weight_update")
+                try:
+                    for bucket in buckets:
+                        sender.send(bucket)
+                finally:
+                    call("/end_weight_update")
+                call("/flush_cache")  # of the old weights
             except CallRefused as error:
                 raise WeightSyncError(str(error)) from error
         self.set_version(version)
 
-    def _send(self, server: Endpoint, sender: Sender, buckets: Sequence[Bucket]) -> None:
-        """Write all buckets into the server, and drop the KV cache of the old weights."""
-        timeout = self._options.start_timeout_s
-        server.call("/begin_weight_update", {}, timeout)
-        try:
-            for bucket in buckets:
-                sender.send(bucket)
-        finally:
-            server.call("/end_weight_update", {}, timeout)
-        server.call("/flush_cache", {}, timeout)
-
-    def _make_sender(self, server: Endpoint) -> Sender:
-        timeout = self._options.start_timeout_s
-        num_ranks = int(self._info.get("tp_size") or 1)
-        automatic = "group" if self._process is None else "tensors"
-        chosen = automatic if self._options.weight_transport == "auto" else self._options.weight_transport
-        if chosen == "group":
-            return GroupSender(server, num_ranks, server.own_ip(), self._device, timeout)
-        return TensorSender(server, num_ranks, self._device, timeout)
+    def _make_sender(self) -> Sender:
+        assert self._endpoint is not None
+        automatic, chosen = "tensors" if self._process else "group", self._options.weight_transport
+        cls = GroupSender if (automatic if chosen == "auto" else chosen) == "group" else TensorSender
+        return cls(self._endpoint, int(self._info.get("tp_size") or 1), self._device, self._options.start_timeout_s)
 
     def load_weights(self, path: str | None) -> None:
         """Let the server read weights from a checkpoint; None is the engine's own.
@@ -450,11 +393,7 @@ class SglangWorker:
         Raises:
             ConfigError: an attached server would lose its weights.
         """
-        if self._endpoint is not None and not self._info.get("enable_weights_cpu_backup"):
-            raise ConfigError(
-                f"cpu(): the server at {self._endpoint.url} runs without enable_weights_cpu_backup and would lose its "
-                "weights. Use meta(), or start it with --enable-weights-cpu-backup"
-            )
+        self._need("enable_weights_cpu_backup", "and would lose its weights in cpu(). Use meta(), or")
         self.to_meta()
 
     def to_meta(self) -> None:
@@ -464,14 +403,14 @@ class SglangWorker:
             self._on_device.difference_update(there)
 
     def _move(self, path: str, parts: list[str]) -> None:
-        if self._endpoint is None:
-            return
-        if not self._info.get("enable_memory_saver"):
-            raise ConfigError(
-                f"the server at {self._endpoint.url} runs without enable_memory_saver, so its memory cannot move; "
-                "start it with --enable-memory-saver"
-            )
-        self._endpoint.call(path, {"tags": parts}, self._options.start_timeout_s)
+        if self._endpoint is not None:
+            self._need("enable_memory_saver", "so its memory cannot move:")
+            self._endpoint.call(path, {"tags": parts}, self._options.start_timeout_s)
+
+    def _need(self, option: str, otherwise: str) -> None:
+        if self._endpoint is not None and not self._info.get(option):
+            told, flag = f"the server at {self._endpoint.url} runs without {option}", option.replace("_", "-")
+            raise ConfigError(f"{told}, {otherwise} start it with --{flag}")
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that the server holds on all its devices, by part: weights, kv_cache."""

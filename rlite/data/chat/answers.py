@@ -12,30 +12,33 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.forms import Message
-from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
-from rlite.data.chat.parts import WEIGHTS
-from rlite.data.chat.prompt_tokens import bounded_tokens, end_of, special_ids
+from rlite.data.chat.forms import WEIGHTS, Message, Messages
+from rlite.data.chat.masks import ChatEncoder, EncodedChat, assistant_messages, check_messages
 from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
+from rlite.data.prompts import bounded_tokens, end_of, special_ids
 from rlite.data.readers.tables import check_columns
-from rlite.data.tokens import Tokens, answer_encoder
+from rlite.data.source import Table
+from rlite.data.tokens import Encode, Tokens, answer_encoder
 from rlite.errors import DataError
 from rlite.types import StopReason
 
+Chats = Callable[[Mapping[str, Any]], list[tuple[list[Message], int]]]
+"""a row -> its conversations, each with the number of the first message that is learnt"""
+
 
 def prompted_answer_encoder(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Table,
     tokenizer: PreTrainedTokenizerBase,
     answers: Sequence[str],
     columns: Mapping[str, type | tuple[type, ...]],
     where: str,
     template_options: Mapping[str, Any],
-) -> Callable[[range], list[list[Tokens]]]:
+) -> Encode:
     """Check rows of a prompt with answers, and return a function that tokenises them.
 
     All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer. An
     answer is a text, or after messages a list of messages; see `check_answer`. Only the answer is learnt, with its end:
-    in a raw text, the end-of-sequence token.
+    in a raw text, the end-of-sequence token. A sequence ends with its answer.
 
     Args:
         rows: the table.
@@ -53,8 +56,8 @@ def prompted_answer_encoder(
         ConfigError: the tokenizer cannot do this.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
-    answer_types = (str, list) if is_chat else str
-    needed = {"messages" if is_chat else "prompt": list if is_chat else str, **dict.fromkeys(answers, answer_types)}
+    needed: dict[str, Any] = dict.fromkeys(answers, (str, list) if is_chat else str)
+    needed |= {"messages": list} if is_chat else {"prompt": str}
     for number, row in enumerate(rows):
         at = f"{where}, row index {number}"
         check_columns(row, {**needed, **columns}, at)
@@ -64,50 +67,54 @@ def prompted_answer_encoder(
                 check_answer(answer_messages(row[answer]), at, answer)
     if not is_chat:
         return answer_encoder(tokenizer, rows, answers, template_options.get("ends"))
-    return chat_answer_encoder(ChatEncoder(tokenizer, **template_options), rows, answers, where)
+
+    def conversations(row: Mapping[str, Any]) -> list[tuple[list[Message], int]]:
+        prompt = row["messages"]
+        return [([*prompt, *answer_messages(row[answer])], len(prompt)) for answer in answers]
+
+    return chat_encoder(ChatEncoder(tokenizer, **template_options), rows, conversations, where)
 
 
-def chat_answer_encoder(
-    encoder: ChatEncoder, rows: Sequence[Mapping[str, Any]], answers: Sequence[str], where: str
-) -> Callable[[range], list[list[Tokens]]]:
-    """Return a function that tokenises `messages` with each of their answers.
-
-    A sequence ends with its answer. Only the assistant's messages in the answer are learnt. Text that a template writes
-    after the answer is removed, so a row ends as a generated row does.
+def chat_encoder(
+    encoder: ChatEncoder, rows: Table, chats: Chats, where: str, last_turn_only: bool = False, is_cut: bool = True
+) -> Encode:
+    """Return a function that tokenises the conversations of rows. Only messages of the assistant are learnt.
 
     Args:
         encoder: encoder of conversations.
         rows: the table.
-        answers: columns with answers, each a text or messages.
+        chats: returns the conversations of a row.
         where: the table's name in messages, such as "data.path=x.json".
+        last_turn_only: learn only the last of the turns.
+        is_cut: end a sequence with its last turn: text that a template writes after it is removed, so a row ends as a
+            generated row does.
 
     Returns:
-        A function: row numbers -> for each row, one sequence for each answer.
+        A function: row numbers -> for each row, one sequence for each conversation.
     """
 
     def encode(numbers: range) -> list[list[Tokens]]:
-        sides = [(number, answer_messages(rows[number][answer])) for number in numbers for answer in answers]
-        chats = [[*rows[number]["messages"], *said] for number, said in sides]
-        names = [f"{where}, row index {number}" for number, _ in sides]
-        encoded = encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides])
-        tokens = []
-        for chat, messages, (_, said), name in zip(encoded, chats, sides, names, strict=True):
-            turns = learnt_turns(chat, messages, len(messages) - len(said), name)
+        found = [(number, *each) for number in numbers for each in chats(rows[number])]
+        names = [f"{where}, row index {number}" for number, *_ in found]
+        tools = [rows[number].get("tools") for number, *_ in found]
+        encoded = encoder.encode([messages for _, messages, _ in found], names, tools)
+        tokens: dict[int, list[Tokens]] = {number: [] for number in numbers}
+        for chat, (number, messages, first), name in zip(encoded, found, names, strict=True):
+            turns = learnt_turns(chat, messages, first, name)[-1 if last_turn_only else 0 :]
             ended = encoder.ended(chat, turns, name)
-            end = ended.turns[-1][1]
-            tokens.append((ended.input_ids[:end], ended.mask(turns)[:end]))
-        size = len(answers)
-        return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+            end = ended.turns[-1][1] if is_cut else None
+            tokens[number].append((ended.input_ids[:end], ended.mask(turns)[:end]))
+        return list(tokens.values())
 
     return encode
 
 
-def answer_messages(answer: str | Sequence[Message]) -> Sequence[Message]:
+def answer_messages(answer: str | Messages) -> Messages:
     """Return an answer, a text or messages, as messages."""
     return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
-def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, where: str) -> list[int]:
+def learnt_turns(chat: EncodedChat, messages: Messages, first: int, where: str) -> list[int]:
     """Return the indexes of the assistant's turns that are learnt: from a message on, unless a weight is 0 or false.
 
     Args:
@@ -124,26 +131,21 @@ def learnt_turns(chat: EncodedChat, messages: Sequence[Message], first: int, whe
             if message.get(key) not in (None, 0, 1):
                 found = f"{key!r} is {message[key]!r:.100}"
                 raise DataError(f"{where}, messages[{number}]: {found}; expected 0, 1, true or false")
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    learnt = [
-        index
-        for index, number in enumerate(answers)
-        if number >= first and all(messages[number].get(key) in (None, 1) for key in WEIGHTS)
-    ]
-    shown = len(chat.turns)
+    answers, shown = assistant_messages(messages), len(chat.turns)
+    has_weight = [all(messages[number].get(key) in (None, 1) for key in WEIGHTS) for number in answers]
+    learnt = [index for index, number in enumerate(answers) if number >= first and has_weight[index]]
     if len(answers) == shown:
         return learnt
     if len(answers) == len(learnt):
         return list(range(shown))
     if learnt == [len(answers) - 1] and shown:
         return [shown - 1]
-    raise DataError(
-        f"{where}: the chat template shows {shown} of {len(answers)} turns of the assistant, so "
-        f"{'the turns of the completion' if first else 'the turns to learn'} cannot be found"
-    )
+    which = "the turns of the completion" if first else "the turns to learn"
+    told = f"the chat template shows {shown} of {len(answers)} turns of the assistant"
+    raise DataError(f"{where}: {told}, so {which} cannot be found")
 
 
-def check_answer(messages: Sequence[Message], where: str, column: str) -> None:
+def check_answer(messages: Messages, where: str, column: str) -> None:
     """Check that messages answer a prompt: of the assistant, with results of tools between them.
 
     Args:
@@ -157,10 +159,8 @@ def check_answer(messages: Sequence[Message], where: str, column: str) -> None:
     check_messages(messages, where, column)
     roles = [message["role"] for message in messages]
     if not roles[0] == roles[-1] == "assistant" or {*roles} & {"user", "system", "developer"}:
-        raise DataError(
-            f"{where}: {column!r} has messages of the roles {', '.join(roles)}; expected an answer: messages of the "
-            "assistant, with results of tools between them"
-        )
+        expected = "an answer: messages of the assistant, with results of tools between them"
+        raise DataError(f"{where}: {column!r} has messages of the roles {', '.join(roles)}; expected {expected}")
 
 
 def check_prompt(messages: Any, where: str, answers: str) -> None:
@@ -176,16 +176,14 @@ def check_prompt(messages: Any, where: str, answers: str) -> None:
     """
     check_messages(messages, where)
     if messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: 'messages' ends with the assistant; expected the prompt alone, to which {answers} "
-            f"{'are answers' if ' ' in answers else 'is the answer'}"
-        )
+        what = f"to which {answers} {'are answers' if ' ' in answers else 'is the answer'}"
+        raise DataError(f"{where}: 'messages' ends with the assistant; expected the prompt alone, {what}")
 
 
 class AnsweredTurn(Protocol):
     """A conversation that a model has answered."""
 
-    messages: Sequence[Message] | None
+    messages: Messages | None
     """the conversation"""
     tools: Any
     answer: Message | None
@@ -196,7 +194,7 @@ class AnsweredTurn(Protocol):
     """the answer as the model has written it, without its end"""
 
 
-def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Message], text: str) -> str | None:
+def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str) -> str | None:
     """Return the part of a rendered conversation after the model's answer in a turn.
 
     Args:
@@ -306,22 +304,20 @@ def tokens_after(
 
 def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     """Return the tokens of an answer without special tokens and white space at its end."""
-    special = special_ids(tokenizer)
-    end = len(tokens)
+    special, end = special_ids(tokenizer), len(tokens)
     while end and (tokens[end - 1] in special or not tokenizer.decode(tokens[end - 1 : end]).strip()):
         end -= 1
     return list(tokens[:end])
 
 
 def _text_after_calls(
-    template: ChatTemplate, turn: AnsweredTurn, messages: Sequence[Message], text: str, ending: Ending
+    template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str, ending: Ending
 ) -> str | None:
     """Return the same part for an answer with calls, which a template may write in other words than the model."""
     assert turn.messages is not None
     assert turn.answer is not None
-    before = template.render(
-        messages[: len(turn.messages) + 1], tools=turn.tools, add_generation_prompt=False
-    ).removesuffix(ending.tail)
+    answered = messages[: len(turn.messages) + 1]
+    before = template.render(answered, tools=turn.tools, add_generation_prompt=False).removesuffix(ending.tail)
     names = called_names(turn.answer)
     if not names or not before.endswith(ending.closing) or not text.startswith(before):
         return None

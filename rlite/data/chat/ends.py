@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from rlite.data.chat.prompt_tokens import BREAK
+from rlite.data.prompts import BREAK
 from rlite.errors import ConfigError, DataError
 from rlite.wording import counted
 
@@ -55,20 +55,13 @@ class LearntEnds:
         if end in self._stop_ids or end in self.new or self._choice == "keep":
             return
         if self.is_settled:
-            raise DataError(
-                f"{where}: answers end with {self._names([end])}, no end token of the model, and no earlier row "
-                "ended so; let the first rows have such an answer, or use data.end_token=keep"
-            )
+            found = f"answers end with {self._names([end])}, no end token of the model, and no earlier row ended so"
+            remedy = "let the first rows have such an answer, or use data.end_token=keep"
+            raise DataError(f"{where}: {found}; {remedy}")
         self.new.add(end)
 
     def end_turn(
-        self,
-        ids: list[int],
-        turn: tuple[int, int],
-        known: Collection[int],
-        is_final: bool,
-        is_rewritten: bool,
-        where: str,
+        self, ids: list[int], turn: tuple[int, int], known: Sequence[int], is_last: bool, is_rewritten: bool, where: str
     ) -> tuple[list[int], int]:
         """Return a row and the end of a turn, so that the turn ends with a token at which the model stops.
 
@@ -76,7 +69,7 @@ class LearntEnds:
             ids: the row.
             turn: the turn's tokens [start, end).
             known: tokens that end answers in this chat template, the usual one first.
-            is_final: whether the row ends with the turn.
+            is_last: whether the row ends with the turn.
             is_rewritten: whether the template writes the turn otherwise when the row ends with it.
             where: the row's name in errors.
 
@@ -92,10 +85,10 @@ class LearntEnds:
         if following in self._stop_ids or following in known:
             self._num_extended += 1
             written, end = ids[end], end + 1
-        elif is_rewritten or (self._choice == "append" and not is_final):
+        elif is_rewritten or (self._choice == "append" and not is_last):
             return ids, end
         elif written not in self._special and written not in known:
-            if not is_final or not (known or self._choice == "append"):
+            if not is_last or not (known or self._choice == "append"):
                 raise ConfigError(self._no_end(ids[max(last - 8, start) : end], where))
             written = next(iter(known), self._tokenizer.eos_token_id)
             self._num_appended += 1
@@ -213,10 +206,8 @@ class EscapingTokenizer:
         encoded: dict[str, Any] = dict(self._plain(renamed, **options))
         encoded["input_ids"] = [self._ids.get(token, token) for token in encoded["input_ids"]]
         if "offset_mapping" in encoded:
-            encoded["offset_mapping"] = [
-                (origin[start], origin[end - 1] + 1) if end > start else (origin[start], origin[start])
-                for start, end in encoded["offset_mapping"]
-            ]
+            offsets = encoded["offset_mapping"]
+            encoded["offset_mapping"] = [(origin[a], origin[b - 1] + 1 if b > a else origin[a]) for a, b in offsets]
         return encoded
 
     def _rename(self, text: str) -> tuple[str, list[int]]:
@@ -226,26 +217,18 @@ class EscapingTokenizer:
         at = 0
         for found in re.finditer(f"{BREAK}|{self._special.pattern}", text):
             start, end = found.span()
-            parts.append(text[at:start])
-            origin += range(at, start)
-            if found[0] != BREAK:
-                alias = self._aliases[found[0]]
-                parts.append(alias)
-                origin += [start] * (len(alias) - 1) + [end - 1]
+            alias = self._aliases.get(found[0], "")  # none of BREAK
+            parts += [text[at:start], alias]
+            origin += [*range(at, start), *[start] * (len(alias) - 1), *([end - 1] if alias else [])]
             at = end
         return "".join([*parts, text[at:]]), [*origin, *range(at, len(text) + 1)]
 
     def _escaped(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._escaped_text(value)
         if isinstance(value, Mapping):
             return {key: part if key == "role" else self._escaped(part) for key, part in value.items()}
-        if isinstance(value, Sequence):
-            return [self._escaped(part) for part in value]
-        return value
-
-    def _escaped_text(self, text: str) -> str:
-        text = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+        if not isinstance(value, str):
+            return [self._escaped(part) for part in value] if isinstance(value, Sequence) else value
+        text = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
         # what the template writes next to it may make a name of it
         ends = any(text.endswith(name[:size]) for name in self._names for size in range(1, len(name)))
         begins = any(text.startswith(name[-size:]) for name in self._names for size in range(1, len(name)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,13 +19,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.ends import EscapingTokenizer, LearntEnds
-from rlite.data.chat.forms import check_parts
-from rlite.data.chat.parts import Places
+from rlite.data.chat.forms import Messages, Places, check_parts
 from rlite.data.chat.template import ANSWER, QUESTION, ChatTemplate, TemplateRefusal, cause, num_shared, refusal
 from rlite.data.readers.tables import check_text
 from rlite.errors import ConfigError, DataError
-
-Messages = Sequence[Mapping[str, Any]]
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BASIC_ROLES = ("user", "assistant")
@@ -126,10 +124,8 @@ class ChatEncoder:
         try:
             template = tokenizer.get_chat_template()
         except ValueError as error:
-            raise ConfigError(
-                "the model's tokenizer has no chat template, which 'messages' need; give raw texts, or set "
-                "tokenizer.chat_template and save the tokenizer"
-            ) from error
+            remedy = "give raw texts, or set tokenizer.chat_template and save the tokenizer"
+            raise ConfigError(f"the model's tokenizer has no chat template, which 'messages' need; {remedy}") from error
         self._is_marked = bool(_GENERATION_MARK.search(template)) and not escape_special_tokens
         self._template = ChatTemplate(EscapingTokenizer(tokenizer) if escape_special_tokens else tokenizer, options)
         self._ends, self._known_ends = ends, tuple[int, ...]()
@@ -157,17 +153,12 @@ class ChatEncoder:
         tools = tools or [None] * len(chats)
         chats = [self._fitted(*chat) for chat in zip(chats, where, tools, strict=True)]
         if self._is_marked:
-            return [self._encode_marked(*chat) for chat in zip(chats, where, tools, strict=True)]
-        rendered = [self._render(*chat) for chat in zip(chats, where, tools, strict=True)]
+            return list(map(self._encode_marked, chats, where, tools))
+        rendered = list(map(self._render, chats, where, tools))
         # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
-        encoded = self._template.tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        off = dict.fromkeys(("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose"), False)
+        found = self._template.tokenizer([text for text, _ in rendered], return_offsets_mapping=True, **off)
+        rows = zip(chats, rendered, found["input_ids"], found["offset_mapping"], strict=True)
         return [
             EncodedChat(
                 np.asarray(ids, dtype=np.int32),
@@ -176,9 +167,7 @@ class ChatEncoder:
                 frozenset(index for index, turn in enumerate(turns) if not turn.is_prompted),
                 chat[-1]["role"] == "assistant",
             )
-            for chat, (_, turns), ids, offsets in zip(
-                chats, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-            )
+            for chat, (_, turns), ids, offsets in rows
         ]
 
     def ended(self, chat: EncodedChat, turns: Sequence[int], where: str) -> EncodedChat:
@@ -198,8 +187,8 @@ class ChatEncoder:
         self._ends.num_turns += len(turns)
         self._ends.num_rewritten += len({*turns} & (chat.rewritten | chat.unprompted))
         for turn in turns:
-            is_final = chat.is_answered and turn == len(found) - 1
-            ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_final, turn in chat.rewritten, where)
+            is_last = chat.is_answered and turn == len(found) - 1
+            ids, end = self._ends.end_turn(ids, found[turn], self._known_ends, is_last, turn in chat.rewritten, where)
             found[turn] = found[turn][0], end
         return replace(chat, input_ids=np.asarray(ids, dtype=np.int32), turns=tuple(found))
 
@@ -214,11 +203,7 @@ class ChatEncoder:
             DataError: as for `encode`.
         """
         places = self._checked_places(messages, where, tools)
-        turns = [
-            self._turn(messages, number, places, where, tools)
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
+        turns = [self._turn(messages, number, places, where, tools) for number in assistant_messages(messages)]
         if any(later.start < earlier.end for earlier, later in pairwise(turns)):
             raise DataError(_cannot_tell(where, len(messages) - 1, "turns overlap"))
         return places.text, turns
@@ -229,10 +214,10 @@ class ChatEncoder:
         places = self._checked_places(messages, where, tools)
         encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
-        if not edges and any(message["role"] == "assistant" for message in messages):
+        answers = assistant_messages(messages)
+        if answers and not edges:
             raise DataError(f"{where}: the chat template's {{% generation %}} marks select nothing of the conversation")
         ids, turns = np.asarray(encoded["input_ids"], dtype=np.int32), tuple(zip(edges[::2], edges[1::2], strict=True))
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         rewritten = frozenset(index for index, number in enumerate(answers) if places.missing(number))
         return EncodedChat(ids, turns, rewritten, is_answered=answers[-1:] == [len(messages) - 1])
 
@@ -250,16 +235,14 @@ class ChatEncoder:
             prompt = render([QUESTION], add_generation_prompt=True)
             start, *after = self._template.around_last_answer
         except TemplateRefusal as error:
-            raise ConfigError(
-                f"the chat template {refusal(error.__cause__)} a question and an answer: {cause(error.__cause__)}"
-            ) from error
+            told = f"{refusal(error.__cause__)} a question and an answer: {cause(error.__cause__)}"
+            raise ConfigError(f"the chat template {told}") from error
         # Some templates end a conversation that waits for no answer with a token of its own.
         shared = num_shared(before, prompt, start)
         if QUESTION["content"] not in before[:shared] or len(after) != 1:
-            raise ConfigError(
-                "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
-                "in the template with {% generation %} ... {% endgeneration %}"
-            )
+            remedy = "mark them in the template with {% generation %} ... {% endgeneration %}"
+            lost = "does not append answers to questions, so that its turns cannot be found"
+            raise ConfigError(f"the chat template {lost}; {remedy}")
         tokens = self._template.tokenizer.added_tokens_decoder.values()
         names = sorted({token.content for token in tokens if token.content.strip()}, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, names)) or r"(?!)")
@@ -343,11 +326,10 @@ class ChatEncoder:
             closing: the text that the template writes after the answer if the conversation ends there.
         """
         shared = rest[: num_shared(rest, closing)]
-        if tokens := [*self._token.finditer(shared)]:
-            return tokens[-1].end()
-        if self._token.search(closing) and (token := self._token.search(rest)):
-            return token.end()  # it ends otherwise in history
-        return len(shared)
+        tokens = [*self._token.finditer(shared)]
+        if not tokens and self._token.search(closing):  # it ends otherwise in history
+            tokens = [*self._token.finditer(rest)][:1]
+        return tokens[-1].end() if tokens else len(shared)
 
     # -- rendering -------------------------------------------------------------------------------------------------
 
@@ -360,8 +342,7 @@ class ChatEncoder:
         try:
             text = self._template.render(messages, tools=tools)
         except TemplateRefusal as error:
-            failed = error.__cause__
-            role = self._refused_role(messages, tools)
+            failed, role = error.__cause__, self._refused_role(messages, tools)
             what = f"the role {role!r}" if role else f"the conversation of {', '.join(m['role'] for m in messages)}"
             raise DataError(f"{where}: the chat template {refusal(failed)} {what}: {cause(failed)}") from error
         return self._template.check(messages, text, f"{where}, ", tools=tools)
@@ -370,12 +351,15 @@ class ChatEncoder:
         """Return the role without whose messages the template would render the conversation."""
         for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in _BASIC_ROLES):
             rest = [message for message in messages if message["role"] != role]
-            try:
+            with suppress(TemplateRefusal):
                 self._template.render(rest or [QUESTION], tools=tools)
-            except TemplateRefusal:
-                continue
-            return role
+                return role
         return None
+
+
+def assistant_messages(messages: Messages) -> list[int]:
+    """Return the indexes of the assistant's messages."""
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _cannot_tell(where: str, number: int, reason: str) -> str:

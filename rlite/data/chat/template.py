@@ -17,10 +17,20 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.forms import Message, forms_of
-from rlite.data.chat.parts import THOUGHTS, TOOLS, WEIGHTS, Marks, Part, Places
-from rlite.data.chat.prompt_tokens import TextTokenizer
-from rlite.data.chat.template_limits import check_constants, limited
+from rlite.data.chat.forms import (
+    THOUGHTS,
+    TOOLS,
+    WEIGHTS,
+    Marks,
+    Message,
+    Messages,
+    Part,
+    Places,
+    check_constants,
+    forms_of,
+    limited,
+)
+from rlite.data.prompts import TextTokenizer
 from rlite.errors import ConfigError, DataError
 
 _FUNCTION = "strftime_now"
@@ -116,7 +126,7 @@ class ChatTemplate:
         self.tokenizer: Any = tokenizer
         self._options = dict(options or {})
 
-    def apply(self, messages: Sequence[Message], **options: Any) -> Any:
+    def apply(self, messages: Messages, **options: Any) -> Any:
         """Call `apply_chat_template` of the tokenizer.
 
         Args:
@@ -141,7 +151,7 @@ class ChatTemplate:
                 f"the model's chat template {refusal(error)} a conversation of the roles {roles}: {cause(error)}"
             ) from error
 
-    def fitted(self, messages: Sequence[Message], where: str = "", tools: Any = None) -> list[Message]:
+    def fitted(self, messages: Messages, where: str = "", tools: Any = None) -> list[Message]:
         """Return messages in the forms that the template takes; see `MessageForms`.
 
         Args:
@@ -163,11 +173,11 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         return None
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Messages, **options: Any) -> str:
         """Return a conversation as text. Arguments and errors are those of `apply`."""
         return self.apply(messages, tokenize=False, **options)
 
-    def around(self, messages: Sequence[Message], number: int, **options: Any) -> list[str]:
+    def around(self, messages: Messages, number: int, **options: Any) -> list[str]:
         """Render a conversation and split the text at the content of one message.
 
         Args:
@@ -183,7 +193,7 @@ class ChatTemplate:
         variant = [*messages[:number], {**kept, "content": STAND_IN}, *messages[number + 1 :]]
         return self.render(variant, **options).split(STAND_IN)
 
-    def places(self, messages: Sequence[Message], text: str, only: int | None = None, **options: Any) -> Places:
+    def places(self, messages: Messages, text: str, only: int | None = None, **options: Any) -> Places:
         """Return the parts of messages in a rendered conversation.
 
         Args:
@@ -211,12 +221,7 @@ class ChatTemplate:
             return None
 
     def check(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        where: str = "",
-        optional: Collection[str] = (),
-        **options: Any,
+        self, messages: Messages, text: str, where: str = "", optional: Collection[str] = (), **options: Any
     ) -> Places:
         """Check that a rendered conversation holds each part of its messages at its own place, and each tool.
 
@@ -244,24 +249,20 @@ class ChatTemplate:
                 missing = [] if is_shown else [Part(number, "'content'", "", None, None, 0)]
             if role == "assistant":
                 missing = [part for part in missing if part.name not in optional and not (optional and part.places)]
-                if missing and message is not messages[-1] and self._writes(message, options):
-                    continue
+                if missing and message is not messages[-1] and (alone := self.alone(message, **options)):
+                    # history lacks what the template writes in an answer that ends a conversation
+                    missing = [] if 1 in alone.parts and not alone.missing(1) else missing
             if missing:
-                of = "a part of " if missing[0].places else ""
-                is_role = role != "assistant" and not of
-                what = f"the role {role!r}, whose content would be lost" if is_role else f"{of}{missing[0].name}"
+                what = f"a part of {missing[0].name}" if missing[0].places else missing[0].name
+                if role != "assistant" and not missing[0].places:
+                    what = f"the role {role!r}, whose content would be lost"
                 place = f"{where}messages[{number}]"
                 raise DataError(f"{place}: the chat template leaves out {what}", place)
         if missing := places.missing(TOOLS):
             raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}", f"{where}tools")
         return places
 
-    def _writes(self, answer: Message, options: Mapping[str, Any]) -> bool:
-        """Return whether the template writes all parts of an answer that ends a conversation."""
-        alone = self.alone(answer, **options)
-        return alone is not None and 1 in alone.parts and not alone.missing(1)
-
-    def between(self, replies: Sequence[Message]) -> str:
+    def between(self, replies: Messages) -> str:
         """Return the text from the end of an answer's content to the beginning of the next answer.
 
         Args:
@@ -319,7 +320,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def check_template_limits(tokenizer: Any) -> None:
-    """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.template_limits`."""
+    """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.forms`."""
     given = tokenizer.chat_template or {}
     for template in given.values() if isinstance(given, Mapping) else [given]:
         check_constants(template)
@@ -345,9 +346,9 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
     read = _names_in(template)
     for name in options:
         if name not in read:
-            raise ConfigError(
-                f"{key}.{name}: the model's chat template reads no such variable; leave it out{_near(name, read)}"
-            )
+            near = [f", or did you mean {close!r}?" for close in get_close_matches(name, read, n=1)]
+            unread = "the model's chat template reads no such variable; leave it out"
+            raise ConfigError(f"{key}.{name}: {unread}{''.join(near)}")
 
 
 def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[str]:
@@ -365,11 +366,6 @@ def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[
 def _names_in(template: str) -> set[str]:
     """Return all names and words in the expressions of a template."""
     return set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f", or did you mean {close[0]!r}?" if close else ""
 
 
 def num_shared(*texts: str) -> int:

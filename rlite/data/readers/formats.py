@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, Literal
 
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
-from rlite.data.readers.tables import MESSAGE_COLUMNS, NULL, Row, check_columns, check_text, is_null, without_nulls
+from rlite.data.readers.tables import NULL, Row, check_columns, check_text, is_null, parse_json, without_added_nulls
+from rlite.data.source import Source
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
 }
 """ShareGPT's `from` -> role"""
 SYSTEM_ROLES = ("system", "developer")
@@ -86,10 +80,7 @@ def _call(call: Any) -> Any:
 
 
 def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
+    return parse_json(text, lambda _: where)
 
 
 def prompt_messages(prompt: Any, where: str) -> list[Any]:
@@ -142,9 +133,7 @@ def tools_of(row: Row, where: str) -> Row:
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _json(tools, f"{where}: 'tools'") if tools.strip() else None
-    if tools is None:
-        return {}
-    if not isinstance(tools, list):
+    if tools is not None and not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
     return {"tools": [_schema(tool, f"{where}: 'tools'") for tool in tools]} if tools else {}
 
@@ -165,23 +154,21 @@ def sharegpt(row: Row, where: str) -> Row:
     return {"messages": [*own, *messages], **tools_of(row, where)}
 
 
-def alpaca_prompt(row: Row, where: str) -> list[Any]:
+def instruction(row: Row, where: str) -> Row:
     """Return an instruction as messages: system, earlier turns, and the instruction with its input below it.
 
     Raises:
         DataError: `input` or `history` has another form.
     """
-    check_columns(row, {"instruction": str}, where)
     extra = row.get("input") or ""
-    if not isinstance(extra, str):
-        raise DataError(f"{where}: 'input' is {type(extra).__name__}; expected a text")
+    check_columns({**row, "input": extra}, {"instruction": str, "input": str}, where)
     earlier: list[Any] = []
     for number, turn in enumerate(row.get("history") or ()):
         if not isinstance(turn, (list, tuple)) or [type(text) for text in turn] != [str, str]:
             raise DataError(f"{where}: history[{number}] is {turn!r:.100}; expected [instruction, answer]")
         earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     question = {"role": "user", "content": f"{row['instruction']}\n{extra}" if extra else row["instruction"]}
-    return chat([*_system(row, where), *earlier, question], where, "instruction")
+    return {"messages": chat([*_system(row, where), *earlier, question], where, "instruction")}
 
 
 def conversation(row: Row, where: str) -> Row:
@@ -192,7 +179,8 @@ def conversation(row: Row, where: str) -> Row:
 def alpaca(row: Row, where: str) -> Row:
     """Return the conversation of an instruction and its output."""
     check_columns(row, {"output": str}, where)
-    return {"messages": [*alpaca_prompt(row, where), {"role": "assistant", "content": row["output"]}]}
+    answer = {"role": "assistant", "content": row["output"]}
+    return {"messages": [*instruction(row, where)["messages"], answer]}
 
 
 def completed(answer: str) -> Callable[[Row, str], Row]:
@@ -224,22 +212,57 @@ def asked(column: str) -> Callable[[Row, str], Row]:
     return convert
 
 
+def beside(convert: Callable[[Row, str], Row], *replaced: str) -> Callable[[Row, str], Row]:
+    """Return a conversion that keeps the other columns for rewards, except replaced ones."""
+
+    def converted(row: Row, where: str) -> Row:
+        return {name: value for name, value in row.items() if name not in replaced} | convert(row, where)
+
+    return converted
+
+
 def plain_text(row: Row, where: str) -> Row:
     """Return a text that is learnt whole."""
     check_columns(row, {"text": str}, where)
     return {"text": row["text"]}
 
 
-def pair(row: Row, where: str, messages: list[Any]) -> Row:
-    """Return a preference pair of a conversation and two answers.
+_SIDES = ("chosen", "rejected")
+
+
+def answered(row: Row, where: str, messages: list[Any], answers: Sequence[str], **others: Any) -> Row:
+    """Return a conversation with its answers, and the tools of the row.
 
     Args:
-        row: row with the answers, and optionally `tools` and a `margin`.
+        row: row with the answers, and optionally `tools`.
         where: the row's name in messages.
         messages: the conversation before the answers.
+        answers: columns with answers.
+        **others: further columns.
     """
-    sides = {side: answer_of(row[side], where, side) for side in ("chosen", "rejected")}
-    return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
+    made = {name: answer_of(row[name], where, name) for name in answers}
+    return {"messages": messages, **made, **others, **tools_of(row, where)}
+
+
+def prompted(row: Row, where: str, answers: Sequence[str], **others: Any) -> Row:
+    """Return a prompt with its answers: texts, or the messages of `answered` if one of them is no text.
+
+    Args:
+        row: row with the prompt and the answers, and optionally `tools`.
+        where: the row's name in messages.
+        answers: columns with answers.
+        **others: further columns.
+    """
+    texts = {name: row[name] for name in ("prompt", *answers)}
+    if not all(isinstance(text, str) for text in texts.values()):
+        return answered(row, where, prompt_messages(row["prompt"], where), answers, **others)
+    check_columns(row, dict.fromkeys(texts, str), where)
+    return texts | others
+
+
+def pair_after(beginning: Callable[[Row, str], Row]) -> Callable[[Row, str], Row]:
+    """Return a conversion of two answers to the messages that another conversion makes."""
+    return lambda row, where: answered(row, where, beginning(row, where)["messages"], _SIDES, **_margin(row))
 
 
 def _margin(row: Row) -> Row:
@@ -254,15 +277,11 @@ def _margin(row: Row) -> Row:
 
 def prompted_pair(row: Row, where: str) -> Row:
     """Return the pair of a prompt and two answers, each a text or messages."""
-    texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
-    if all(isinstance(text, str) for text in texts.values()):
-        return {**texts, **_margin(row)}
-    return pair(row, where, prompt_messages(row["prompt"], where))
+    return prompted(row, where, _SIDES, **_margin(row))
 
 
-def has_implicit_prompt(row: Row) -> bool:
+def has_implicit_prompt(*sides: Any) -> bool:
     """Return whether both sides are conversations: they begin with a message that is not the assistant's."""
-    sides = [row[side] for side in ("chosen", "rejected")]
     if not all(isinstance(side, (list, tuple)) and side and isinstance(side[0], Mapping) for side in sides):
         return False
     roles = [side[0].get("role") or side[0].get("from") for side in sides]
@@ -275,23 +294,19 @@ def implicit_pair(row: Row, where: str) -> Row:
     Raises:
         DataError: the conversations do not share a prompt, or go on with another message than an answer.
     """
-    chosen, rejected = (chat(row[side], where, side) for side in ("chosen", "rejected"))
-    size = 0
-    while size < min(len(chosen), len(rejected)) - 1 and chosen[size] == rejected[size]:
-        size += 1
+    chosen, rejected = (chat(row[side], where, side) for side in _SIDES)
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if size == 0:
         raise DataError(f"{where}: 'chosen' and 'rejected' begin with different messages; expected the same prompt")
     answers = {"chosen": chosen[size:], "rejected": rejected[size:]}
     for side, answer in answers.items():
         check_answer(answer, f"{where}, from message {size} of both on", side)
     prompt, shared = row.get("prompt"), chosen[:size]
-    is_same = [prompt] in ([None], [shared]) or any(prompt == message.get("content") for message in shared)
-    if not is_same:
-        raise DataError(
-            f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
-            "the option columns.prompt=null of this data leaves the column out"
-        )
-    return pair({**row, **answers}, where, shared)
+    if prompt not in (None, shared) and all(prompt != message.get("content") for message in shared):
+        found = f"'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt"
+        raise DataError(f"{where}: {found}; the option columns.prompt=null of this data leaves the column out")
+    return answered(row | answers, where, shared, _SIDES, **_margin(row))
 
 
 def labelled(row: Row, where: str) -> Row:
@@ -300,49 +315,54 @@ def labelled(row: Row, where: str) -> Row:
     Raises:
         DataError: the label is no truth value.
     """
-    if isinstance(label := row["label"], str):  # as a CSV file has it
-        row = {**row, "label": {"true": True, "false": False}.get(label.lower(), label)}
-    if not isinstance(row["label"], bool):
-        raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
-    prompt, completion = row.get("prompt"), row["completion"]
-    if row.get("messages") is not None:
-        messages = chat(row["messages"], where, "messages")
-    elif isinstance(prompt, str) and isinstance(completion, str):
-        check_columns(row, {"prompt": str, "completion": str}, where)
-        return {"prompt": prompt, "completion": completion, "label": row["label"]}
-    else:
-        messages = prompt_messages(prompt, where)
-    answer = answer_of(completion, where, "completion")
-    return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
+    label = row["label"]
+    if isinstance(label, str):  # as a CSV file has it
+        label = {"true": True, "false": False}.get(label.lower(), label)
+    if not isinstance(label, bool):
+        raise DataError(f"{where}: 'label' is {label!r:.200}; expected true or false")
+    if row.get("messages") is None:
+        return prompted(row, where, ["completion"], label=label)
+    return answered(row, where, chat(row["messages"], where, "messages"), ["completion"], label=label)
 
 
-def has_chat(*columns: str) -> Callable[[Row], bool]:
-    """Return a function that tells whether one of the columns of a row holds messages."""
-    return lambda row: any(isinstance(row[column], (list, tuple, Mapping)) for column in columns)
+def has_chat(*values: Any) -> bool:
+    """Return whether one of the values is messages."""
+    return any(isinstance(value, (list, tuple, Mapping)) for value in values)
 
 
 RowKind = Literal["demonstrations", "preferences", "unpaired", "prompts"]
 """kinds of rows, for: sft; rm and dpo; kto; ppo"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A format of rows."""
 
     name: str
     """name in the report at the start"""
-    columns: tuple[str, ...]
-    """columns that every row has"""
-    optional: tuple[str, ...] = ()
-    """further columns that are read"""
-    suits: Callable[[Row], bool] = lambda row: True
-    """returns True if a row that has the columns has this format"""
-    convert: Callable[[Row, str], Row]
+    needs: str
+    """columns that every row has, separated by spaces"""
+    convert: Callable[[Row, str], Row] = lambda row, where: row
     """row, name of the row in messages -> the row in rlite's form; raises DataError"""
+    reads: str = ""
+    """further columns that are read"""
+    suits: Callable[..., bool] = lambda *values: True
+    """values of the columns that every row has -> whether the row has this format"""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that every row has."""
+        return self.needs.split()
+
+    @property
+    def known(self) -> list[str]:
+        """All columns that are read."""
+        return [*self.columns, *self.reads.split()]
 
     def fits(self, row: Row) -> bool:
         """Return whether a row has this format."""
-        return all(row.get(column) is not None for column in self.columns) and self.suits(row)
+        values = [row.get(column) for column in self.columns]
+        return all(value is not None for value in values) and self.suits(*values)
 
     def __str__(self) -> str:
         """Return the name and the columns."""
@@ -350,116 +370,62 @@ class Format:
 
 
 _ANSWERS = ("response", "completion")
-ALPACA_OPTIONAL = ("input", "system", "history")
+_ALPACA = "input system history"
+_PAIR = "prompt chosen rejected"
 
 FORMATS: dict[RowKind, tuple[Format, ...]] = {
     "demonstrations": (
-        Format(name="conversations", columns=("messages",), optional=("tools",), convert=conversation),
-        Format(
-            name="ShareGPT conversations", columns=("conversations",), optional=("system", "tools"), convert=sharegpt
-        ),
-        *(
-            Format(
-                name=f"chat prompts and {answer}s",
-                columns=("prompt", answer),
-                optional=("tools",),
-                suits=has_chat("prompt", answer),
-                convert=completed(answer),
-            )
-            for answer in _ANSWERS
-        ),
-        *(
-            Format(name=f"raw prompts and {answer}s", columns=("prompt", answer), convert=completed(answer))
-            for answer in _ANSWERS
-        ),
-        Format(name="Alpaca instructions", columns=("instruction", "output"), optional=ALPACA_OPTIONAL, convert=alpaca),
-        Format(name="plain texts", columns=("text",), convert=plain_text),
+        Format("conversations", "messages", conversation, "tools"),
+        Format("ShareGPT conversations", "conversations", sharegpt, "system tools"),
+        *(Format(f"chat prompts and {x}s", f"prompt {x}", completed(x), "tools", has_chat) for x in _ANSWERS),
+        *(Format(f"raw prompts and {x}s", f"prompt {x}", completed(x)) for x in _ANSWERS),
+        Format("Alpaca instructions", "instruction output", alpaca, _ALPACA),
+        Format("plain texts", "text", plain_text),
     ),
     "preferences": (
         Format(
-            name="preferences between conversations",
-            columns=("chosen", "rejected"),
-            optional=("prompt", "tools", "margin"),
-            suits=has_implicit_prompt,
-            convert=implicit_pair,
+            "preferences between conversations",
+            "chosen rejected",
+            implicit_pair,
+            "prompt tools margin",
+            has_implicit_prompt,
         ),
+        Format("preferences after conversations", "messages chosen rejected", pair_after(conversation), "tools margin"),
         Format(
-            name="preferences after conversations",
-            columns=("messages", "chosen", "rejected"),
-            optional=("tools", "margin"),
-            convert=lambda row, where: pair(row, where, chat(row["messages"], where, "messages")),
+            "preferences after ShareGPT conversations",
+            "conversations chosen rejected",
+            pair_after(sharegpt),
+            "system tools margin",
         ),
+        Format("preferences after chat prompts", _PAIR, prompted_pair, "tools margin", has_chat),
+        Format("raw preferences", _PAIR, prompted_pair, "margin"),
         Format(
-            name="preferences after ShareGPT conversations",
-            columns=("conversations", "chosen", "rejected"),
-            optional=("system", "tools", "margin"),
-            convert=lambda row, where: pair(row, where, sharegpt(row, where)["messages"]),
-        ),
-        Format(
-            name="preferences after chat prompts",
-            columns=("prompt", "chosen", "rejected"),
-            optional=("tools", "margin"),
-            suits=has_chat("prompt", "chosen", "rejected"),
-            convert=prompted_pair,
-        ),
-        Format(
-            name="raw preferences",
-            columns=("prompt", "chosen", "rejected"),
-            optional=("margin",),
-            convert=prompted_pair,
-        ),
-        Format(
-            name="preferences after Alpaca instructions",
-            columns=("instruction", "chosen", "rejected"),
-            optional=(*ALPACA_OPTIONAL, "margin"),
-            convert=lambda row, where: pair(row, where, alpaca_prompt(row, where)),
+            "preferences after Alpaca instructions",
+            "instruction chosen rejected",
+            pair_after(instruction),
+            f"{_ALPACA} margin",
         ),
     ),
     "unpaired": (
-        Format(
-            name="labelled completions of conversations",
-            columns=("messages", "completion", "label"),
-            optional=("tools",),
-            convert=labelled,
-        ),
-        Format(
-            name="labelled chat completions",
-            columns=("prompt", "completion", "label"),
-            optional=("tools",),
-            suits=has_chat("prompt", "completion"),
-            convert=labelled,
-        ),
-        Format(name="labelled raw completions", columns=("prompt", "completion", "label"), convert=labelled),
+        Format("labelled completions of conversations", "messages completion label", labelled, "tools"),
+        Format("labelled chat completions", "prompt completion label", labelled, "tools", has_chat),
+        Format("labelled raw completions", "prompt completion label", labelled),
     ),
     "prompts": (
-        Format(name="conversations", columns=("messages",), optional=("tools",), convert=asked("messages")),
-        Format(
-            name="chat prompts",
-            columns=("prompt",),
-            suits=has_chat("prompt"),
-            optional=("tools",),
-            convert=asked("prompt"),
-        ),
-        Format(name="raw prompts", columns=("prompt",), convert=lambda row, where: row),
-        Format(name="tokens", columns=("input_ids",), convert=lambda row, where: row),
-        Format(
-            name="ShareGPT conversations",
-            columns=("conversations",),
-            optional=("system",),
-            convert=lambda row, where: {
-                **{name: value for name, value in row.items() if name != "conversations"},
-                **sharegpt(row, where),
-            },
-        ),
-        Format(
-            name="Alpaca instructions",
-            columns=("instruction",),
-            optional=ALPACA_OPTIONAL,
-            convert=lambda row, where: {**row, "messages": alpaca_prompt(row, where)},
-        ),
+        Format("conversations", "messages", asked("messages"), "tools"),
+        Format("chat prompts", "prompt", asked("prompt"), "tools", has_chat),
+        Format("raw prompts", "prompt"),
+        Format("tokens", "input_ids"),
+        Format("ShareGPT conversations", "conversations", beside(sharegpt, "conversations"), "system"),
+        Format("Alpaca instructions", "instruction", beside(instruction), _ALPACA),
     ),
 }
 """formats of each kind of rows; a row has the first one that fits"""
+
+
+def known_columns(kind: RowKind) -> set[str]:
+    """Return all columns that rows of a kind may have."""
+    return {name for entry in FORMATS[kind] for name in entry.known}
 
 
 def format_of(row: Row, kind: RowKind) -> Format | None:
@@ -467,24 +433,13 @@ def format_of(row: Row, kind: RowKind) -> Format | None:
     return next((known for known in FORMATS[kind] if known.fits(row)), None)
 
 
-def normalise(
-    rows: Sequence[Row],
-    kind: RowKind,
-    where: str,
-    *,
-    columns: Mapping[str, str | None] | None = None,
-    system_prompt: str | None = None,
-    key: str = "data",
-) -> tuple[list[Row], str]:
+def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[Row], str]:
     """Convert rows to rlite's form. All rows have the format of the first row.
 
     Args:
         rows: the table.
         kind: what the rows are for.
-        where: the table's name in messages, such as "data.path=x.json".
-        columns: rlite's names of columns -> the table's names; None hides a column.
-        system_prompt: put before conversations that do not begin with a system message of their own.
-        key: group of options of the table, for messages.
+        source: the table's names of columns, and the system prompt.
 
     Returns:
         The rows, and the name of their format.
@@ -494,66 +449,62 @@ def normalise(
         DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
             The message names the row and the column.
     """
+    where, prompt = source.where, source.system_prompt
     if not rows:
         raise DataError(f"{where}: no rows; expected at least one")
-    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)} - {"margin"}
-    rows = _without_nan(_renamed(rows, kind, where, columns or {}, key), known)
+    known = known_columns(kind) - {"margin"}
+    rows = _renamed(rows, kind, source)
+    rows = [row | {name: None for name in known & row.keys() if is_null(row[name])} for row in rows]  # not pandas' NaN
     found = format_of(rows[0], kind)
-    if found is None and kind == "prompts" and system_prompt is None:
+    if found is None and kind == "prompts" and prompt is None:
         return rows, "rows without a prompt"  # an environment may begin by itself
     if found is None:
-        raise DataError(_unrecognised(rows[0], kind, where, key))
+        raise DataError(_unrecognised(rows[0], kind, source))
     converted = []
     for number, row in enumerate(rows):
         if (other := format_of(row, kind)) is not found:
             raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
         converted.append(found.convert(row, f"{where}, row index {number}"))
-    if system_prompt is not None:
-        converted = [_with_system(row, system_prompt, found, where) for row in converted]
-    unread = {str(name) for row in rows for name in row} - {*found.columns, *found.optional}
+    if prompt is not None:
+        converted = [_with_system(row, prompt, found, where) for row in converted]
+    unread = {str(name) for row in rows for name in row} - {*found.known}
     is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
     return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
 
 
-def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[str, str | None], key: str) -> list[Row]:
+def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
     """Return rows with rlite's names of columns.
 
     Raises:
         ConfigError: a name is unknown to rlite, or the table has no such column.
     """
+    columns, key, where = source.columns, source.key, source.where
     if not columns:
         return list(rows)
-    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)}
+    known = known_columns(kind)
     present = {name for row in rows for name in row}
     for name, own in columns.items():
         if kind != "prompts" and name not in known:  # rewards and environments read any column
             raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
         if own is not None and own not in present:
             raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
-    moved = {*columns, *(own for own in columns.values() if own is not None)}
-    return [
-        {name: value for name, value in row.items() if name not in moved}
-        | {name: _cell(name, row.get(own)) for name, own in columns.items() if own is not None}
-        for row in rows
-    ]
+    taken = {name: own for name, own in columns.items() if own is not None}
+    moved = {*columns, *taken.values()}
 
+    def renamed(row: Row) -> Row:
+        made = {name: row.get(own) for name, own in taken.items()}
+        return {name: value for name, value in row.items() if name not in moved} | without_added_nulls(made)
 
-def _cell(column: str, value: Any) -> Any:
-    return without_nulls(value) if column in MESSAGE_COLUMNS else value
-
-
-def _without_nan(rows: list[Row], columns: Collection[str]) -> list[Row]:
-    """Return rows whose columns hold null in place of pandas' NaN."""
-    lacking = [[name for name in columns if row.get(name) is not None and is_null(row[name])] for row in rows]
-    return [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
+    return list(map(renamed, rows))
 
 
 def _names(row: Row) -> str:
     return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
 
 
-def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
+def _unrecognised(row: Row, kind: RowKind, source: Source) -> str:
     """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
+    where, key = source.where, source.key
     present = [str(name) for name, value in row.items() if value is not None]
     if empty := [entry for entry in FORMATS[kind] if {*entry.columns} <= {*row} and not {*entry.columns} <= {*present}]:
         nearest = min(empty, key=lambda entry: len({*entry.columns} - {*present}))
@@ -596,10 +547,8 @@ def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
     """
     column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
     if column is None:
-        raise ConfigError(
-            f"system_prompt begins conversations, and {where} holds {found.name}; leave it out, or make the "
-            "prompts messages: [{'role': 'user', 'content': ...}]"
-        )
+        remedy = "leave it out, or make the prompts messages: [{'role': 'user', 'content': ...}]"
+        raise ConfigError(f"system_prompt begins conversations, and {where} holds {found.name}; {remedy}")
     if row[column][0]["role"] in SYSTEM_ROLES:
         return row
     return {**row, column: [{"role": "system", "content": prompt}, *row[column]]}

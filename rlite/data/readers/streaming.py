@@ -8,14 +8,14 @@ from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from rlite.data.readers.tables import Row, parse_json, parse_path, read_columnar, type_in_words
+from rlite.data.readers.tables import Row, parse_object, parse_path, read_columnar, type_in_words
 from rlite.data.source import Source
 from rlite.errors import CheckpointError, ConfigError, DataError, StreamedDataError
 from rlite.wording import counted
@@ -64,13 +64,10 @@ class ProgramRows:
         Raises:
             DataError: there are fewer rows, or as for `read_from`.
         """
-        found: list[Row] = []
-        for place in places:
-            rows, _ = self.read_from(place, 1)
-            if not rows:
-                raise DataError(f"{self.name_of(place)}: no such row; it was there when the checkpoint was made")
-            found.append(rows[0][1])
-        return found
+        found = {place: row for place in places for _, row in self.read_from(place, 1)[0]}
+        if missing := [place for place in places if place not in found]:
+            raise DataError(f"{self.name_of(missing[0])}: no such row; it was there when the checkpoint was made")
+        return list(found.values())
 
     def name_of(self, place: int) -> str:
         """Return the name of a row in messages."""
@@ -128,10 +125,8 @@ class JsonLinesFile:
         self.name = f"{key}.path={path}"
         with path.open("rb") as file:
             if file.read(_BLOCK).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-                raise ConfigError(
-                    f"{self.name}: a JSON array is read as a whole; write one object per line to stream it, or leave "
-                    f"{key}.streaming out"
-                )
+                remedy = f"write one object per line to stream it, or leave {key}.streaming out"
+                raise ConfigError(f"{self.name}: a JSON array is read as a whole; {remedy}")
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
         """Return `count` rows with their places, or as many as are left, and the place after them.
@@ -163,12 +158,9 @@ class JsonLinesFile:
 
     def name_of(self, place: int) -> str:
         """Return the name of a row in messages, with its line, which is counted now."""
-        number = 1
         with self.path.open("rb") as file:
-            while place > 0 and (block := file.read(min(place, _BLOCK))):
-                number += block.count(b"\n")
-                place -= len(block)
-        return f"{self.name}, line {number}"
+            blocks = (file.read(min(place - start, _BLOCK)) for start in range(0, place, _BLOCK))
+            return f"{self.name}, line {1 + sum(block.count(10) for block in blocks)}"
 
     def digest(self, end: int | None) -> str:
         """Return a hash of the length and of both ends of the file's first `end` bytes; None is the whole file."""
@@ -185,10 +177,7 @@ class JsonLinesFile:
             text = (line if place else line.removeprefix(BOM_UTF8)).decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{self.name_of(place)}: not UTF-8 at byte {place + error.start}") from error
-        row = parse_json(text, lambda _: self.name_of(place))
-        if not isinstance(row, dict):
-            raise DataError(f"{self.name_of(place)}: expected an object, found {type_in_words(row)}")
-        return row
+        return parse_object(text, lambda: self.name_of(place))
 
 
 class ParquetFile:
@@ -210,8 +199,7 @@ class ParquetFile:
             DataError: the file is damaged.
         """
         rows = self._rows(range(place, place + count))
-        end = place + len(rows)
-        return list(zip(range(place, end), rows, strict=True)), end
+        return list(enumerate(rows, place)), place + len(rows)
 
     def read(self, places: Sequence[int]) -> list[Row]:
         """Return the rows at these places.
@@ -233,7 +221,7 @@ class ParquetFile:
         return _digest(self.path, None)
 
     def _rows(self, places: Sequence[int]) -> list[Row]:
-        rows = read_columnar("parquet rows", self.path, self.name, list(places), first=places[0])
+        rows = read_columnar("parquet", self.path, self.name, list(places), first=places[0])
         if len(rows) > len(places):  # the reader is not trusted
             raise DataError(f"{self.name}: the reader sent {len(rows)} rows and was asked for {len(places)}")
         return rows
@@ -241,11 +229,7 @@ class ParquetFile:
 
 RowFile = JsonLinesFile | ParquetFile | ProgramRows
 """A file of rows. The place of a row is a number that finds it without reading the rows before it."""
-_KINDS: dict[str, type[JsonLinesFile] | type[ParquetFile]] = {
-    ".jsonl": JsonLinesFile,
-    ".json": JsonLinesFile,
-    ".parquet": ParquetFile,
-}
+_KINDS: Mapping[str, Any] = {".jsonl": JsonLinesFile, ".json": JsonLinesFile, ".parquet": ParquetFile}
 _IN_FOLDERS = (".jsonl", ".parquet")  # .json in a folder describes it
 
 
@@ -264,9 +248,8 @@ def open_files(source: Source) -> list[RowFile]:
         return [ProgramRows(source.rows, key)]
     split, path, subset = parse_path(source.path, where)
     if subset or (split and (path.is_file() or split["start"] or split["stop"])):
-        raise ConfigError(
-            f"{where}: {key}.streaming=true reads whole files, or split@folder; leave out parts and subsets"
-        )
+        whole = f"{key}.streaming=true reads whole files, or split@folder"
+        raise ConfigError(f"{where}: {whole}; leave out parts and subsets")
     if not path.exists() and path.suffix in _KINDS:
         raise ConfigError(f"{where}: no such file")
     paths = _files_in(path, split["name"] if split else None) if path.is_dir() else [path] if path.is_file() else []
@@ -347,8 +330,7 @@ class StreamedTable(Generic[W]):
         self._source, self._convert, self._size = source, convert, window
         self._checks: dict[str, Callable[[W], object]] = {}
         self._reference: list[tuple[Place, Row]] = []
-        beginnings = (self._read_from(file, 0)[0] for file in range(len(self.files)))
-        rows = next(filter(None, beginnings), [])
+        rows = next(filter(None, (self._read_from(file, 0)[0] for file in range(len(self.files)))), [])
         if not rows:
             raise DataError(f"{source.where}: no rows; expected at least one")
         self.is_whole = len(self.files) == 1 and len(rows) < window
@@ -420,8 +402,7 @@ class StreamedTable(Generic[W]):
             window = self._convert([row for _, row in rows])
             for check in self._checks.values():
                 check(window)
-        items = zip(rows, window.items(), strict=True)
-        return [(place, item) for (place, _), item in items if item is not None][1:]
+        return [(place, item) for (place, _), item in zip(rows, window.items(), strict=True) if item is not None][1:]
 
     @cached_property
     def content(self) -> str:
@@ -445,6 +426,26 @@ class StreamedTable(Generic[W]):
         except (ConfigError, DataError) as error:
             kind = ConfigError if isinstance(error, ConfigError) else DataError
             raise kind(numbered.sub(name, str(error))) from error
+
+
+_OTHER_CONTENT = ("with another content of the data", "with the same data, tokenizer and max_length")
+
+
+def check_same(is_same: bool, made: str, remedy: str = "with the same data", note: str = "") -> None:
+    """Check that a checkpoint can be resumed with the present data.
+
+    Args:
+        is_same: whether it can be.
+        made: how the checkpoint was made, and what is different now.
+        remedy: how to resume.
+        note: end of the message.
+
+    Raises:
+        CheckpointError: the data differ.
+    """
+    if not is_same:
+        remedy = f"resume {remedy}, or start over from the weights"
+        raise CheckpointError(f"the checkpoint was made {made}: {remedy}{note}")
 
 
 T = TypeVar("T")
@@ -521,16 +522,10 @@ class ShuffledStream(Generic[T]):
             CheckpointError: the state is of other data.
             DataError: a row of the buffer cannot be read.
         """
-        if "order" not in state:
-            raise CheckpointError(
-                "the checkpoint was made without streaming: resume without it, or start over from the weights"
-            )
+        check_same("order" in state, "without streaming", "without it")
         table, num_files = self._table, len(state["order"])
-        if num_files != len(table.files):
-            raise CheckpointError(
-                f"the checkpoint was made with {counted(num_files, 'file')} of data; now there are {len(table.files)}: "
-                "resume with the same data, or start over from the weights"
-            )
+        made = f"with {counted(num_files, 'file')} of data; now there are {len(table.files)}"
+        check_same(num_files == len(table.files), made)
         self._seed = state["seed"]
         self._begin(state["epoch"])
         self._order = list(state["order"])
@@ -540,8 +535,7 @@ class ShuffledStream(Generic[T]):
         self._random.bit_generator.advance(self._num_dealt)  # type: ignore[attr-defined]
         places: list[Place] = [(file, place) for file, place in state["buffer"]]
         found = table.read(places)
-        if len(found) < len(places):
-            raise CheckpointError(_OTHER_CONTENT)
+        check_same(len(found) == len(places), *_OTHER_CONTENT)
         self._buffer = [(place, found[place]) for place in places]
 
     def _begin(self, epoch: int) -> None:
@@ -553,7 +547,7 @@ class ShuffledStream(Generic[T]):
         self._turn, self._place = 0, 0
         self._buffer = []
         self._ahead: deque[tuple[Place, T]] = deque()
-        self._whole: dict[int, str] = {}
+        self._whole = cache(lambda file: self._table.files[file].digest(None))
 
     def _read_ahead(self, count: int) -> None:
         while self.num_held < self._table.buffer_size - 1 + count and self._turn < len(self._order):
@@ -572,28 +566,16 @@ class ShuffledStream(Generic[T]):
     def _digests(self, turn: int, place: int) -> dict[str, str]:
         """Return a digest of each file's part that was read; later epochs have read all."""
         whole = range(len(self._order)) if self._epoch else self._order[:turn]
-        for file in whole:
-            if file not in self._whole:
-                self._whole[file] = self._table.files[file].digest(None)
-        digests = {str(file): self._whole[file] for file in whole}
+        digests = {str(file): self._whole(file) for file in whole}
         if not self._epoch and turn < len(self._order) and place:
             file = self._order[turn]
             digests[str(file)] = self._table.files[file].digest(place)
         return digests
 
     def _check_unchanged(self, state: Mapping[str, Any]) -> None:
-        if state["content"] != self._table.content:
-            raise CheckpointError(_OTHER_CONTENT)
+        check_same(state["content"] == self._table.content, *_OTHER_CONTENT)
         digests = self._digests(*state["next"])
         for file, digest in state["read"].items():
             if digests[file] != digest:
-                raise CheckpointError(
-                    f"{self._table.files[int(file)].name} was changed in the part that the run has read: resume with "
-                    "the same data, or start over from the weights"
-                )
-
-
-_OTHER_CONTENT = (
-    "the checkpoint was made with another content of the data: resume with the same data, tokenizer and max_length, or "
-    "start over from the weights"
-)
+                changed = f"{self._table.files[int(file)].name} was changed in the part that the run has read"
+                raise CheckpointError(f"{changed}: resume with the same data, or start over from the weights")

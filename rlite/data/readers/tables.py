@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
     of Arrow's JSON type, the type of `datasets.Json`, are read as JSON.
 
     Args:
-        kind: parquet, parquet rows, arrow or dataset.
+        kind: parquet, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
         *options: for a dataset: whether it is saved, whether it is a folder, the split or None, and the subset or None.
-            For parquet rows: the numbers of the rows to read, which ascend.
+            For parquet: optionally the numbers of the rows to read, which ascend.
         first: number of the first row that is read, for error messages.
 
     Returns:
@@ -70,7 +71,7 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
             pieces.read()  # to the reader's own end
     except (SandboxError, DataError, pa.ArrowException) as error:
         place = f"{where}: " if rows is None else f"{where}, row index {first + len(rows)} or one after it: "
-        raise DataError(f"{place}{_KINDS[kind]}: {error}") from error
+        raise DataError(f"{place}{_COLUMNAR[kind][1]}: {error}") from error
     for column in batches.schema:
         if _JSON in str(column.type):
             for number, row in enumerate(rows, first):
@@ -100,14 +101,6 @@ def _with_json(value: Any, kind: pa.DataType, where: str) -> Any:
         raise DataError(f"{where}: a column of JSON holds {value!r:.100}: {error}") from error
 
 
-_KINDS = {
-    "parquet": "not a Parquet file",
-    "parquet rows": "not a Parquet file",
-    "arrow": "not an Arrow file",
-    "dataset": "cannot be read",
-}
-
-
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Arrow's, whose messages and tools have no key that is null."""
     return {**row, **{name: without_nulls(row[name]) for name in MESSAGE_COLUMNS if name in row}}
@@ -128,16 +121,14 @@ def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Itera
         DataError: the table is damaged, or the reader's answer has the wrong form.
         SandboxError: the reader's process failed.
     """
-    is_kept = kind == "parquet rows"  # a few rows at a time, and often
+    is_kept = kind == "parquet" and bool(options)  # a few rows at a time, and often
     keywords = {"kind": kind, "path": path, "where": where, "options": list(options)}
     failure = yield from stream(send, f"the reader of {path}", is_kept, **keywords)
     match failure:
         case None:
             return
-        case ["ConfigError", str() as text]:
-            raise ConfigError(printable(text))
-        case ["DataError", str() as text]:
-            raise DataError(printable(text))
+        case ["ConfigError" | "DataError" as kind, str() as text]:
+            raise (ConfigError if kind == "ConfigError" else DataError)(printable(text))
     raise DataError(f"the reader answered {failure!r:.200}")
 
 
@@ -176,7 +167,7 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
     """Yield a table in Arrow's stream format, in pieces.
 
     Args:
-        kind: parquet, parquet rows, arrow or dataset.
+        kind: parquet, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
         options: further arguments of the kind.
@@ -185,9 +176,8 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
         The name and the text of a ConfigError, or of a DataError if the table is damaged; None if it was sent.
     """
     try:
-        for batch in _COLUMNAR_SENDERS[kind](path, where, *options):
-            for start in range(0, len(batch), PIECE):
-                yield batch[start : start + PIECE]
+        for batch in _COLUMNAR[kind][0](path, where, *options):
+            yield from (batch[start : start + PIECE] for start in range(0, len(batch), PIECE))
     except ConfigError as error:
         return ["ConfigError", str(error)[:10_000]]
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -201,9 +191,8 @@ def _send_parquet(path: str, where: str, numbers: Sequence[int] | None = None) -
     Numbers past the end of the file are left out.
     """
     file = pq.ParquetFile(path)
-    yield from _sent(
-        file.schema_arrow, file.iter_batches(ROWS) if numbers is None else _rows_of(file, np.array(numbers))
-    )
+    batches = file.iter_batches(ROWS) if numbers is None else _rows_of(file, np.array(numbers))
+    yield from _sent(file.schema_arrow, batches)
 
 
 def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBatch]:
@@ -211,12 +200,9 @@ def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBat
     for group in range(file.num_row_groups):
         start, end = end, end + file.metadata.row_group(group).num_rows
         wanted = numbers[(numbers >= start) & (numbers < end)]
-        if not wanted.size:
-            continue
-        for batch in file.iter_batches(ROWS, row_groups=[group]):
+        for batch in file.iter_batches(ROWS, row_groups=[group]) if wanted.size else ():
             places = wanted[(wanted >= start) & (wanted < start + batch.num_rows)] - start
-            if places.size:
-                yield batch.take(pa.array(places))
+            yield batch.take(pa.array(places))
             start += batch.num_rows
             if start > wanted[-1]:
                 break
@@ -226,13 +212,12 @@ def _send_arrow(path: str, where: str) -> Iterator[bytes]:
     """Yield an Arrow file, of either format, in the stream format."""
     with pa.memory_map(path) as file:
         try:
-            reader = pa.ipc.open_file(file)
+            reader: Any = pa.ipc.open_file(file)
+            batches: Any = map(reader.get_batch, range(reader.num_record_batches))
         except pa.ArrowInvalid:  # without a footer: the stream format, which `datasets` writes
             file.seek(0)
-            stream_reader = pa.ipc.open_stream(file)
-            yield from _sent(stream_reader.schema, stream_reader)
-        else:
-            yield from _sent(reader.schema, map(reader.get_batch, range(reader.num_record_batches)))
+            reader = batches = pa.ipc.open_stream(file)
+        yield from _sent(reader.schema, batches)
 
 
 def _send_dataset(
@@ -261,8 +246,7 @@ def _send_dataset(
     if split not in found:
         raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{_path_in(where)}")
     table = found[split].with_format("arrow")
-    batches = (batch for part in table.iter(ROWS) for batch in part.to_batches())
-    yield from _sent(table.features.arrow_schema, batches)
+    yield from _sent(table.features.arrow_schema, (batch for part in table.iter(ROWS) for batch in part.to_batches()))
 
 
 def _check_subset(datasets: Any, name: str, where: str, subset: str | None) -> None:
@@ -289,12 +273,12 @@ def _path_in(where: str) -> str:
     return where.rpartition("@")[2] if "@" in where else where.partition("=")[2]
 
 
-_COLUMNAR_SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {
-    "parquet": _send_parquet,
-    "parquet rows": _send_parquet,
-    "arrow": _send_arrow,
-    "dataset": _send_dataset,
+_COLUMNAR: dict[str, tuple[Callable[..., Iterator[bytes]], str]] = {
+    "parquet": (_send_parquet, "not a Parquet file"),
+    "arrow": (_send_arrow, "not an Arrow file"),
+    "dataset": (_send_dataset, "cannot be read"),
 }
+"""kind of table -> the function that sends it, and what a damaged table is"""
 
 
 def _sent(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[bytes]:
@@ -326,7 +310,6 @@ NESTED_COLUMNS = ("history", "reward_model", "input_ids")
 """columns whose cells hold JSON if they look like JSON"""
 
 NULL = "null; drop the row, or fill the column"
-NOTHING_RENAMED: Mapping[str, str | None] = {}
 _MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 """keys that a message has"""
 _PYTHON_MESSAGES = re.compile(r"\s*\[?\s*\{\s*'(role|from|content|value)'\s*:")
@@ -336,9 +319,7 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def read_rows(
-    source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = NOTHING_RENAMED
-) -> list[Row]:
+def read_rows(source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = {}) -> list[Row]:
     """Return the rows of a table, as dicts.
 
     Args:
@@ -377,9 +358,8 @@ def read_rows(
         raise DataError(f"{where}: no rows; expected at least one")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(
-                f"{where}, row index {number}: expected an object of named columns, found {type_in_words(row)}"
-            )
+            found = type_in_words(row)
+            raise DataError(f"{where}, row index {number}: expected an object of named columns, found {found}")
     return rows
 
 
@@ -391,8 +371,7 @@ def check_exists(source: str | Path, key: str) -> None:
     """
     where = f"{key}={source}"
     path = parse_path(str(source), where)[1]
-    is_missing = not path.is_file() and not path.is_dir()
-    if path.suffix in _READERS and is_missing:
+    if path.suffix in _READERS and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{where}: no such file{similar_file(path)}")
     if not path.exists() and get_close_matches(path.suffix, _READERS):
         raise ConfigError(f"{where}: no such file{similar_file(path) or f'; {did_you_mean(path.suffix, _READERS)}'}")
@@ -467,9 +446,10 @@ def _bound(text: str | None, num_rows: int) -> int | None:
     return round(num_rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
 
-def _text(path: Path, where: str) -> str:
+def _text(path: Path, where: str, newline: str | None = None) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
 
@@ -484,10 +464,7 @@ def _read_json(path: Path, where: str) -> list[Any]:
 def _json_lines(text: str, where: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
         if line.strip():
-            row = parse_json(line, lambda _, number=number: f"{where}, line {number}")  # type: ignore[misc]
-            if not isinstance(row, dict):
-                raise DataError(f"{where}, line {number}: expected an object, found {type_in_words(row)}")
-            yield row
+            yield parse_object(line, partial("{}, line {}".format, where, number))
 
 
 def parse_json(text: str, place: Callable[[int], str]) -> Any:
@@ -511,39 +488,46 @@ def parse_json(text: str, place: Callable[[int], str]) -> Any:
         most = sys.get_int_max_str_digits()
         digits = re.search(rf"\d{{{most + 1},}}", text)
         position, length = (digits.start(), len(digits[0])) if digits else (0, most + 1)
-        raise DataError(
-            f"{place(position)}: a whole number of {length} digits; at most {most} are read: make it a text"
-        ) from error
+        long = f"a whole number of {length} digits; at most {most} are read: make it a text"
+        raise DataError(f"{place(position)}: {long}") from error
+
+
+def parse_object(text: str, place: Callable[[], str]) -> Row:
+    """Return the object of a JSON text.
+
+    Args:
+        text: the JSON text.
+        place: describes the text.
+
+    Raises:
+        DataError: the text is no JSON object.
+    """
+    row = parse_json(text, lambda _: place())
+    if not isinstance(row, dict):
+        raise DataError(f"{place()}: expected an object, found {type_in_words(row)}")
+    return row
 
 
 def _deepest(text: str) -> tuple[int, int]:
     """Return the depth of the deepest nesting in a JSON text, and its position."""
-    depth, deepest = 0, (0, 0)
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
-        if token[0] in "[{":
-            depth += 1
-            deepest = max(deepest, (depth, -token.start()))
-        elif token[0] in "]}":
-            depth -= 1
-    return deepest[0], -deepest[1]
+    tokens = [token for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', text) if token[0] in "[{]}"]
+    depths = list(accumulate(1 if token[0] in "[{" else -1 for token in tokens))
+    return max(depths), tokens[depths.index(max(depths))].start()
 
 
 def _read_csv(path: Path, where: str) -> list[Row]:
     limit = csv.field_size_limit(path.stat().st_size + 1)  # a cell may hold a long document
+    reader = csv.DictReader(io.StringIO(_text(path, where, newline=""), newline=""), strict=True)
+    rows: list[Row] = []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            rows: list[Row] = []
-            for row in reader:
-                if None in row or None in row.values():
-                    columns = len(reader.fieldnames or ())
-                    raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
-                rows.append(row)
-            return rows
+        for row in reader:
+            if None in row or None in row.values():
+                columns = len(reader.fieldnames or ())
+                raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
+            rows.append(row)
+        return rows
     except csv.Error as error:
         raise DataError(f"{where}, line {reader.reader.line_num}: not valid CSV: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
     finally:
         csv.field_size_limit(limit)
 

@@ -49,11 +49,7 @@ class AheadOfTraining:
         return [items]
 
     def next(
-        self,
-        count: int,
-        timeout: float | None,
-        is_short: Callable[[], bool],
-        refill: Callable[[], None] | None = None,
+        self, count: int, timeout: float | None, is_short: Callable[[], bool], refill: Callable[[], None] | None = None
     ) -> list[Group]:
         """Return the oldest groups, consumed, as soon as the ledger allows it.
 
@@ -155,7 +151,10 @@ def raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:
     Raises:
         CallTimeout: Always.
     """
-    names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
+    now = time.monotonic()
+    states = ["waiting" if group.started is None else f"running for {now - group.started:.1f} s" for group in late]
+    shown = [f"group {group.id} ({state})" for group, state in zip(late[:NUM_NAMED], states, strict=False)]
+    names = ", ".join([*shown, *(["..."] if len(late) > NUM_NAMED else [])])
     raise CallTimeout(
         f"{len(late)} groups had not ended after {timeout:g} s: {names}", tuple(f"group {group.id}" for group in late)
     )

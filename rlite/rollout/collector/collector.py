@@ -20,75 +20,45 @@ The ledger (`ledger.py`) decides, the runner acts, and callers wait. Three loops
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from rlite.data.packs import pad_checked
 from rlite.data.prompts import Prompt, item_name
-from rlite.errors import ConfigError, DataError, EvaluationInterrupted, RolloutError
+from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.ahead import raise_late
-from rlite.rollout.collector.bookkeeping import Bookkeeping, Collected
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.bookkeeping import Collected, make_queues
 from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
-from rlite.rollout.collector.runner import Group, Item, Queue, ShouldAccept
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.runner import Group, GroupRunner, Item, Queue, ShouldAccept
 from rlite.rollout.episode import group_seed
-from rlite.rollout.trajectories import pad_checked
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.event_loop import ABANDONED, CLOSE_TIMEOUT, deadline_after
+from rlite.types import AsyncInference
 
 
-class RolloutCollector(Bookkeeping):
-    """Runs workflows on an engine, in an event loop of its own, until it is closed.
-
-    `rollout_batch` is synchronous: exactly these items, now. `submit` and `wait`, and `prepare_batch`, which combines
-    them, let generation run ahead of training by at most `max_head_offpolicyness` weight updates. Groups are whole.
-
-    An episode that raises is attempted again, `request_retries` times. Then its group is dropped, and `lost` counts it.
-    If everything fails, the call in progress raises RolloutError with the reason. If the engine cannot serve, the call
-    in progress raises the engine's error at once.
+class GroupCollector:
+    """Submits groups, waits for them and makes batches of them. `RolloutCollector` has all its calls.
 
     Args:
         engine: generates, and knows the policy version.
         options: limits, time-outs and retries.
     """
 
-    # -- exactly these items, now --------------------------------------------------------------------------------
-
-    def rollout_batch(
-        self,
-        data: Sequence[Item],
-        workflow: RolloutWorkflow,
-        group_size: int = 1,
-        timeout: float | None = None,
-        first_place: int = 0,
-    ) -> TensorDict:
-        """Run every item now, and return one padded batch.
-
-        Args:
-            data: at least one item.
-            workflow: runs the episodes.
-            group_size: episodes per item.
-            timeout: in seconds; None sets no limit.
-            first_place: position of the first item among those of this policy version. With a seed, an item's position
-                decides its random numbers, so that a batch that continues another one begins after it.
-
-        Returns:
-            A batch [N] with `group_ids`, in the order of the data, the episodes of an item side by side. Groups that
-            were dropped are missing; `lost` counts them.
-
-        Raises:
-            RolloutError: No group is left, or the run was stopped.
-            CallTimeout: Some groups are late. The error names them, and all groups of the call are cancelled.
-        """
-        found = self.collect(data, workflow, group_size, timeout, first_place)
-        if found.batch is None:
-            raise RolloutError(f"none of {found.num_groups} groups was finished: {found.reason}") from found.error
-        return found.batch
+    def __init__(self, engine: AsyncInference, options: CollectorOptions | None = None) -> None:
+        self.engine, self.options = engine, options or CollectorOptions()
+        queues = self._now, self._tests, self._ahead = make_queues(self.options, engine.get_version())
+        self._runner = GroupRunner(engine, self.options, queues)
+        self._changed, self._num_submitted = self._runner.changed, 0
+        self._waited_for: tuple[str, Sequence[Group]] | None = None
+        self._selection = Selection()
+        self._num_reported: Counter[str] = Counter()
+        """failed attempts up to the last batch, by kind"""
 
     def collect(
         self,
@@ -122,148 +92,9 @@ class RolloutCollector(Bookkeeping):
         error = next((loss.error for loss in losses if loss.error is not None), None)
         return Collected(batch, len(groups), Counter(loss.reason for loss in losses), error)
 
-    def evaluate(
-        self,
-        data: Sequence[Item],
-        workflow: RolloutWorkflow,
-        group_size: int = 1,
-        timeout: float | None = None,
-        is_interrupted: Callable[[], bool] = lambda: False,
-    ) -> list[Ended]:
-        """Run every item now, to measure and not to train.
-
-        Every episode counts alone. A failed episode costs no sibling, is counted in the result only, and stops no run.
-        An interrupted call leaves the numbers of later groups as if it had not been made.
-
-        Args:
-            data: at least one item.
-            workflow: runs the episodes.
-            group_size: episodes per item.
-            timeout: in seconds; None sets no limit.
-            is_interrupted: becomes true when the call is to end early. It is asked at each end of an episode, and
-                every few seconds.
-
-        Returns:
-            All episodes, finished or failed, in the order of the data; `group` is the item's index.
-
-        Raises:
-            CallTimeout: Some episodes are late.
-            EvaluationInterrupted: The call was interrupted.
-        """
-        _check_items(data, workflow, group_size)
-        named = [Prompt(item, item_name(item, number)) for number, item in enumerate(data)]
-        each_alone = [item for item in named for _ in range(group_size)]
-        groups = self._submit(self._tests, each_alone, workflow, num_samples=group_size)
-        try:
-            with self._reporting("evaluation", groups):
-                self._finish(self._tests, groups, timeout, is_interrupted)
-        except EvaluationInterrupted:
-            with self._changed:
-                self._num_submitted = groups[0].id
-            raise
-        return [evaluated(group, number, group_size) for number, group in enumerate(groups)]
-
-    # -- running ahead -------------------------------------------------------------------------------------------
-
-    def submit(
-        self, data: Item, workflow: RolloutWorkflow, group_size: int = 1, should_accept: ShouldAccept | None = None
-    ) -> int:
-        """Let one item run when capacity allows; `wait` returns its group.
-
-        Args:
-            data: the item.
-            workflow: runs the episodes.
-            group_size: episodes of the item.
-            should_accept: as for `prepare_batch`; a refused group is not replaced.
-
-        Returns:
-            The group's id.
-        """
-        return self._submit(self._ahead, [data], workflow, group_size, should_accept)[0].id
-
-    def wait(self, count: int, timeout: float | None = None) -> TensorDict:
-        """Return the `count` oldest groups that are ready as one padded batch, in the order of their submission.
-
-        Raises:
-            CallTimeout: Some groups are late after `timeout` seconds; the error names them.
-            ConfigError: `count` is less than 1.
-            RolloutError: Fewer groups remain than requested.
-        """
-        if count < 1:
-            raise ConfigError(f"wait({count}): expected at least 1 group")
-        self._ahead.ledger.begin(count, self.engine.get_version())
-        with self._reporting("rollout"):
-            return self._batch(self._pipeline.next(count, timeout, lambda: len(self._ahead.groups) < count))
-
-    def prepare_batch(
-        self,
-        loader: Iterable[Any],
-        workflow: RolloutWorkflow,
-        should_accept: ShouldAccept | None = None,
-        group_size: int = 1,
-        timeout: float | None = None,
-    ) -> TensorDict:
-        """Return the next batch, and keep items from `loader` running ahead.
-
-        Args:
-            loader: yields items or lists of items, and is iterated again at its end. Another loader starts at its
-                beginning: to alternate between loaders, pass one that draws from all of them.
-            workflow: runs the episodes.
-            should_accept: called with a group's padded TensorDict, in the runner's thread. Refused groups are replaced.
-            group_size: episodes per item.
-            timeout: in seconds; None sets no limit.
-
-        Raises:
-            CallTimeout: Some groups are late; the error names them.
-            RolloutError: The policy version has not moved, so that generation may not run ahead any further.
-        """
-        ledger = self._ahead.ledger
-
-        def is_short() -> bool:
-            return ledger.batch_size is None or ledger.counters.waiting < ledger.batch_size
-
-        def refill() -> None:
-            while is_short():
-                self._submit(self._ahead, self._pipeline.next_items(loader), workflow, group_size, should_accept)
-
-        refill()
-        assert ledger.batch_size is not None
-        with self._reporting("rollout"):
-            return self._batch(self._pipeline.next(ledger.batch_size, timeout, is_short, refill))
-
     def version_changed(self) -> None:
         """Read the engine's policy version now, and start and drop groups accordingly."""
         self._runner.admit()
-
-    # -- what a step asks for -------------------------------------------------------------------------------------
-
-    @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause, with its row, by the cause as `lost_groups.cause_of` returns it."""
-        with self._changed:
-            return dict(self._runner.first_losses)
-
-    def take_selection(self) -> Selection:
-        """Return what failures have done to the answers of the batches since the last call."""
-        with self._changed:
-            found, self._selection = self._selection, Selection()
-        return found
-
-    def take_ended(self) -> list[Ended]:
-        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
-        with self._changed:
-            found, self._runner.ended = self._runner.ended, []
-        return found
-
-    def take_all(self, reason: str) -> list[Ended]:
-        """Return what `take_ended` returns, and the groups to train on that have not ended, as aborted. They go on.
-
-        Args:
-            reason: why they will not be trained on.
-        """
-        with self._changed:  # once for both: a group that ends in between would be in neither
-            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
-            return [*self.take_ended(), *(group.ended("aborted", reason) for group in groups)]
 
     # -- steps of the calls above --------------------------------------------------------------------------------
 
@@ -277,7 +108,7 @@ class RolloutCollector(Bookkeeping):
         first_place: int = 0,
         num_samples: int = 1,
     ) -> list[Group]:
-        _check_items(items, workflow, group_size)
+        check_items(items, workflow, group_size)
         with self._changed:
             position = first_place + (queue.ledger.counters.submitted if queue is self._ahead else 0)
             groups: list[Group] = []
@@ -399,20 +230,13 @@ class RolloutCollector(Bookkeeping):
             self._waited_for = None
 
 
-def evaluated(group: Group, number: int, group_size: int) -> Ended:
-    """Return an episode of an evaluation.
+def check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
+    """Check that groups can be made of these items.
 
     Args:
-        group: holds the episode alone.
-        number: place of the episode among all.
+        items: the items.
+        workflow: runs the episodes.
         group_size: episodes per item.
-    """
-    ended = group.ended("evaluated") if group.loss is None else group.ended(group.loss.status, group.loss.reason)
-    return replace(ended, group=number // group_size)
-
-
-def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
-    """Check that groups can be made of these items.
 
     Raises:
         ConfigError: The workflow is no RolloutWorkflow, or the group size is less than 1.

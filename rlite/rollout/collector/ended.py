@@ -7,10 +7,13 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlite.rollout.episode import Episode
 from rlite.types import Status
+
+if TYPE_CHECKING:
+    from rlite.rollout.collector.runner import Group
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,6 +32,18 @@ class Ended:
     """number of the first episode among those of the item"""
     columns: Mapping[str, str] = field(default_factory=dict)
     """columns of the data item, shortened"""
+
+    @classmethod
+    def of(cls, group: Group, status: Status | None, reason: str = "") -> Ended:
+        """Return what a record needs of a group.
+
+        Args:
+            group: has ended, or is under way.
+            status: status of the group; None if it was consumed.
+            reason: why it is lost.
+        """
+        columns = short_columns(group.data)
+        return cls(group.id, group.item, status, reason, group.episodes, group.first_sample, columns)
 
     @property
     def num_tokens(self) -> dict[int, int]:

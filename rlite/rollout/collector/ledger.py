@@ -105,9 +105,7 @@ class RolloutLedger:
         batch_size: int | None = None,
         version: int = 0,
     ) -> None:
-        self._max_concurrent = max_concurrent
-        self._eta = max_head_offpolicyness
-        self._on_stale = on_stale
+        self._max_concurrent, self._eta, self._on_stale = max_concurrent, max_head_offpolicyness, on_stale
         self._waiting: dict[int, None] = {}
         self._running: dict[int, int] = {}
         self._ready: dict[int, int] = {}
@@ -273,26 +271,3 @@ class RolloutLedger:
         self._consumed = int(state["consumed"])
         self._consumed_at = (int(state["consumed_at"][0]), int(state["consumed_at"][1]))
         self.lost = Counter(state["lost"])
-
-
-class FailureStreaks:
-    """Counts how many groups in a row have failed, in the order of their start.
-
-    The order of their end is not suitable. If one row in twenty fails at once, the first groups of a large batch to end
-    are all failures.
-    """
-
-    def __init__(self) -> None:
-        self._lengths: dict[int, int] = {}
-        """length of each streak, at the positions of its first and of its last group"""
-
-    def add(self, position: int) -> int:
-        """Return the length of a failed group's streak. The group was the `position`-th to start."""
-        before, after = self._lengths.pop(position - 1, 0), self._lengths.pop(position + 1, 0)
-        length = before + 1 + after
-        self._lengths[position - before] = self._lengths[position + after] = length
-        return length
-
-    def clear(self) -> None:
-        """Forget all streaks."""
-        self._lengths.clear()

@@ -11,17 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlite.errors import (
-    CallTimeout,
-    DivergedError,
-    EngineAborted,
-    ResidencyError,
-    RolloutError,
-    WorkerError,
-    shortened,
-)
+from rlite.errors import CallTimeout, DivergedError, EngineAborted, ResidencyError, RolloutError, WorkerError, shortened
 from rlite.observability.stats_tracker import by_kind
-from rlite.rollout.collector.ledger import FailureStreaks
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import Episode
 from rlite.rollout.failures import RewardCrash, RewardMemory, RewardTimeout
@@ -212,6 +203,29 @@ class Losses:
             lengths = Counter(episode.num_tokens for episodes in self.too_old for episode in episodes)
             found |= {"length_dropped": mean_length(lengths), "length_kept": mean_length(kept)}
         return found
+
+
+class FailureStreaks:
+    """Counts how many groups in a row have failed, in the order of their start.
+
+    The order of their end is not suitable. If one row in twenty fails at once, the first groups of a large batch to end
+    are all failures.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+        """length of each streak, at the positions of its first and of its last group"""
+
+    def add(self, position: int) -> int:
+        """Return the length of a failed group's streak. The group was the `position`-th to start."""
+        before, after = self._lengths.pop(position - 1, 0), self._lengths.pop(position + 1, 0)
+        length = before + 1 + after
+        self._lengths[position - before] = self._lengths[position + after] = length
+        return length
+
+    def clear(self) -> None:
+        """Forget all streaks."""
+        self._lengths.clear()
 
 
 class StopRule:

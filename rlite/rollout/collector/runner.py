@@ -20,20 +20,19 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.data.packs import check_alike, check_trajectory, layout, pad_checked
 from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
 from rlite.observability import trace
 from rlite.rollout.attempts import Draws
 from rlite.rollout.collector import lost_groups
-from rlite.rollout.collector.ended import Ended, short_columns
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.lost_groups import ENGINE_FAILURES, Loss, Losses, StopRule
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.episode import Episode, SampleInference, mix, running
-from rlite.rollout.trajectories import check_alike, check_trajectory, layout, pad_checked
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.event_loop import Abandoned, Overdue, SharedLoop, by_deadline, side_by_side
 from rlite.runtime.sandbox.calls import SandboxError
-from rlite.runtime.sandbox.child import text_of
 from rlite.types import AsyncInference, Status
 
 FINAL = (DataError, ConfigError)
@@ -97,27 +96,9 @@ class Group:
         """Kind of the failure after which an episode drew other answers; empty if none did."""
         return next((episode.redrawn for episode in self.episodes if episode.redrawn), "")
 
-    def ended(self, status: Status | None, reason: str = "") -> Ended:
-        """Return what a record needs.
-
-        Args:
-            status: status of the group; None if it was consumed.
-            reason: why it is lost.
-        """
-        columns = short_columns(self.data)
-        return Ended(self.id, self.item, status, reason, self.episodes, self.first_sample, columns)
-
-    def __str__(self) -> str:
-        state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"
-        return f"group {self.id} ({state})"
-
 
 class EpisodeFailed(Exception):
-    """The last error of an episode that has no attempt left."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(text_of(error))
-        self.error = error
+    """The end of an episode that has no attempt left. Its argument is the last error."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +143,12 @@ class Episodes:
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
         group, episode, draws = self.group, self.group.episodes[number], Draws()
-        sample, is_trained = group.first_sample + number, group.start_order is not None
         seed = None if group.seed is None else mix(group.seed, number)
-        keeps_tokens = self.options.keep_ended
+        sample, is_trained = group.first_sample + number, group.start_order is not None
         with running(episode):
             while True:
                 inference = SampleInference(
-                    self.engine, episode, draws, sample, seed, affinity, is_trained, keeps_tokens
+                    self.engine, episode, draws, sample, seed, affinity, is_trained, self.options.keep_ended
                 )
                 try:
                     result = await self._attempt(inference)
@@ -300,8 +280,7 @@ class GroupRunner:
             group: is lost from now on.
             loss: why.
         """
-        if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
-            self.first_losses[cause] = lost_groups.in_full(loss, group.data)
+        self.first_losses.setdefault(lost_groups.cause_of(loss.reason), lost_groups.in_full(loss, group.data))
         self._keep(queue, group, loss.status, loss.reason)
         if queue.is_training:
             self.losses.add(loss, group.episodes)
@@ -360,7 +339,7 @@ class GroupRunner:
     def _keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
         """Keep a group that was lost, or consumed (status None), for the record, if the options say so."""
         if self._options.keep_ended and queue.is_training:
-            self.ended.append(group.ended(status, reason))
+            self.ended.append(Ended.of(group, status, reason))
 
     # -- called in the loop's thread -----------------------------------------------------------------------------
 
@@ -402,7 +381,7 @@ class GroupRunner:
         except asyncio.CancelledError:  # by the workflow: a group that the collector cancels was dropped before
             end = lost_groups.CANCELLED
         except EpisodeFailed as failed:
-            end = Loss.by(failed.error)
+            end = Loss.by(failed.args[0])
         except ENGINE_FAILURES as error:
             end, stopping = Loss.by(error), error
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # of should_accept: the caller's code
@@ -416,19 +395,17 @@ class GroupRunner:
         """Make a group ready or lost at the end of its task, and stop the run if its loss is one too many."""
         with self.changed:
             group.task = None
-            if group.has_ended:  # it was dropped a moment ago, and its end has no effect
-                pass
-            elif isinstance(end, Loss):
-                self.drop(queue, group, end)
-                stopping = stopping or self._stop_rule.error(end, group.data, group.start_order)
-                if stopping is not None:
-                    self._stop(stopping)
-            else:
-                trace.stage("group", group.id, "ready")
-                group.trajectories = end
-                queue.ledger.accept(group.id, group.age)
-                if queue.is_training:
-                    self._stop_rule.num_refused = 0
+            if not group.has_ended:  # else it was dropped a moment ago, and its end has no effect
+                if isinstance(end, Loss):
+                    self.drop(queue, group, end)
+                    if (error := stopping or self._stop_rule.error(end, group.data, group.start_order)) is not None:
+                        self._stop(error)
+                else:
+                    trace.stage("group", group.id, "ready")
+                    group.trajectories = end
+                    queue.ledger.accept(group.id, group.age)
+                    if queue.is_training:
+                        self._stop_rule.num_refused = 0
         self._admit()
 
     def _stop(self, error: BaseException) -> None:

@@ -18,6 +18,8 @@ from rlite.rollout.workflow import RolloutWorkflow
 
 PLAIN = ("started", "ended", "ended_at", "failure", "redrawn", "answer")
 """attributes of an episode that are saved as they are"""
+OF_ENDED = ("group", "item", "status", "reason")
+"""attributes of a group that has ended that are saved as they are"""
 
 
 def episode_state(episode: Episode) -> dict[str, Any]:
@@ -53,22 +55,16 @@ def ended_state(ended: Ended) -> dict[str, Any]:
         {**episode_state(each), "trajectory": None if each.trajectory is None else dict(each.trajectory.items())}
         for each in ended.episodes
     ]
-    names = ("group", "item", "status", "reason", "num_tokens")
-    own = {name: getattr(ended, name) for name in names}
+    own = {name: getattr(ended, name) for name in (*OF_ENDED, "num_tokens")}
     return {**own, "columns": dict(ended.columns), "episodes": episodes}
 
 
 def saved_ended(state: Mapping[str, Any]) -> Ended:
     """Return the group that was saved."""
-    numbers = state["num_tokens"]
-    return Ended(
-        **{name: state[name] for name in ("group", "item", "status", "reason")},
-        episodes=[
-            saved_episode(each, each["trajectory"], numbers.get(number, 0))
-            for number, each in enumerate(state["episodes"])
-        ],
-        columns=state.get("columns", {}),
-    )
+    numbers, saved = state["num_tokens"], enumerate(state["episodes"])
+    episodes = [saved_episode(each, each["trajectory"], numbers.get(number, 0)) for number, each in saved]
+    own = {name: state[name] for name in OF_ENDED}
+    return Ended(**own, episodes=episodes, columns=state.get("columns", {}))
 
 
 def group_state(group: Group) -> dict[str, Any]:

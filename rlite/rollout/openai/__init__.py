@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 if TYPE_CHECKING:
     from rlite.services.endpoint.client import AgentClient
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlite.services.endpoint.workflow import AgentWorkflow
 
 # lazy: the client needs the openai package, the endpoint aiohttp; the rest needs neither
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
         "rlite.services.endpoint.client": "AgentClient",

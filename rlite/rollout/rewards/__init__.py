@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlite import lazy
+from rlite import imports
 
 if TYPE_CHECKING:
     from rlite.rollout.rewards.adapters import from_trl, from_verl
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlite.rollout.rewards.reasoning import reasoning_gym_reward
 
 # lazy: ready rewards are built on packages that take a second to import, and a reward process needs one of them
-__all__, __getattr__, __dir__ = lazy.exports(
+__all__, __getattr__, __dir__ = imports.exports(
     __name__,
     {
         "rlite.rollout.rewards.adapters": "from_trl from_verl",

@@ -106,9 +106,7 @@ class TrlReward:
         for _, entry in numbers:
             if as_number(entry) is None:
                 return Unusable(repr(entry))
-        total = sum(weight * float(entry) for weight, entry in numbers) if numbers else None
-        if self.is_part and total is None:
-            total = 0.0
+        total = sum(weight * float(entry) for weight, entry in numbers) if numbers or self.is_part else None
         return Sum(total, list(entries)) if self.names else total
 
 

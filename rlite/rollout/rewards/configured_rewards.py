@@ -3,17 +3,131 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.registry import find_reward
-from rlite.rollout.rewards.adapters import TrlReward
+from rlite.rollout.rewards.adapters import Selective, TrlReward, from_trl, from_verl, signature_of, takes_all
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import RewardOptions
-from rlite.rollout.rewards.signatures import Adapted, Row, adapt, check_columns
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
+
+ACCEPTED = """\
+  rlite  fn(prompt, completions, prompt_ids, completion_ids, **data): the reward of one completion, a text
+  TRL    fn(prompts, completions, **columns): a list of rewards, for lists; also fn(completions, answer, **columns)
+  verl   compute_score(data_source, solution_str, ground_truth, extra_info=None): the score, or a dict with `score`
+data and columns are the other columns of a row."""
+_GIVEN = {
+    "rlite": ("prompt", "completions", "prompt_ids", "completion_ids"),
+    "TRL": ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+    "verl": ("data_source", "solution_str", "extra_info"),
+}
+"""arguments that do not come from a column of their name, or that need no such column"""
+_UNHASHABLE = {"prompt_ids", "completion_ids", "extra_info"}
+"""arguments of one completion that are lists or dicts"""
+Kind = Literal["rlite", "TRL", "verl"]
+Row = Mapping[str, Any]
+
+
+class Adapted(NamedTuple):
+    """A reward function with rlite's signature."""
+
+    fn: Callable[..., Any]
+    kind: Kind
+    """the signature that it was written in"""
+    columns: tuple[str, ...]
+    """columns of the data that it cannot be called without"""
+
+
+def adapt(fn: Callable[..., Any], what: str) -> Adapted:
+    """Return a reward function of any accepted signature with rlite's signature.
+
+    Args:
+        fn: the function.
+        what: its option and value, for error messages.
+
+    Raises:
+        ConfigError: the function has none of the accepted signatures, which the message shows. It is a class. It has a
+            cache, and is called with arguments that cannot be keys of a cache.
+    """
+    if inspect.isclass(fn):
+        raise ConfigError(f"{what}: {fn.__name__} is a class; name a function, or an object of the class")
+    try:
+        signature = signature_of(fn)
+    except (TypeError, ValueError):  # some functions that are written in C
+        signature = None
+    kind = None if signature is None else _kind(signature.parameters)
+    if signature is None or kind is None:
+        shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature or '(...)'}"
+        raise ConfigError(f"{what}: {shown} has none of the accepted signatures:\n{ACCEPTED}")
+    if _has_cache(fn) and (kind == "TRL" or takes_all(fn) or signature.parameters.keys() & _UNHASHABLE):
+        raise ConfigError(
+            f"{what}: functools.cache refuses lists and dicts, such as completion_ids, with which a reward is called; "
+            "cache a function of the text alone, and call it in the reward"
+        )
+    parameters = signature.parameters.items()
+    needed = [name for name, parameter in parameters if _is_needed(parameter) and name not in _GIVEN[kind]]
+    if kind == "rlite":
+        return Adapted(fn if takes_all(fn) else Selective(fn), kind, tuple(needed))
+    return Adapted(from_verl(fn) if kind == "verl" else from_trl(fn, is_conversational=None), kind, tuple(needed))
+
+
+def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -> None:
+    """Check that all rows have the columns that a reward function names.
+
+    Args:
+        reward: the function.
+        rows: rows of the data.
+        what: option and value of the reward, for error messages.
+        where: option of the data, for error messages.
+
+    Raises:
+        DataError: a column is missing. The message has the nearest column's name.
+    """
+    for number, row in enumerate(rows):
+        columns = _columns(row, reward.kind)
+        if missing := [name for name in reward.columns if name not in columns]:
+            raise DataError(
+                f"{where}, row index {number}: no column {missing[0]!r}, which {what} takes as an argument "
+                f"({reward.kind}'s signature); {did_you_mean(missing[0], columns)}"
+            )
+
+
+def _has_cache(fn: Any) -> bool:
+    """Return whether a function has functools.cache or lru_cache, maybe below other decorators."""
+    cache = type(functools.lru_cache(len))
+    if isinstance(fn, cache) or isinstance(type(fn).__call__, cache):
+        return True
+    inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
+    return inner is not None and _has_cache(inner)
+
+
+def _columns(row: Row, kind: Kind) -> set[str]:
+    """Return the columns of a row; for verl's functions also those inside of `reward_model`."""
+    inner = row.get("reward_model") if kind == "verl" else None
+    return {*row, *(inner if isinstance(inner, Mapping) else ())}
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not is_variadic
+
+
+def _kind(parameters: Mapping[str, inspect.Parameter]) -> Kind | None:
+    """Return the signature to which parameters belong, or None. Functions are called with keywords alone."""
+    needed = {name: parameter for name, parameter in parameters.items() if _is_needed(parameter)}
+    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in needed.values()):
+        return None
+    if "solution_str" in parameters:
+        return "verl" if needed.keys() <= {*_GIVEN["verl"], "ground_truth"} else None
+    is_of_one = "completions" in parameters and parameters["completions"].annotation in (str, "str")
+    if parameters.keys() & {"prompt", "prompt_ids"} or is_of_one:
+        return "rlite" if "completions" in parameters else None
+    return "TRL" if parameters.keys() & {"prompts", "completions"} else None
 
 
 @dataclass(frozen=True)
@@ -43,16 +157,8 @@ class ChosenReward:
         fn, options = self.adapted.fn, self.options
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
-        return RewardFunction(
-            fn,
-            timeout=options.timeout,
-            num_processes=options.processes,
-            in_process=options.in_process,
-            memory_limit_gib=options.memory_limit_gib,
-            max_concurrent=options.max_concurrent,
-            what=f"reward {self.name}",
-            env_vars=options.env_vars,
-        )
+        own = {name: value for name, value in options if name not in ("path", "weight", "processes")}
+        return RewardFunction(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
 
 class ChosenRewards:
@@ -71,10 +177,8 @@ class ChosenRewards:
     def __init__(
         self, options: Mapping[str, RewardOptions], given: Mapping[str, Callable[..., Any]], key: str = "reward"
     ) -> None:
-        single = len(options) == 1
-        self._rewards = [
-            _choose(name, own, given.get(name), key if single else f"{key}.{name}") for name, own in options.items()
-        ]
+        keys = {name: key if len(options) == 1 else f"{key}.{name}" for name in options}
+        self._rewards = [_choose(name, own, given.get(name), keys[name]) for name, own in options.items()]
 
     def check_columns(self, rows: Sequence[Row], where: str) -> None:
         """Check that all rows have the columns that the functions name.
@@ -98,8 +202,8 @@ class ChosenRewards:
         [first, *others] = self._rewards
         if not others and first.options.weight == 1:
             return first.make(is_part=False)
-        is_part = bool(others)
-        return WeightedRewards({each.name: Part(each.make(is_part), each.options.weight) for each in self._rewards})
+        parts = {each.name: Part(each.make(bool(others)), each.options.weight) for each in self._rewards}
+        return WeightedRewards(parts)
 
 
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:
@@ -108,7 +212,6 @@ def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None,
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))
     if options.changed:
-        raise ConfigError(
-            f"{what} is a RewardFunction, which has its own {', '.join(options.changed)}; leave those out"
-        )
+        own = ", ".join(options.changed)
+        raise ConfigError(f"{what} is a RewardFunction, which has its own {own}; leave those out")
     return ChosenReward(name, what, options, found, Adapted(found.fn, "rlite", ()))

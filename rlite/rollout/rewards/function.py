@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -71,11 +72,7 @@ class RewardFunction:
         env_vars: Sequence[str] = (),
     ) -> None:
         check_options(fn, timeout, retries, in_process, memory_limit_gib, max_concurrent, batch_size, batch_wait)
-        self.fn = fn
-        self.timeout = timeout
-        self.retries = retries
-        self.in_process = in_process
-        self.what = what
+        self.fn, self.timeout, self.retries, self.in_process, self.what = fn, timeout, retries, in_process, what
         self.outcomes: Counter[str] = Counter()
         self._names = fn.names if isinstance(fn, TrlReward) else ()
         self._slots = None if max_concurrent is None else Slots(max_concurrent)
@@ -166,6 +163,8 @@ class RewardFunction:
         if self._joined.size is not None:
             return self._reward(await self._joined.result(keywords))
         answer = await self._call(score, keywords)
+        if _is_finite_float(answer) and not self._names:
+            return answer
         return self._reward(read_score(answer, self._names), answer)
 
     async def _compute_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -191,12 +190,18 @@ class RewardFunction:
                 return await self._functions[finish].call(**keywords)
             async with limited(self.what, None, REWARD_ERRORS):
                 value = self.fn(**keywords)
-            return finish(await self._loop.run(value) if inspect.isawaitable(value) else value)
+            value = await self._loop.run(value) if inspect.isawaitable(value) else value
+            return value if _is_finite_float(value) else finish(value)
 
     async def _call_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float | str]:
         names = dict.fromkeys(name for row in rows for name in row)
         answer = await self._call(score_batch, {name: [row.get(name) for row in rows] for name in names})
         return self._reward(read_batch(answer, len(rows), self._names), answer)
+
+
+def _is_finite_float(value: Any) -> bool:
+    """Return whether a result is a reward as it is. `score` reads all other results."""
+    return type(value) is float and math.isfinite(value)
 
 
 def noted(source: object, reward: float) -> float:

@@ -53,7 +53,7 @@ class JudgeLoop:
                 ended.set_result(None)
 
         if (thread := self._thread) is None:
-            thread = self._thread = LoopThread("judge-loop", lambda death: None)
+            thread = self._thread = LoopThread("judge-loop")
             weakref.finalize(self, thread.stop)
         result = thread.submit(awaited())
         try:

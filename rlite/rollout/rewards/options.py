@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from rlite.config import Count, Finite, Options, Positive, Seconds
-from rlite.suggestions import single_or_named
+from rlite.help import single_or_named
 
 
 class RewardOptions(Options):

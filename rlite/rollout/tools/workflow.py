@@ -1,25 +1,166 @@
-"""Tool use: the model calls tools, reads their results, and answers."""
+"""Workflows whose model calls tools, in the format of calls that its chat template writes."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from tensordict import TensorDict
+from transformers.utils import get_json_schema
+from transformers.utils.chat_parsing import parse_response
 
+from rlite.data.chat.answers import without_end
 from rlite.data.chat.forms import Message
-from rlite.data.chat.template import Tokenizer
-from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.conversation import Conversation, ConversationOptions, ConversationWorkflow
+from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer, has_chat_template
+from rlite.data.prompts import raw_tokens
+from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.rollout.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
-from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, numbered, typed
-from rlite.rollout.tools.response_template import tool_call_format
+from rlite.rollout.tools import formats
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.rollout.workflow import reward_arguments
+from rlite.runtime.sandbox.calls import SandboxError
+from rlite.runtime.sandbox.function import SandboxFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
+
+logger = logging.getLogger(__name__)
+NOTHING = "(?!)"
+"""pattern that matches nowhere"""
+PARSE_TIMEOUT = 10.0
+"""seconds in which the template's patterns have to read an answer"""
+
+
+def template_format(tokenizer: Any, prompt: str) -> formats.ToolCallFormat:
+    """Return the format of a tokenizer's own response template.
+
+    Args:
+        tokenizer: with a `response_template`.
+        prompt: the end of it is what the chat template opens an answer with.
+    """
+    field = tokenizer.response_template.get("fields", {}).get("tool_calls", {})
+    opened = field.get("open", ())
+    marks = (opened,) if isinstance(opened, str) else tuple(opened)
+    pattern = "|".join(map(re.escape, marks)) or field.get("open_pattern") or NOTHING
+    read = partial(formats.parsed, partial(read_answer, tokenizer.response_template, pattern, prompt))
+    function = SandboxFunction(read, PARSE_TIMEOUT, what="the tokenizer's response template", finish=json.dumps)
+
+    async def aside(text: str) -> formats.Reading:
+        try:
+            content, calls, malformed = json.loads(await function.ask(str, text=text))
+        except SandboxError as error:
+            logger.warning("%s; no call is read from %.80r", error, text)
+            return text, [], []
+        return content, [formats.ToolCall(*call) for call in calls], malformed
+
+    num_settled = formats.settled_before(*marks) if marks else lambda text: 0
+    return formats.ToolCallFormat("response_template", lambda text: read(text)[:2], num_settled, True, aside=aside)
+
+
+def read_answer(template: Mapping[str, Any], pattern: str, prompt: str, text: str) -> formats.Reading:
+    """Return what an answer holds. If a call cannot be read, each call is read by itself.
+
+    Args:
+        template: the response template.
+        pattern: matches the beginning of a call.
+        prompt: text before the answer.
+        text: the answer.
+    """
+
+    def calls_of(text: str, prompt: str = "") -> list[formats.ToolCall] | None:
+        try:
+            message = parse_response(text, template, prefix=prompt)
+            return [formats.read_call(call["function"]) for call in message.get("tool_calls") or ()]
+        except formats.UNREADABLE:
+            return None
+
+    def read_block(found: re.Match[str]) -> tuple[formats.Pieces, int]:
+        following = re.compile(pattern, re.DOTALL).search(found.string, max(found.end(), found.start() + 1))
+        end = len(found.string) if following is None else following.start()
+        piece = found.string[found.start() : end]
+        calls = calls_of(piece) or [] if whole is None else []
+        return (calls, [piece] if whole is None and not calls else []), end
+
+    whole, opening = calls_of(text, prompt), formats.opened_thought(prompt)
+    content, calls, malformed = formats.scanned(opening + text, pattern, read_block)
+    return content.removeprefix(opening), calls if whole is None else whole, malformed
+
+
+def find_probe_record(text: str, count: int) -> None:
+    """Find a record.
+
+    Args:
+        text: what to find
+        count: how many
+    """
+
+
+PROBE = formats.ToolCall(find_probe_record.__name__, {"text": "red apple", "count": 3})
+TOOL = get_json_schema(find_probe_record)
+
+
+def tool_call_format(
+    form: str | formats.ToolCallFormat | None, tokenizer: Any, chat_template_options: Mapping[str, Any] | None = None
+) -> formats.ToolCallFormat:
+    """Return the format in which calls are read.
+
+    Args:
+        form: a ToolCallFormat, which is taken as it is; the name of one; or None for the format that the tokenizer's
+            response template or chat template has. For a template that writes no calls, the format is hermes.
+        tokenizer: the model's tokenizer.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+
+    Raises:
+        ConfigError: the name is unknown, or the chat template writes a call that the format does not read back.
+    """
+    if isinstance(form, formats.ToolCallFormat):
+        return form
+    if form is not None and (not isinstance(form, str) or form not in formats.FORMATS):
+        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), formats.FORMATS)}")
+    prompt, written = _write_probe(tokenizer, chat_template_options or {})
+    if form is not None:
+        candidates = [formats.FORMATS[form]]
+    elif getattr(tokenizer, "response_template", None) is not None:
+        candidates = [template_format(tokenizer, prompt)]
+    else:
+        candidates = list(formats.FORMATS.values())
+    if not written:
+        return candidates[0]
+    for candidate in candidates:
+        if _reads(candidate, tokenizer, written):
+            return candidate
+    names, known = ", ".join(candidate.name for candidate in candidates), ", ".join(formats.FORMATS)
+    raise ConfigError(
+        f"the model's chat template writes a call of a tool as {tokenizer.decode(written)!r}, which cannot be read "
+        f"back (tried: {names}): give tool_format=, a name ({known}) or a ToolCallFormat of your own"
+    )
+
+
+def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Return a prompt and the tokens of an answer that calls a tool; no tokens if the template writes no calls."""
+    if not has_chat_template(tokenizer):
+        return "", []
+    template = ChatTemplate(tokenizer, {**options, "tools": [TOOL]})
+    answer = {"role": "assistant", "content": "", "tool_calls": formats.numbered([PROBE], itertools.count(1))}
+    try:
+        prompt, written = template.written(answer)
+    except TemplateRefusal:
+        return "", []
+    if template.ending is not None:  # the end of an answer need not be a special token
+        written = written.removesuffix(template.ending.tail).removesuffix(template.ending.closing)
+    return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
+
+
+def _reads(form: formats.ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
+    """Return whether the format finds the probe in the template's tokens, decoded like an answer of the model."""
+    text = form.text(tokenizer, without_end(tokenizer, written))
+    return formats.typed(form.parse(text)[1], [TOOL]) == [PROBE]
 
 
 class ToolUseWorkflow(ConversationWorkflow):
@@ -61,7 +202,7 @@ class ToolUseWorkflow(ConversationWorkflow):
         tokenizer: Tokenizer,
         max_turns: int = 8,
         tool_timeout: float = 30.0,
-        tool_format: str | ToolCallFormat | None = None,
+        tool_format: str | formats.ToolCallFormat | None = None,
         max_length: int | None = None,
         tool_env_vars: Sequence[str] = (),
         **options: Unpack[ConversationOptions],
@@ -85,11 +226,11 @@ class ToolUseWorkflow(ConversationWorkflow):
             first, last = first or response, response
             text = self.tool_format.text(self.tokenizer, conversation.said)
             content, found, malformed = await self.tool_format.read(text, conversation.text)
-            calls = typed(found, self.toolbox.schemas)
+            calls = formats.typed(found, self.toolbox.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
             if not (calls or malformed) or conversation.transcript.num_turns == self.max_turns:
                 break
-            asked = numbered(calls, numbers)
+            asked = formats.numbered(calls, numbers)
             answer = {**answer, "tool_calls": asked} if calls else answer
             results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
             num_calls += len(calls) + len(malformed)
@@ -98,7 +239,9 @@ class ToolUseWorkflow(ConversationWorkflow):
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
-            number = numbered([ToolCall("unknown", {})], numbers)[0]["id"] if calls and malformed else None
+            number = None
+            if calls and malformed:
+                number = formats.numbered([formats.ToolCall("unknown", {})], numbers)[0]["id"]
             conversation.reply(*said, *self._refusal(malformed, number), answer=answer)
         assert first is not None  # the first turn has room, or the prompt is refused
         prompt, written = first.input_tokens, last.output_tokens

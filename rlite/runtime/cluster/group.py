@@ -7,7 +7,7 @@ submit ──> waiting ──> all answered ────────────
               ├── a worker died ──────────────────────────────────> WorkerDied; its replica is stopped
               └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
 
-The workers of a replica live and die together. A group is one replica unless its owner calls `divide`.
+The workers of a replica live and die together. A group is one replica unless its owner sets `replica_size`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -122,33 +122,33 @@ class AbsentHandle:
         """Do nothing."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerGroup:
     """Workers 0..n-1 of one owner, each on its device. A launcher's `start` creates it."""
 
-    def __init__(
-        self,
-        name: str,
-        devices: Sequence[Device],
-        handles: Sequence[WorkerHandle],
-        call_timeout: float,
-        order: threading.RLock | None = None,
-    ):
-        self.name = name
-        self.devices = tuple(devices)
-        self.handles = tuple(handles)
-        self.call_timeout = call_timeout
-        self.order = order or threading.RLock()
-        """held while one call is submitted to several workers, so that all see calls in the same order"""
-        self.failure: RliteError | None = None
-        """reason why no worker serves"""
-        self.losses: dict[int, RliteError] = {}
-        """reason why a replica no longer serves, by its number"""
-        self.replica_size = len(self.handles)
-        self.reporters: Collection[int] = range(len(self.handles))
-        """the ranks whose statistics count; the others compute the same as one of them"""
-        self._losing = threading.Lock()
-        self._stopped = False
-        self._pid = os.getpid()
+    name: str
+    devices: Sequence[Device]
+    handles: Sequence[WorkerHandle]
+    call_timeout: float
+    order: threading.RLock = field(default_factory=threading.RLock)
+    """held while one call is submitted to several workers, so that all see calls in the same order"""
+    replica_size: int = 0
+    """number of neighbouring ranks that make a replica; 0: all. No collective joins two replicas, so each survives the
+    others"""
+    reporters: Collection[int] = ()
+    """the ranks whose statistics count; the others compute the same as one of them. Default: all"""
+    failure: RliteError | None = None
+    """reason why no worker serves"""
+    losses: dict[int, RliteError] = field(default_factory=dict)
+    """reason why a replica no longer serves, by its number"""
+    _losing: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: bool = False
+    _pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.devices, self.handles = tuple(self.devices), tuple(self.handles)
+        self.replica_size = self.replica_size or len(self.handles)
+        self.reporters = self.reporters or range(len(self.handles))
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -156,13 +156,6 @@ class WorkerGroup:
     def key(self, rank: int) -> WorkerKey:
         """Return the key of a rank's worker."""
         return (self.name, rank)
-
-    def divide(self, replica_size: int) -> None:
-        """Make every `replica_size` neighbouring ranks a replica.
-
-        No collective joins two replicas, so each survives the others.
-        """
-        self.replica_size = replica_size
 
     def with_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> WorkerGroup:
         """Return a copy of the group with other processes in one replica's ranks, or with one replica more.
@@ -175,9 +168,7 @@ class WorkerGroup:
         ranks = slice(first, first + len(handles))
         all_devices, all_handles = list(self.devices), list(self.handles)
         all_devices[ranks], all_handles[ranks] = devices, handles
-        group = WorkerGroup(self.name, all_devices, all_handles, self.call_timeout)
-        group.divide(self.replica_size)
-        return group
+        return WorkerGroup(self.name, all_devices, all_handles, self.call_timeout, replica_size=self.replica_size)
 
     def take_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> None:
         """Serve a replica whose workers are ready, in the place of a lost replica or beside the others.
@@ -221,31 +212,14 @@ class WorkerGroup:
         """Return the worker's name for messages."""
         return worker_name(self.name, rank, self.devices[rank])
 
-    def create(
-        self,
-        factory: WorkerFactory,
-        torch_devices: Sequence[str],
-        num_threads: Sequence[int],
-        world_ranks: Sequence[int],
-        timeout: float,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """Make every worker, or none.
+    def create(self, factory: WorkerFactory, contexts: Sequence[WorkerContext], timeout: float) -> None:
+        """Make workers, all or none.
 
         Args:
             factory: called with the worker's context in its process; pickled by value if necessary.
-            torch_devices: each worker's device as its process sees it.
-            num_threads: each worker's threads of torch; 0 keeps torch's default.
-            world_ranks: each process's rank in its default torch.distributed group.
+            contexts: places of the workers to make. Others may serve already.
             timeout: seconds for all workers.
-            ranks: the workers to make, beside others that serve already; default: all.
         """
-        places = zip(range(len(self)), self.devices, torch_devices, num_threads, strict=True)
-        contexts = [
-            WorkerContext(rank, len(self), device, torch_device, threads, tuple(world_ranks))
-            for rank, device, torch_device, threads in places
-            if ranks is None or rank in ranks
-        ]
         blob = cloudpickle.dumps(factory)
         try:
             with self.order:
@@ -255,10 +229,7 @@ class WorkerGroup:
                 ]
             collect(calls, "start", timeout, self.reporters)
         except BaseException:
-            if ranks is None:
-                self.stop()
-            else:
-                self._stop(ranks)
+            self._stop([context.rank for context in contexts])
             raise
 
     def submit(self, rank: int, what: str, method: Callable[..., Outcome], *args: Any) -> PendingCall:
@@ -436,8 +407,7 @@ class _Waiter:
     """
 
     def __init__(self, calls: Sequence[PendingCall], what: str) -> None:
-        self._calls = calls
-        self._what = what
+        self._calls, self._what = calls, what
         self._has_one_team = len({call.group for call in calls}) > 1
         called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
         self._deaths = {(group, rank): group.handles[rank].death for group, rank in called}
@@ -480,9 +450,8 @@ class _Waiter:
             error: WorkerDied with the names of all dead workers.
         """
         dead = [worker for worker, death in self._deaths.items() if death.done()]
-        for call in self._calls:
-            if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
-                dead.append((call.group, call.rank))
+        answered = [call for call in self._calls if call.answer.done()]
+        dead += [(call.group, call.rank) for call in answered if isinstance(call.answer.exception(), WorkerDied)]
         if not dead:
             return
         by_group: dict[WorkerGroup, list[int]] = {}
@@ -514,7 +483,7 @@ class _Waiter:
                 wait([peer.answer for peer in peers], PEER_GRACE_S)
                 self._raise_deaths(pending)  # if a worker died, its death is the cause of the error
                 _stop_stuck(peers, f"{self._what} raised on {call.name}")
-                call.answer.result().raise_error(call.name)
+                call.answer.result().result(call.name)
 
     def _warn_of_uneven_returns(self, pending: Sequence[PendingCall]) -> None:
         """Warn once about workers that wait in a collective for peers that returned `UNEVEN_S` ago."""
@@ -540,10 +509,7 @@ class _Waiter:
             "%s: returned on %s; for %g s and more waits in a collective: %s. Each rank has to reach the same "
             "collectives, equally often and in the same order: look for an early return, or a branch on the rank or on "
             "data that differs between ranks.",
-            self._what,
-            "; ".join(call.name for call in peers),
-            UNEVEN_S,
-            "; ".join(stuck),
+            *(self._what, "; ".join(call.name for call in peers), UNEVEN_S, "; ".join(stuck)),
         )
 
 
@@ -576,10 +542,8 @@ def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
     for group in dict.fromkeys(call.group for call in stuck):
         ranks = [call.rank for call in stuck if call.group is group]
         names = "; ".join(group.describe(rank) for rank in ranks)
-        group.mark_lost(
-            ranks,
-            WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"),
-        )
+        why = f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"
+        group.mark_lost(ranks, WorkerError(why))
 
 
 ProcessCall = tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]

@@ -4,6 +4,9 @@ A mark, which children inherit, identifies the processes. It stands in the envir
 limit that the kernel no longer enforces. A program that sets its title may overwrite the environment, as Ray's agents
 do. This file runs as a program of its own. It imports nothing but psutil, so that the companion starts quickly and
 stays small.
+
+Other programs use SIGTERM as a notice: a process announces its end and continues for a grace period, in which its work
+can move.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -98,16 +102,12 @@ def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended just now, or belongs to another user
-            is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and (
-                _started_with(process, variable, mark) or (variable == MARK and _is_limited(process, mark))
-            ):
+            is_marked = _started_with(process, variable, mark) or (
+                variable == MARK and sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
+            )
+            if is_marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
-
-
-def _is_limited(process: psutil.Process, mark: str) -> bool:
-    return sys.platform == "linux" and process.rlimit(_MAX_LOCKS)[0] == _number_of(mark)
 
 
 def _started_with(process: psutil.Process, variable: str, value: str) -> bool:
@@ -122,20 +122,18 @@ def _number_of(mark: str) -> int:
     return int.from_bytes(hashlib.blake2b(mark.encode(), digest_size=7).digest())
 
 
-@contextmanager
-def _max_locks(limit: int) -> Iterator[None]:
-    """Set the limit inside the block. Children inherit it. Other systems than Linux have no such limit."""
-    if sys.platform != "linux":
-        yield
-        return
-    before = resource.getrlimit(_MAX_LOCKS)
-    with suppress(ValueError, OSError):  # a lower hard limit, or a sandbox that refuses: the environment alone marks
-        resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
-    try:
-        yield
-    finally:
-        with suppress(ValueError, OSError):  # refused before, too
-            resource.setrlimit(_MAX_LOCKS, before)
+def _max_locks(limit: int) -> ExitStack:
+    """Return the context in which the limit is set, which children inherit.
+
+    Only Linux has it. A lower hard limit or a sandbox may refuse it: then the environment alone marks.
+    """
+    stack = ExitStack()
+    if sys.platform == "linux":
+        with suppress(ValueError, OSError):
+            before = resource.getrlimit(_MAX_LOCKS)
+            resource.setrlimit(_MAX_LOCKS, (limit, before[1]))
+            stack.callback(resource.setrlimit, _MAX_LOCKS, before)
+    return stack
 
 
 def reap(mark: str, variable: str = MARK) -> None:
@@ -175,6 +173,49 @@ def watch(mark: str, driver: int) -> None:
         while is_driver and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(POLL_S)
     reap(mark)
+
+
+class TerminationNotice:
+    """Waits for SIGTERM in a thread. The process ends when the grace period is over, even if it is busy.
+
+    The signal's number arrives through a pipe that the C handler writes to. It is seen even while the main thread is in
+    native code. Create it in the main thread.
+
+    Args:
+        grace_s: seconds from the signal to the end of the process.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._is_given = threading.Event()
+        self._pipe, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=end_at_sigterm)  # a forked child is not who was meant
+        threading.Thread(target=self._listen, name="rlite-termination", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return after SIGTERM."""
+        self._is_given.wait()
+
+    def _listen(self) -> None:
+        while os.read(self._pipe, 1) != bytes([signal.SIGTERM]):
+            continue
+        self._is_given.set()
+        threading.Event().wait(self._grace_s)
+        end_at_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Return the process ids of the ranks that torchrun has started; none if the process is not torchrun's agent."""
+    with suppress(psutil.Error):  # one has ended just now
+        process = psutil.Process(agent)
+        if "torch.distributed.run" in process.cmdline():
+            alive = [each for each in process.children() if each.status() != psutil.STATUS_ZOMBIE]
+            return [each.pid for each in alive if "RANK" in each.environ()]
+    return []
 
 
 if __name__ == "__main__":

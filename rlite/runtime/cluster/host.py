@@ -6,14 +6,14 @@ its traceback reaches the caller as text.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -64,13 +64,14 @@ class Outcome:
     seconds: float = 0.0
     """duration of the call"""
 
-    def raise_error(self, worker: str) -> NoReturn:
-        """Raise the remote exception with its own type and the remote traceback as its cause.
+    def result(self, worker: str) -> Any:
+        """Return the value, or raise the remote exception with its own type and the remote traceback as its cause.
 
         Raises:
             error: the remote exception.
         """
-        assert self.error is not None
+        if self.error is None:
+            return self.value
         self.error.__cause__ = RemoteTraceback(f"\n\nraised in worker {worker}:\n{self.trace}")
         raise self.error
 
@@ -194,9 +195,13 @@ class WorkerHost:
 
 
 def _answer(act: Callable[[], Any]) -> Outcome:
+    parent = os.getpid()
     try:
-        with _children_end_here():
+        try:
             return Outcome(act())
+        finally:
+            if os.getpid() != parent:  # a process that the call forked must not answer in its parent's name
+                _end_child(sys.exc_info()[1])
     except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
         is_own = has_own_frames(raised)
         trace = f"{own_traceback(raised)}\n(without the frames of rlite)" if is_own else traceback.format_exc()
@@ -223,21 +228,6 @@ def _name(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-@contextlib.contextmanager
-def _children_end_here() -> Iterator[None]:
-    """End a process that a call forked, when it leaves the call, before it can answer in its parent's name.
-
-    Yields:
-        None.
-    """
-    parent = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != parent:
-            _end_child(sys.exc_info()[1])
-
-
 def _end_child(raised: BaseException | None) -> NoReturn:
     """End a forked process without the interpreter's own clean-up, which waits for threads that do not exist."""
     code = raised.code if isinstance(raised, SystemExit) else 0 if raised is None else 1
@@ -251,8 +241,7 @@ def _end_child(raised: BaseException | None) -> NoReturn:
 def _portable(error: Exception) -> Exception:
     """Return the exception if it survives pickling, else a WorkerError with its type and message."""
     error.__cause__ = error.__context__ = error.__traceback__ = None
-    try:
-        clone = cloudpickle.loads(cloudpickle.dumps(error))
-        return error if type(clone) is type(error) else WorkerError(f"{type(error).__name__}: {error}")
-    except Exception:  # any class of the user's may fail to pickle, in any way
-        return WorkerError(f"{type(error).__name__}: {error}")
+    with suppress(Exception):  # any class of the user's may fail to pickle, in any way
+        if type(cloudpickle.loads(cloudpickle.dumps(error))) is type(error):
+            return error
+    return WorkerError(f"{type(error).__name__}: {error}")

@@ -1,7 +1,4 @@
-"""The seam to a kind of cluster: a launcher starts worker processes, delivers calls, and detects deaths.
-
-Interface of a worker's class: what its callers need to know, for processes that do not import the class itself.
-"""
+"""The seam to a kind of cluster: a launcher starts worker processes, delivers calls, and detects deaths."""
 
 from __future__ import annotations
 
@@ -110,6 +107,5 @@ def _method(function: FunctionType) -> Method:
 
 
 def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
-    has_default = parameter.default is not inspect.Parameter.empty
-    default = None if has_default else inspect.Parameter.empty
-    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+    empty = inspect.Parameter.empty
+    return parameter.replace(annotation=empty, default=empty if parameter.default is empty else None)

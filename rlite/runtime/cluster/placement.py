@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import Literal
 
 from rlite.errors import PlacementError, did_you_mean
+from rlite.wording import counted
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -68,31 +69,28 @@ class PlacementRequest:
     """no later owner may share these devices"""
 
     def __post_init__(self) -> None:
-        if self.executor_size < 1 or (self.num_executors is not None and self.num_executors < 1):
-            raise PlacementError(f"{self}: expected at least one executor of at least one device")
-        if both := [name for name in self.colocate_with if name in self.not_colocate_with]:
-            raise PlacementError(
-                f"{self}: {both[0]!r} is in colocate_with and in not_colocate_with; remove it from one"
-            )
-        if self.exclusive and self.colocate_with:
-            raise PlacementError(f"{self}: an exclusive owner shares no device; remove exclusive or colocate_with")
-        if self.acceptable_node_ips is not None and not self.acceptable_node_ips:
-            raise PlacementError(
-                f"{self}: acceptable_node_ips is empty, so no node is allowed; leave it out to allow all nodes"
-            )
+        smallest = self.executor_size if self.num_executors is None else min(self.executor_size, self.num_executors)
+        both = [name for name in self.colocate_with if name in self.not_colocate_with]
+        is_shared, has_no_node = self.exclusive and self.colocate_with, self.acceptable_node_ips == ()
+        problems = {
+            "expected at least one executor of at least one device": smallest < 1,
+            f"{_quoted(both[:1])} is in colocate_with and in not_colocate_with; remove it from one": both,
+            "an exclusive owner shares no device; remove exclusive or colocate_with": is_shared,
+            "acceptable_node_ips is empty, so no node is allowed; leave it out to allow all nodes": has_no_node,
+        }
+        for problem in (problem for problem, applies in problems.items() if applies):
+            raise PlacementError(f"{self}: {problem}")
 
     def __str__(self) -> str:
-        executors = "at least 1 executor" if self.num_executors is None else _counted(self.num_executors, "executor")
-        conditions = [f"{executors} of {_counted(self.executor_size, 'device')}"]
-        if self.exclusive:
-            conditions.append("exclusively")
-        if self.colocate_with:
-            conditions.append(f"colocated with {', '.join(map(repr, self.colocate_with))}")
-        if self.not_colocate_with:
-            conditions.append(f"not colocated with {', '.join(map(repr, self.not_colocate_with))}")
-        if self.acceptable_node_ips:
-            conditions.append(f"on nodes {', '.join(self.acceptable_node_ips)}")
-        return f"{self.owner!r} asks for {', '.join(conditions)}"
+        executors = "at least 1 executor" if self.num_executors is None else counted(self.num_executors, "executor")
+        conditions = {
+            f"{executors} of {counted(self.executor_size, 'device')}": True,
+            "exclusively": self.exclusive,
+            f"colocated with {_quoted(self.colocate_with)}": self.colocate_with,
+            f"not colocated with {_quoted(self.not_colocate_with)}": self.not_colocate_with,
+            f"on nodes {', '.join(self.acceptable_node_ips or ())}": self.acceptable_node_ips,
+        }
+        return f"{self.owner!r} asks for {_applying(conditions)}"
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,6 @@ class Ledger:
     """by owner, in the order of placement"""
 
     def __post_init__(self) -> None:
-        if len(set(self.devices)) != len(self.devices):
-            raise PlacementError("a ledger holds every device once; found one twice")
         first_seen = {node: position for position, node in enumerate(dict.fromkeys(d.node for d in self.devices))}
         in_order = tuple(sorted(self.devices, key=lambda device: (first_seen[device.node], device.index)))
         object.__setattr__(self, "devices", in_order)
@@ -165,16 +161,14 @@ class Ledger:
         Raises:
             PlacementError: too few devices fit.
         """
-        self._check_known("grow", (owner,))
-        placement = self.placements[owner]
+        others, placement = self.release(owner), self.placements[owner]
         request = replace(placement.request, num_executors=num_executors)
-        candidates = [device for device in self.release(owner)._candidates(request) if device not in placement.devices]
+        candidates = [device for device in others._candidates(request) if device not in placement.devices]
         further = self._choose(request, candidates)
         return self._with_executors(owner, (*placement.executors, *further)), further
 
     def shrink(self, owner: str, executors: Collection[tuple[Device, ...]]) -> Ledger:
         """Return a ledger in which the owner does not hold these executors."""
-        self._check_known("shrink", (owner,))
         left = tuple(executor for executor in self.placements[owner].executors if executor not in executors)
         return self._with_executors(owner, left)
 
@@ -219,16 +213,16 @@ class Ledger:
                 raise PlacementError(f"{who}: {name!r} holds no devices; {hint}")
 
     def _check(self, request: PlacementRequest) -> None:
-        if request.owner in self.placements:
-            held = _listing(self.placements[request.owner].devices)
-            raise PlacementError(f"{request.owner!r} holds {held} already; release() it before it is placed again")
-        self._check_known(f"colocate_with of {request.owner!r}", request.colocate_with)
-        self._check_known(f"not_colocate_with of {request.owner!r}", request.not_colocate_with)
+        owner = request.owner
+        if owner in self.placements:
+            held = _listing(self.placements[owner].devices)
+            raise PlacementError(f"{owner!r} holds {held} already; release() it before it is placed again")
+        self._check_known(f"colocate_with of {owner!r}", request.colocate_with)
+        self._check_known(f"not_colocate_with of {owner!r}", request.not_colocate_with)
         known = dict.fromkeys(device.ip for device in self.devices)
-        unknown = [ip for ip in request.acceptable_node_ips or () if ip not in known]
-        if unknown:
+        if unknown := [ip for ip in request.acceptable_node_ips or () if ip not in known]:
             raise PlacementError(
-                f"acceptable_node_ips of {request.owner!r} names {', '.join(unknown)}, and no node has that address; "
+                f"acceptable_node_ips of {owner!r} names {', '.join(unknown)}, and no node has that address; "
                 f"nodes are at {_shortened(list(known))}"
             )
 
@@ -268,31 +262,25 @@ class Ledger:
             f"{name!r} holds {_listing(self.placements[name].devices)}" + (f" ({reason})" if reason else "")
             for name, reason in barred.items()
         ]
-        free = self.free()
         is_enough = len(candidates) >= request.executor_size * (request.num_executors or 1)
         apart = ", which lie apart: an executor needs one node, or whole ones if none is large enough"
-
-        remedies = []
-        if shareable := [repr(name) for name, reason in barred.items() if not reason]:
-            remedies.append(f"share devices with colocate_with={_shortened(shareable)}")
-        if barred:
-            remedies.append(f"release() {_shortened([repr(name) for name in barred])}")
-        if request.colocate_with:
-            remedies.append("colocate with owners that hold more devices")
-        if request.acceptable_node_ips is not None:
-            remedies.append("accept more nodes in acceptable_node_ips")
-        if candidates:
-            fewer = f"at most {_counted(num_fit, 'executor')}" if num_fit else "smaller executors"
-            remedies.append(f"ask for fewer devices ({fewer})")
-        remedies.append("start with more devices (num_devices=...)")
+        shareable = [repr(name) for name, reason in barred.items() if not reason]
+        fewer = f"at most {counted(num_fit, 'executor')}" if num_fit else "smaller executors"
+        fitting = f", {_listing(candidates)}" if candidates else ""
+        remedies = {
+            f"share devices with colocate_with={_shortened(shareable)}": shareable,
+            f"release() {_shortened(list(map(repr, barred)))}": barred,
+            "colocate with owners that hold more devices": request.colocate_with,
+            "accept more nodes in acceptable_node_ips": request.acceptable_node_ips,
+            f"ask for fewer devices ({fewer})": candidates,
+            "start with more devices (num_devices=...)": True,
+        }
         return (
             f"{request}; {num_fit or 'none'} can be placed. "
-            + f"It can have {len(candidates)} of {len(self.devices)} devices"
-            + (f", {_listing(candidates)}" if candidates else "")
-            + (apart if is_enough else "")
-            + f". Free: {_listing(free) if free else 'none'}. "
-            + f"In the way: {_shortened(held, '; ') if held else 'nothing'}. "
-            + f"Remedy: {', or '.join(remedies)}"
+            f"It can have {len(candidates)} of {len(self.devices)} devices"
+            f"{fitting}{apart if is_enough else ''}. "
+            f"Free: {_listing(self.free()) or 'none'}. In the way: {_shortened(held, '; ') or 'nothing'}. "
+            f"Remedy: {_applying(remedies, ', or ')}"
         )
 
 
@@ -412,8 +400,12 @@ def _listing(devices: Iterable[Device]) -> str:
     return _shortened(nodes)
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def _applying(parts: Mapping[str, object], separator: str = ", ") -> str:
+    return separator.join(part for part, applies in parts.items() if applies)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _shortened(items: list[str], separator: str = ", ") -> str:

@@ -1,4 +1,8 @@
-"""A program's one session, with its launcher and its ledger of devices, and its end by `rlite.shutdown()`."""
+"""A program's one session, with its launcher and its ledger of devices, and its end by `rlite.shutdown()`.
+
+The launcher without processes is here, too: workers live in the driver, calls run in the caller's thread, and `pdb`
+works.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,86 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
-from rlite.runtime.cluster.group import WorkerGroup
-from rlite.runtime.cluster.host import WorkerFactory
-from rlite.runtime.cluster.inprocess import InprocessLauncher
+from rlite.errors import FORKED, RliteError, WorkerError, refuse
+from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
-from rlite.runtime.parallel.processes import keep_for_ever
+from rlite.runtime.parallel.processes import join_alone, keep_for_ever, leave
 
 LauncherName = Literal["inprocess", "torchrun", "ray"]
+
+
+class InprocessHandle(WorkerHandle):
+    """Handle that runs each call at once. A lock keeps calls of different threads (training, generation) apart."""
+
+    process = "driver"
+
+    def __init__(self) -> None:
+        self.death: Future[Any] = Future()
+        self.notice: Future[Any] = Future()
+        self._host = WorkerHost()
+        self._lock = threading.RLock()
+
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Call a method of the host; see `WorkerHandle`.
+
+        Args:
+            method: such as `WorkerHost.call`.
+            *args: its arguments.
+
+        Returns:
+            The outcome.
+        """
+        with self._lock:
+            return _done(method(self._host, *args))
+
+    def look(self) -> Future[CallPosition]:
+        """Return the position of the call under way."""
+        return _done(self._host.look())
+
+    def stop(self, key: WorkerKey) -> None:
+        """Forget the worker."""
+        self.submit(WorkerHost.drop, key)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class InprocessLauncher(Launcher):
+    """Launcher of one device without another process."""
+
+    kind = "inprocess"
+    survives_deaths = False
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", options.device),)
+        self._options = options
+        self._handle = InprocessHandle()
+        join_alone(options.device)
+
+    def start(self, request: GroupRequest) -> WorkerGroup:
+        """Return the group of a worker, after making it in this process."""
+        (device,) = request.devices
+        timeout, num_threads = self._options.call_timeout, self._options.num_threads or 0
+        group = WorkerGroup(request.name, request.devices, [self._handle], timeout)
+        group.create(request.factory, [WorkerContext(0, 1, device, device.torch_name, num_threads, (0,))], timeout)
+        return group
+
+    def shutdown(self) -> None:
+        """Leave torch.distributed."""
+        leave()
 
 
 class Session:
@@ -33,8 +101,7 @@ class Session:
     def __init__(
         self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        self.launcher = launcher
-        self.device = device
+        self.launcher, self.device = launcher, device
         self.engine_options = engine_options or {}
         """defaults of the executors' options, by the name of the executor"""
         self._ledger = Ledger(launcher.devices)
@@ -93,14 +160,10 @@ class Session:
         self.launcher.start_replica(group, ranks[0], before, factory)
         after = [group.devices[rank] for rank in ranks]
         if moved := {old: new for old, new in zip(before, after, strict=True) if old != new}:
-            self._move(moved)
-
-    def _move(self, places: Mapping[Device, Device]) -> None:
-        """Record for all owners that devices have moved. Their workers on the old devices have died with the node."""
-        with self._lock:
-            self._ledger = self._ledger.moved(places)
-            for group in self._groups.values():
-                group.devices = tuple(places.get(device, device) for device in group.devices)
+            with self._lock:  # other owners' workers on the old devices have died with the node, too
+                self._ledger = self._ledger.moved(moved)
+                for each in self._groups.values():
+                    each.devices = tuple(moved.get(device, device) for device in each.devices)
 
     def grow(self, owner: str, replicas: Sequence[int]) -> None:
         """Take devices for further replicas of an owner. `restart` starts their workers.
@@ -205,34 +268,29 @@ def open_session(
     global _session
     if _is_forked:
         raise RliteError(f"rlite.init() {FORKED}")
-    if _session is not None:
-        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     device, num_devices = options.device, options.num_devices
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices}: expected at least 1")
     kind = launcher or _default_launcher(device, num_devices)
-    if kind == "inprocess":
-        if num_devices not in (None, 1):
-            raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
-        started: Launcher = InprocessLauncher(options)
-    elif kind == "torchrun":
-        if "RANK" not in os.environ:
-            raise ConfigError("launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`")
-        started = TorchrunLauncher(options)
-    elif kind == "ray":
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError(
-                "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; "
-                "for one device call rlite.init(num_devices=1)"
-            )
-        started = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
+    has_several = kind == "inprocess" and num_devices not in (None, 1)
+    has_no_rank = kind == "torchrun" and "RANK" not in os.environ
+    has_no_ray = kind == "ray" and importlib.util.find_spec("ray") is None
+    refuse(
+        {
+            "rlite.init() was called before in this process; call rlite.shutdown() first": _session,
+            f"device={device!r}: expected 'cpu' or 'cuda'": device not in ("cpu", "cuda"),
+            f"num_devices={num_devices}: expected at least 1": num_devices is not None and num_devices < 1,
+            f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'": kind not in get_args(LauncherName),
+            f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": has_several,
+            "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": has_no_rank,
+            "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; for one device call "
+            "rlite.init(num_devices=1)": has_no_ray,
+        }
+    )
+    if kind == "ray":
+        started: Launcher = importlib.import_module("rlite.runtime.cluster.ray.launcher").RayLauncher(options)
     else:
-        raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
+        started = InprocessLauncher(options) if kind == "inprocess" else TorchrunLauncher(options)
     _session = Session(started, device, engine_options)
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
+    _shut_down_at_exit()
     return _session
 
 
@@ -275,8 +333,12 @@ def default_options(executor: str) -> Mapping[str, Any]:
 def at_shutdown(act: Callable[[], None]) -> None:
     """Call `act` once in `rlite.shutdown()`, after the end of the session. The latest registered act runs first."""
     _at_shutdown.callback(act)
+    _shut_down_at_exit()
+
+
+def _shut_down_at_exit() -> None:
     atexit.unregister(shutdown)
-    atexit.register(shutdown)  # before Ray's own end
+    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
 
 
 def shutdown() -> None:

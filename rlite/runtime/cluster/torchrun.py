@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.guard import end_with_parent
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
@@ -122,13 +122,11 @@ class RankProcess(WorkerHandle):
     """One rank as the driver sees it: a queue of calls that one thread performs in order."""
 
     def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:
-        self.process = rank
+        self.process, self._name, self._host = rank, name, host
         self.death: Future[Any] = Future()
         self.notice: Future[Any] = Future()
         self.dropping: Future[Outcome] | None = None
         """the last worker to be forgotten; not done as long as the process is busy with a call from before"""
-        self._name = name
-        self._host = host
         self._calls: queue.SimpleQueue[tuple[Call, Future[Outcome]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"rlite-rank-{rank}", daemon=True)
         self._thread.start()
@@ -212,8 +210,7 @@ class TorchrunLauncher(Launcher):
             torch.cuda.set_device(local_rank)
         with unnumbered() if world_size == 1 else nullcontext():
             dist.init_process_group(backend_for(options.device), timeout=COLLECTIVE_TIMEOUT)
-        control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        looks = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        control, looks = (dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) for _ in range(2))
         here = Device(socket.gethostname(), local_rank, _node_ip(), options.device)
         gathered: list[Any] = [None] * world_size
         dist.all_gather_object(gathered, (here, int(os.environ.get("GROUP_RANK", "0"))), group=control)
@@ -226,10 +223,9 @@ class TorchrunLauncher(Launcher):
         self._call_timeout = options.call_timeout
         self._rank_of = {place: r for r, place in enumerate(places)}
         self.devices = tuple(sorted(self._rank_of))
-        hosts: list[LocalHost | RemoteHost] = [host, *(RemoteHost(r, control, looks) for r in range(1, world_size))]
         self._processes = [
-            RankProcess(r, f"rank {r} on {place}", host)
-            for r, (place, host) in enumerate(zip(places, hosts, strict=True))
+            RankProcess(r, f"rank {r} on {place}", RemoteHost(r, control, looks) if r else host)
+            for r, place in enumerate(places)
         ]
         self._order = threading.RLock()
         self._groups: list[WorkerGroup] = []
@@ -242,8 +238,11 @@ class TorchrunLauncher(Launcher):
         self._check_free(name, ranks)
         group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)
         self._groups.append(group)
-        torch_devices = [device.torch_name for device in devices]
-        group.create(request.factory, torch_devices, [self._num_threads] * len(devices), ranks, self._call_timeout)
+        contexts = [
+            WorkerContext(rank, len(devices), device, device.torch_name, self._num_threads, tuple(ranks))
+            for rank, device in enumerate(devices)
+        ]
+        group.create(request.factory, contexts, self._call_timeout)
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:
@@ -271,9 +270,7 @@ class TorchrunLauncher(Launcher):
             process.end()
         has_failed = any(group.failure is not None for group in self._groups)
         deadline = time.monotonic() + (FAILED_SHUTDOWN_S if has_failed else SHUTDOWN_S)
-        finished = [process.has_ended(deadline) for process in self._processes]
-        if not all(finished):
-            stuck = [process.process for process, done in zip(self._processes, finished, strict=True) if not done]
+        if stuck := [process.process for process in self._processes if not process.has_ended(deadline)]:
             print(f"rlite: rank {stuck} did not finish its last call; the run is ended", file=sys.stderr, flush=True)
             os._exit(1)
         leave()

@@ -5,18 +5,151 @@ about the same. Keys and values are gathered from all ranks; a query attends ins
 
     8 chunks on 4 ranks    0 1 2 3 4 5 6 7
                       rank 0 1 2 3 3 2 1 0
+
+Autograd can differentiate the collectives. After a gather, the ranks either compute the same thing, so that each rank's
+gradient is already complete (`grad="slice"`), or each rank uses the tensor for its own part of the work, so that
+gradients must be added up (`grad="sum"`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.runtime.parallel.collectives import gather, pad_to_multiple
+# their names since torch 2.13
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(x: Tensor, group: dist.ProcessGroup, dim: int, grad: Literal["slice", "sum"]) -> Tensor:
+    """Concatenate the ranks' tensors, which have equal shapes.
+
+    Args:
+        x: this rank's tensor.
+        group: the ranks.
+        dim: the dimension along which tensors are concatenated.
+        grad: "slice" takes this rank's part of the gradient; "sum" adds up the gradients of all ranks.
+
+    Returns:
+        The whole tensor, the same on every rank.
+    """
+    return _run(x, group, dim, _all_gather, _own_part if grad == "slice" else _reduce_scatter)
+
+
+def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Take this rank's part of `x`, which is the same on every rank. The gradient is gathered.
+
+    Args:
+        x: the whole tensor.
+        group: the ranks.
+        dim: the dimension that is cut into equal parts; the last part is padded with zeros.
+
+    Returns:
+        This rank's part.
+    """
+    return _run(pad_to_multiple(x, group.size(), dim), group, dim, _own_part, _all_gather)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Add up the ranks' tensors and take this rank's part of the sum. The gradient is gathered.
+
+    Args:
+        x: this rank's summand.
+        group: the ranks.
+        dim: the dimension that is cut into equal parts; the last part is padded with zeros.
+
+    Returns:
+        This rank's part of the sum.
+    """
+    return _run(pad_to_multiple(x, group.size(), dim), group, dim, _reduce_scatter, _all_gather)
+
+
+def sum_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks. The gradient, the same on every rank, passes through."""
+    return _run(x, group, 0, _all_reduce, _same)
+
+
+def sum_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` unchanged. Its gradient is the sum over ranks, each of which uses `x` for its own part of the work."""
+    return _run(x, group, 0, _same, _all_reduce)
+
+
+def pad_to_multiple(x: Tensor, multiple: int, dim: int) -> Tensor:
+    """Pad `x` with zeros at the end of a dimension.
+
+    Args:
+        x: any tensor.
+        multiple: the padded size is divisible by it.
+        dim: the dimension to pad.
+
+    Returns:
+        The padded tensor, or `x` itself if nothing is missing.
+    """
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]) if missing else x
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    _gather_into(out, rows, group=group)
+    return _moved(out, dim)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    out = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
+    _reduce_scatter_into(out, rows, group=group)
+    return _moved(out, dim)
+
+
+def _moved(x: Tensor, dim: int) -> Tensor:
+    """Return `x` with its first axis at `dim`, contiguous and not a view: FSDP requires that of module outputs."""
+    moved = x.movedim(0, dim)
+    return torch.ops.aten._unsafe_view(x, moved.shape) if moved.is_contiguous() else moved.contiguous()
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].clone()  # autograd takes no view
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _same(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+Collective = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
+
+
+def _run(x: Tensor, group: dist.ProcessGroup, dim: int, forward: Collective, backward: Collective) -> Tensor:
+    return x if group.size() == 1 else _Differentiable.apply(x, group, dim % x.dim(), forward, backward)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A linear collective, with the collective that is its transpose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, forward: Collective, transpose: Collective
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.transpose = group, dim, transpose
+        return forward(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.transpose(grad, ctx.group, ctx.dim), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -82,9 +215,7 @@ class ContextShare:
 
     def gather_keys(self, x: Tensor) -> Tensor:
         """Return all tokens in the order of the pack, from this rank's [t, ...]. The ranks' gradients are added up."""
-        if self.group is None:
-            return x
-        return gather(x, self.group, dim=0, grad="sum")[self._position]
+        return x if self.group is None else gather(x, self.group, dim=0, grad="sum")[self._position]
 
     def gather_results(self, x: Tensor) -> Tensor:
         """Return all tokens [T, ...] in the order of the pack, for computations that every rank repeats."""

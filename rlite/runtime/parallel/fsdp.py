@@ -1,11 +1,11 @@
-"""Sharding of a meta module with FSDP2, and allocation of this rank's shard."""
+"""FSDP2: the mesh of an engine's ranks, sharding of a meta module, and Muon on sharded matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -16,11 +16,63 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from rlite.errors import ConfigError
-from rlite.runtime.parallel.mesh import TrainMesh
+from rlite.runtime.parallel.dims import ParallelDims
+from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
+
+
+@dataclass(frozen=True)
+class TrainMesh:
+    """One rank's place among the ranks of an engine, with its process groups."""
+
+    dims: ParallelDims
+    rank: int
+    data: DeviceMesh
+    """FSDP's: ("shard") or ("replicate", "shard")"""
+    tensor: DeviceMesh
+    """mesh of this rank's tensor-parallel group"""
+    seq: dist.ProcessGroup
+    """context-parallel group of this rank"""
+
+    @property
+    def num_averaged(self) -> int:
+        """Ranks over which FSDP averages gradients."""
+        return self.dims.copies * self.dims.num_shards
+
+    @property
+    def tensor_rank(self) -> int:
+        """Rank in the tensor-parallel group."""
+        return self.rank % self.dims.tensor
+
+
+def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: ParallelDims) -> TrainMesh:
+    """Build the mesh and its process groups. Every rank of the engine calls it.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        world_ranks: ranks of the engine's workers in the default group, in the order of `ParallelDims`.
+        rank: this worker's index in `world_ranks`.
+        dims: sizes of the axes.
+
+    Returns:
+        This rank's place.
+    """
+    table = torch.tensor(world_ranks, dtype=torch.int).view(dims.copies, dims.num_shards, dims.tensor)
+    copy, shard, tensor = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
+    axes = {"shard": table[copy, :, tensor], "tensor": table[copy, shard, :]}
+    if dims.copies > 1:
+        axes = {"replicate": table[:, shard, tensor], **axes}
+    groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
+    ranks = table if dims.copies > 1 else table[0]
+    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    data = whole["replicate", "shard"] if dims.copies > 1 else whole["shard"]
+    first = shard - shard % dims.seq
+    seq = subgroup(table[copy, first : first + dims.seq, tensor].tolist())
+    return TrainMesh(dims=dims, rank=rank, data=data, tensor=whole["tensor"], seq=seq)
 
 
 def shard(
@@ -37,7 +89,7 @@ def shard(
         compute_dtype: dtype of parameters in forward and backward passes.
         param_dtype: dtype in which parameters are stored.
     """
-    if mesh.is_plain and compute_dtype == param_dtype:
+    if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
     outer = inner = MixedPrecisionPolicy()
     if compute_dtype != param_dtype:
@@ -50,9 +102,8 @@ def shard(
 
 def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that gather parameters together, and so run every forward pass together; None for one rank."""
-    for group in _parameter_groups(module):
-        return group.mesh_info.shard_process_group
-    return None
+    group = next(_parameter_groups(module), None)
+    return None if group is None else group.mesh_info.shard_process_group
 
 
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
@@ -220,17 +271,16 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
     Raises:
         ConfigError: a buffer is on meta, so its values are unknown.
     """
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ConfigError(
-                f"buffer {name!r} is on meta, so its values are lost: build the module inside "
-                "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
-            )
-    shapes = [tuple(local_tensor(parameter).shape) for parameter in module.parameters()]
-    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes)) if device.type == "cpu" else None
+    if lost := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise ConfigError(
+            f"buffer {lost[0]!r} is on meta, so its values are lost: build the module inside "
+            "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
+        )
+    needed = sum(aligned_bytes(local_tensor(parameter).shape, dtype) for parameter in module.parameters())
+    arena = SharedArena(needed) if device.type == "cpu" else None
 
     def make(parameter: nn.Parameter) -> nn.Parameter:
-        shape = tuple(local_tensor(parameter).shape)
+        shape = local_tensor(parameter).shape
         local = arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
         return nn.Parameter(dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
 
@@ -246,13 +296,11 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by what `make` returns for it; shared parameters stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = cache(make)
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = make(parameter)
-                submodule._parameters[name] = made[parameter]
+                submodule._parameters[name] = made(parameter)
 
 
 def dtensor_like(tensor: Tensor, local: Tensor) -> Tensor:
@@ -262,3 +310,83 @@ def dtensor_like(tensor: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+class ShardedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` whose parameters may be DTensors of any sharding.
+
+    Momentum is sharded as the parameters are. The update of one matrix at a time is gathered in bfloat16, the dtype in
+    which torch orthogonalises it, so equal gradients give the bits of `torch.optim.Muon` on one device. Each rank then
+    orthogonalises the whole matrix and keeps its part: torch's own operations on DTensors would communicate in each of
+    the iteration's products, and sum in another order.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; a collective of the ranks that share the parameters.
+
+        Args:
+            closure: computes the loss again; optional.
+
+        Returns:
+            The loss of `closure`.
+        """
+        loss = _recomputed(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_matrix(parameter, parameter.grad, group)
+        return loss
+
+    def _step_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        gradient, buffer = local_tensor(gradient), local_tensor(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        whole = full_tensor(dtensor_like(parameter, update.bfloat16()))
+        orthogonal = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        shard = local_shard(parameter)
+        shard.tensor.mul_(1 - group["lr"] * group["weight_decay"])
+        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        shard.tensor.add_(orthogonal[shard.box], alpha=-lr)
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one: their parameter groups, in order, and their state.
+
+    Schedulers, checkpoints and offloading see one ordinary optimizer. `load_state_dict` replaces its groups and its
+    state, so each step hands the current ones to the optimizers.
+
+    Args:
+        optimizers: optimizers that have made no step yet.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step of each optimizer.
+
+        Args:
+            closure: computes the loss again; optional.
+
+        Returns:
+            The loss of `closure`.
+        """
+        loss = _recomputed(closure)
+        groups = iter(self.param_groups)
+        for optimizer, num_groups in self._optimizers:
+            optimizer.param_groups = [next(groups) for _ in range(num_groups)]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
+
+
+def _recomputed(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

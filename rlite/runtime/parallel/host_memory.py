@@ -39,14 +39,12 @@ class HostMemory:
         Returns:
             The copies, in the order of `tensors`.
         """
-        needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors)
         if self._arena is None or self._arena.nbytes < needed:
             self._arena = None  # before its successor is allocated
             self._arena = Arena(_host_bytes(needed, is_pinned=any(tensor.is_cuda for tensor in tensors)))
         self._arena.reset()
-        return [
-            self._arena.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors
-        ]
+        return [self._arena.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors]
 
 
 def _host_bytes(num: int, is_pinned: bool) -> Tensor:
@@ -87,14 +85,14 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     leaving = [place for place in places if device.type == "cpu" and place[2].is_cuda]
     if not leaving:
         for state, key, value in places:
-            state[key] = _with_block(value, local_tensor(value).to(device, non_blocking=True))
+            state[key] = with_block(value, local_tensor(value).to(device, non_blocking=True))
         return
     if len(leaving) < len(places):
         _memory.pop(optimizer, None)  # what is on the host already may lie there
     memory = _memory.setdefault(optimizer, HostMemory())
     copies = memory.copies([local_tensor(value) for _, _, value in leaving])
     for (state, key, value), copy in zip(leaving, copies, strict=True):
-        state[key] = _with_block(value, copy)
+        state[key] = with_block(value, copy)
     torch.cuda.synchronize()
 
 
@@ -112,10 +110,14 @@ def keep_on_host_between_steps(optimizer: torch.optim.Optimizer, device: torch.d
     optimizer.register_step_post_hook(lambda optimizer, *_: move_state(optimizer, host))
 
 
-def _with_block(value: Tensor, block: Tensor) -> Tensor:
+def with_block(value: Tensor, block: Tensor) -> Tensor:
     """Return `block` as the local part of a tensor like `value`.
 
-    DTensors are built by their constructor, because the mesh's device is not the block's device here.
+    DTensors are built by their constructor: `from_local` would move the block to the mesh's device.
+
+    Args:
+        value: the tensor, a DTensor or not.
+        block: another local part.
     """
     return DTensor(block, value._spec, requires_grad=False) if isinstance(value, DTensor) else block
 

@@ -194,14 +194,9 @@ def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None
 
 
 def _new_group(store: dist.Store, purpose: str, members: Sequence[int], rank: int, backend: str) -> dist.ProcessGroup:
+    name = c10d.GroupName(f"rlite-{purpose}-{'-'.join(map(str, members))}")
     group, _ = c10d._new_process_group_helper(
-        len(members),
-        rank,
-        list(members),
-        dist.Backend(backend),
-        store,
-        c10d.GroupName(f"rlite-{purpose}-{'-'.join(map(str, members))}"),
-        timeout=COLLECTIVE_TIMEOUT,
+        len(members), rank, list(members), dist.Backend(backend), store, name, timeout=COLLECTIVE_TIMEOUT
     )
     assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}

@@ -16,6 +16,7 @@ import mmap
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -54,9 +55,7 @@ class Arena:
     """
 
     def __init__(self, base: Tensor) -> None:
-        self.nbytes = base.numel()
-        self._base = base
-        self._used = 0
+        self._base, self.nbytes, self._used = base, base.numel(), 0
         self._memory: tuple[Callable[..., Tensor], tuple] | None = None
         """value that opens the arena in another process, if that is possible"""
 
@@ -167,10 +166,9 @@ def _map_file(pid: int, fd: int, inode: int, nbytes: int) -> Tensor:
 
 
 def _is_there(pid: int, fd: int, inode: int) -> bool:
-    try:
+    with suppress(OSError):
         return os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode
-    except OSError:
-        return False
+    return False
 
 
 def _view(base: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -226,9 +224,6 @@ def can_share_memory() -> bool:
 @cache
 def host_identity() -> str:
     """Return a text that is equal for processes that share memory and process ids."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()

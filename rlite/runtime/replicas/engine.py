@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -31,15 +32,7 @@ from rlite.runtime.cluster.session import Session, current_session, default_opti
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import set_up_device
 from rlite.runtime.parallel.shared_memory import check_gpu_sharing
-from rlite.runtime.replicas.workers import (
-    Backend,
-    Kind,
-    Part,
-    T,
-    Worker,
-    WorkerSet,
-    on_each_process,
-)
+from rlite.runtime.replicas.workers import Backend, Kind, Part, T, Worker, WorkerSet, on_each_process
 
 
 class Weights(Enum):
@@ -64,9 +57,7 @@ class Engine:
     """no collective joins two replicas, so a replica survives the death of another"""
 
     def __init__(self, backend: Backend, executor: str) -> None:
-        self._backend = backend
-        self.executor_name = executor
-        self.name = ""
+        self._backend, self.executor_name, self.name = backend, executor, ""
         self.copies: list[WorkerSet] = []
         self._group: WorkerGroup | None = None
         self._session: Session | None = None
@@ -114,10 +105,9 @@ class Engine:
             PlacementError: the devices are not available. No process was started.
             Exception: a worker's constructor raised it.
         """
-        if self._group is not None and self._group.failure is not None:
-            self.release()  # its workers are gone; building again is the remedy that the failure names
-        if self._group is not None:
+        if self._group is not None and self._group.failure is None:
             raise ConfigError(f"{self.name} is built already; call release() first")
+        self.release()  # its workers are gone; building again is the remedy that the failure names
         self.options = self._parse_options(executor_options)
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None and (not isinstance(size, int) or size < 1):
@@ -138,14 +128,13 @@ class Engine:
                 exclusive=exclusive,
             )
         )
-        self._copy_size = tensor_parallel_size
-        self.name, self._session = owner, session
+        self._copy_size, self.name, self._session = tensor_parallel_size, owner, session
         self._set_factory(self._source())
         try:
             make_room(session, owner)
             replica_size = tensor_parallel_size if self.has_independent_replicas else None
-            devices = [device for devices in placed for device in devices]
-            self._group = group = session.start(GroupRequest(owner, devices, self._factory, replica_size))
+            request = GroupRequest(owner, list(chain(*placed)), self._factory, replica_size)
+            self._group = group = session.start(request)
             check_neighbours(session, owner, group)
             self.copies = [self._copy(index) for index in range(len(placed))]
             self._choose_reporters()
@@ -172,12 +161,11 @@ class Engine:
 
     def _parse_options(self, given: dict[str, Any]) -> Any:
         known = set(inspect.signature(self._backend.options).parameters)
-        for key in given:
-            if key not in known:
-                everything = known | set(inspect.signature(self.build).parameters) - {"executor_options"}
-                raise UnknownOptionError(
-                    f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
-                )
+        for key in given.keys() - known:
+            everything = known | set(inspect.signature(self.build).parameters) - {"executor_options"}
+            raise UnknownOptionError(
+                f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
+            )
         defaults = {key: value for key, value in default_options(self.executor_name).items() if key in known}
         return self._backend.options(**defaults | given)
 
@@ -194,7 +182,6 @@ class Engine:
 
     def _source(self) -> Any:
         """Return the model as the worker's constructor takes it. It is sent to every worker."""
-        raise NotImplementedError
 
     def _num_peers(self) -> int:
         """Return the number of neighbouring workers that do the same work on the same data."""
@@ -238,15 +225,14 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        named = [part for given in parts for part in ([given] if isinstance(given, str) else _listed(given))]
+        groups: list[Any] = [given if isinstance(given, list | tuple | set) else [given] for given in parts]
+        named = list(chain(*groups))
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
-            given = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
-            raise ConfigError(f'cuda({given}): expected "weights", "kv_cache", both, or nothing')
-        if not named or "all" in named:
-            self._move_to_device("all")
-        else:
-            for part in sorted(set(named), reverse=True):  # weights first
-                self._move_to_device(part)
+            told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
+            raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
+        wanted: list[Any] = ["all"] if not named or "all" in named else sorted({*named}, reverse=True)  # weights first
+        for part in wanted:
+            self._move_to_device(part)
 
     def _move_to_device(self, what: Part) -> None:
         self.group.check()
@@ -255,30 +241,27 @@ class Engine:
                 f"{self.name} was released by meta(): its weights are gone. Call load() to read them again, or "
                 'cuda("weights") and p2p_weight_sync into it, then cuda("kv_cache").'
             )
-        with self._moving():
+        with self._moving(what, resident=True):
             make_room(self._session, self.name)
             self._each(lambda resident: resident.to_device(what))
             if what != "kv_cache":
-                self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
-                    self.weights, self.weights
-                )
-            self._moved(what, resident=True)
+                moved = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}
+                self.weights = moved.get(self.weights, self.weights)
 
     def cpu(self) -> None:
         """Offload everything to host memory, including optimizer state. A KV cache is dropped."""
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             return self.meta()  # there is nothing to keep
-        with self._moving():
-            self._each(lambda resident: resident.to_cpu())
-            self.weights = Weights.HOST
-            self._moved("all", resident=False)
+        self._leave_device(lambda resident: resident.to_cpu(), Weights.HOST)
 
     def meta(self) -> None:
         """Free all memory, on the device and on the host. The weights are gone."""
-        with self._moving():
-            self._each(lambda resident: resident.to_meta())
-            self.weights = Weights.RELEASED
-            self._moved("all", resident=False)
+        self._leave_device(lambda resident: resident.to_meta(), Weights.RELEASED)
+
+    def _leave_device(self, leave: Callable[[Any], None], weights: Weights) -> None:
+        with self._moving("all", resident=False):
+            self._each(leave)
+            self.weights = weights
 
     def to(self, device: str | torch.device) -> None:
         """Move everything, as in PyTorch: `to("cuda")`, `to("cpu")`, `to("meta")`.
@@ -292,12 +275,9 @@ class Engine:
         moves[str(device)]()
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """Wrap every move of a part, whether it succeeds or not."""
+    def _moving(self, what: Part, resident: bool) -> Iterator[None]:
+        """Wrap every move of a part to the device or away from it, whether it succeeds or not."""
         yield
-
-    def _moved(self, what: Part, resident: bool) -> None:
-        """Record that a part has moved to the device or away from it."""
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part: weights, kv_cache, optimizer."""
@@ -356,10 +336,8 @@ class Engine:
 
     def _need_memory(self) -> None:
         if not self.is_built or self.weights not in (Weights.DEVICE, Weights.EMPTY):
-            raise ResidencyError(
-                f"the target {self.name or self.kind} has no memory for weights: "
-                'call build(), or cuda("weights"), first'
-            )
+            target = f"the target {self.name or self.kind}"
+            raise ResidencyError(f'{target} has no memory for weights: call build(), or cuda("weights"), first')
 
     def has_lost_some_of(self, members: Sequence[WorkerSet]) -> bool:
         """Return whether some of these copies are no longer members, so that a call on the others may succeed."""
@@ -429,10 +407,6 @@ def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
     pids = apply_on_processes(calls, os.getpid, others, "look for a process id", group.call_timeout)
     calls = [(group, own, (), (pid,)) for (own, _, _), pid in zip(pairs, pids, strict=True)]
     apply_on_processes(calls, check_gpu_sharing, [group], "look whether memory can be shared", group.call_timeout)
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple | set) else [given]
 
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:

@@ -2,29 +2,226 @@
 
 start ──> adopt the engine's weights, version and residency ──> serve ──> leave, on command or after SIGTERM
   ^                          └── no replica's weights can be read: join at the next weight sync
-  └── lost: requests continue on the others ── within the budget, under a launcher that survives deaths
+  └── lost: the router moves its requests ── within the budget, under a launcher that survives deaths
+
+Calls that need every replica go on without a replica that is being replaced: a replica that joins takes over the state
+of the engine. If the budget is used up, the lost replica stays lost, and these calls raise its failure. A policy may
+choose the number of replicas.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
+from rlite.observability import trace
 from rlite.restarts import RestartBudget
 from rlite.runtime.cluster.session import Session
-from rlite.runtime.replicas.replacement import ReplicaSupervisor
 from rlite.runtime.replicas.replica import InFlightRequest, Replica
 from rlite.runtime.replicas.router import Policy, Router, loss_of
-from rlite.runtime.replicas.scaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
 from rlite.runtime.replicas.workers import T, WorkerSet, together
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReplaced:
+    """The end of one replacement: the replica serves again, in new processes."""
+
+    replica: int
+    seconds: float
+    """from the detection of the loss until the new replica serves"""
+    version: int
+    """policy version of its weights"""
+
+
+@dataclass
+class ReplicaSupervisor:
+    """Runs a replacement for each lost replica, in a thread of its own."""
+
+    name: str
+    """name of the engine, for messages"""
+    budget: RestartBudget
+    replace: Callable[[Replica], int | None]
+    """replace(lost) starts the replica again and lets it join; returns the version of its weights, or None if it joins
+    at the next weight sync"""
+    give_up: Callable[[Replica], None]
+    """give_up(lost) records that the replica stays lost"""
+    replaced: list[ReplicaReplaced] = field(default_factory=list)
+    under_way: set[int] = field(default_factory=set)
+    """numbers of the replicas that are being replaced"""
+    is_closed: bool = False
+    """begin no further replacements. Those under way fail, because the engine is released"""
+    _began: list[float] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def has_budget(self) -> bool:
+        """True if a replica that is lost now would be replaced."""
+        return not self.is_closed and self.budget.allows(self._began, time.monotonic())
+
+    def take_over(self, replica: Replica) -> bool:
+        """Begin to replace a lost replica.
+
+        Returns:
+            False if the budget is used up, or the engine is being released.
+        """
+        with self._lock:
+            if not self._spend():
+                return False
+            index = replica.workers.index
+            self.under_way.add(index)
+            self._threads.append(_in_thread(f"replacing {self.name} {index}", self._run, replica, time.monotonic()))
+        return True
+
+    def settle(self) -> None:
+        """Wait until no replacement is under way."""
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    def _spend(self) -> bool:
+        if has_budget := self.has_budget:
+            self._began.append(time.monotonic())
+        return has_budget
+
+    def _run(self, replica: Replica, lost_at: float) -> None:
+        index = replica.workers.index
+        try:
+            version = self._replace(index, replica)
+        finally:
+            self.under_way.discard(index)
+        if version is not None:
+            seconds = time.monotonic() - lost_at
+            self.replaced.append(ReplicaReplaced(replica=index, seconds=seconds, version=version))
+            facts = (self.name, index, seconds, version)
+            logger.warning("%s: replica %d was replaced in %.1f s, with weights of version %d", *facts)
+            trace.instant("replica replaced", engine=self.name, replica=index, seconds=seconds)
+
+    def _replace(self, index: int, replica: Replica) -> int | None:
+        while True:
+            try:
+                version = self.replace(replica)
+            except Exception as error:  # of a launcher or of any executor: it costs an attempt, not the engine
+                if self.is_closed:
+                    return None
+                logger.warning("%s: replica %d could not be replaced: %s", self.name, index, error)
+                with self._lock:
+                    if self._spend():
+                        continue
+                logger.error("%s: replica %d stays lost: the budget of replacements is used up", self.name, index)
+                self.give_up(replica)
+                return None
+            if version is None:
+                logger.warning("%s: replica %d was started and joins at the next weight sync", self.name, index)
+            return version
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """The state of an inference engine from which a policy decides."""
+
+    num_replicas: int
+    """replicas that serve"""
+    num_in_flight: int
+    """requests that have not ended"""
+
+
+ScalingPolicy = Callable[[EngineLoad], int]
+"""policy(load) -> number of replicas that should serve"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInFlight:
+    """A policy: as many replicas as it takes for `per_replica` requests in flight on each."""
+
+    per_replica: int
+    min_replicas: int = 1
+    max_replicas: int
+
+    def __post_init__(self) -> None:
+        if self.per_replica < 1 or not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError(f"{self}: expected per_replica >= 1 and 1 <= min_replicas <= max_replicas")
+
+    def __call__(self, load: EngineLoad) -> int:
+        """Return the number of replicas for a load."""
+        wanted = math.ceil(load.num_in_flight / self.per_replica)
+        return max(self.min_replicas, min(wanted, self.max_replicas))
+
+
+class SlowToShrink:
+    """A policy that grows like another policy, and shrinks only to the most replicas that the other recently wanted.
+
+    The load of a rollout falls to zero between two batches. Without the delay, replicas would leave and join each time.
+
+    Args:
+        policy: the other policy.
+        after_s: seconds for which the other policy has to want fewer replicas.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, policy: ScalingPolicy, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy, self._after_s, self._clock = policy, after_s, clock
+        self._wanted: deque[tuple[float, int]] = deque()
+
+    def __call__(self, load: EngineLoad) -> int:
+        """Return the number of replicas for a load."""
+        now = self._clock()
+        if not self._wanted:  # the replicas that serve at first were wanted, too
+            self._wanted.append((now, load.num_replicas))
+        self._wanted.append((now, wanted := self._policy(load)))
+        while self._wanted[0][0] <= now - self._after_s and len(self._wanted) > 1:
+            self._wanted.popleft()
+        return wanted if wanted >= load.num_replicas else min(load.num_replicas, max(num for _, num in self._wanted))
+
+
+class Autoscaler:
+    """Asks a policy again and again, and scales an engine accordingly, in a thread of its own.
+
+    Args:
+        policy: chooses the number of replicas.
+        load: returns the engine's load.
+        scale: scales the engine; a refusal is logged, and the policy is asked again later.
+        every_s: seconds between two decisions.
+    """
+
+    def __init__(
+        self, policy: ScalingPolicy, load: Callable[[], EngineLoad], scale: Callable[[int], None], every_s: float
+    ) -> None:
+        self._policy, self._load, self._scale, self._every_s = policy, load, scale, every_s
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlite-autoscaler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Make no further decisions, and wait for the decision under way."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        refusal = ""
+        while not self._is_closed.wait(self._every_s):
+            try:
+                load = self._load()
+                if (wanted := self._policy(load)) != load.num_replicas:
+                    self._scale(wanted)
+                refusal = ""
+            except RliteError as error:  # such as no free device: the engine serves on as it is
+                if not self._is_closed.is_set() and str(error) != refusal:
+                    logger.warning("the number of replicas stays: %s", error)
+                refusal = str(error)
+
 
 END_S = 10.0
 """seconds that a lost replica's processes may take to end"""
@@ -40,51 +237,41 @@ class ReplicaLeft:
     reason: str
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaSet:
-    """The replicas of one engine, from its build to its release.
+    """The replicas of one engine, from its build to its release."""
 
-    Args:
-        policy: chooses the replica of a request.
-        max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
-        start: start(index) starts the workers of a replica whose devices are reserved, and returns their handle.
-        adopt: adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves;
-            returns the version of its weights, or None if it has to wait for a weight sync.
-        name: name of the engine.
-        session: places the replicas; None for an engine that is not built.
-        fixed_by: what fixes the number of replicas, in words; "" if nothing does.
-        has_default_length: nobody has chosen the longest sequence, so the first truncation is worth a warning.
-    """
+    policy: Policy
+    """chooses the replica of a request"""
+    max_replacements: int
+    """most replacements of lost replicas in an hour; 0: lost replicas stay lost"""
+    start: Callable[[int], Replica]
+    """start(index) starts the workers of a replica whose devices are reserved, and returns their handle"""
+    adopt: Callable[[Replica, Replica], int | None]
+    """adopt(replica, giver) gives a replica the state of the engine, with weights of a replica that serves; returns the
+    version of its weights, or None if it has to wait for a weight sync"""
+    name: str
+    """name of the engine"""
+    session: Session | None
+    """places the replicas; None for an engine that is not built"""
+    fixed_by: str = ""
+    """name of the options that fix the number of replicas; "" if none do"""
+    has_to_note_truncation: bool = False
+    """nobody has chosen the longest sequence, so the first truncation is worth a warning"""
+    membership: threading.RLock = field(default_factory=threading.RLock)
+    """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
+    left: list[ReplicaLeft] = field(default_factory=list)
+    """replicas that have left"""
+    _late: list[Replica] = field(default_factory=list)
+    """replicas that join at the next weight sync"""
+    _scaling: threading.Lock = field(default_factory=threading.Lock)
+    _autoscaler: Autoscaler | None = None
 
-    def __init__(
-        self,
-        policy: Policy,
-        max_replacements: int,
-        start: Callable[[int], Replica],
-        adopt: Callable[[Replica, Replica], int | None],
-        name: str,
-        session: Session | None,
-        fixed_by: str = "",
-        has_default_length: bool = False,
-    ) -> None:
-        self.name = name
-        self._session = session
-        self._start_workers, self._adopt, self._fixed_by = start, adopt, fixed_by
-        self._has_to_note_truncation = has_default_length
-        self._are_replaced = max_replacements > 0
-        is_elastic = session is not None and session.launcher.survives_deaths
-        budget = RestartBudget(max_replacements if is_elastic else 0)
-        self.supervisor = ReplicaSupervisor(
-            name, budget, self._replace, lambda index, lost: self.router.add(index, lost)
-        )
-        self.router = Router(name, policy, on_loss=self.supervisor.take_over)
-        self.membership = threading.RLock()
-        """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
-        self.left: list[ReplicaLeft] = []
-        """replicas that have left"""
-        self._late: list[tuple[int, Replica]] = []
-        """replicas that join at the next weight sync"""
-        self._scaling = threading.Lock()
-        self._autoscaler: Autoscaler | None = None
+    def __post_init__(self) -> None:
+        is_elastic = self.session is not None and self.session.launcher.survives_deaths
+        budget = RestartBudget(self.max_replacements if is_elastic else 0)
+        self.supervisor = ReplicaSupervisor(self.name, budget, self._replace, lambda lost: self.router.add(lost))
+        self.router = Router(self.name, self.policy, on_loss=self.supervisor.take_over)
 
     @property
     def all(self) -> Sequence[Replica]:
@@ -108,9 +295,9 @@ class ReplicaSet:
 
     def close(self) -> None:
         """End everything that runs in the driver, before the workers end."""
-        self.supervisor.close()
+        self.supervisor.is_closed = True
         self.follow(None)
-        for replica in (*(late for _, late in self._late), *self.all):
+        for replica in (*self._late, *self.all):
             replica.close()
         self._late = []
         self.router.clear()
@@ -138,10 +325,9 @@ class ReplicaSet:
         Raises:
             WorkerError: a replica is lost and stays lost.
         """
-        if not self._are_replaced:
+        if not self.max_replacements:
             for replica in self.all:
                 replica.check()
-            return together(self.all, act)
 
         def attempt(replica: Replica) -> T | WorkerError:
             try:
@@ -159,16 +345,15 @@ class ReplicaSet:
 
     def has_lost_some_of(self, members: Sequence[WorkerSet]) -> bool:
         """Return whether some of these workers are no longer members: they are replaced, and others serve."""
-        for replica in self.all:
-            if (error := loss_of(replica)) is not None and not self._hand_over(replica, error):
-                return False
-        return bool(set(members) - set(self.members)) and bool(self.serving)
+        losses = [(replica, loss_of(replica)) for replica in self.all]
+        are_replaced = all(error is None or self._hand_over(replica, error) for replica, error in losses)
+        return are_replaced and bool(set(members) - set(self.members)) and bool(self.serving)
 
     def note_truncation(self, ended: InFlightRequest) -> None:
         """Warn once if a completion ended at the default context length."""
         asked, made = ended.request.gconfig.max_new_tokens, len(ended.token_ids)
-        if self._has_to_note_truncation and ended.finish_reason == "length" and made < asked:
-            self._has_to_note_truncation = False
+        if self.has_to_note_truncation and ended.finish_reason == "length" and made < asked:
+            self.has_to_note_truncation = False
             logger.warning(
                 "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
                 "build(max_model_len=...) sets another one, up to the model's own limit",
@@ -177,16 +362,16 @@ class ReplicaSet:
 
     # -- loss and replacement ------------------------------------------------------------------------------------
 
-    def admit(self, index: int, replica: Replica) -> None:
+    def admit(self, replica: Replica) -> None:
         """Let a replica serve, and notice when one of its workers dies or is asked to end."""
-        self.router.add(index, replica)
+        self.router.add(replica)
         workers, name = replica.workers, self.name
 
         def ended(rank: int, _: Any) -> None:
-            if self._are_replaced and replica in self.all and self.supervisor.has_budget:
+            if self.max_replacements and replica in self.all and self.supervisor.has_budget:
                 worker = workers.group.describe(rank)
                 died = WorkerDied(f"worker process ended: {worker}", (worker,))
-                _in_thread(f"loss of {name} {index}", self._hand_over, replica, died)
+                _in_thread(f"loss of {name} {workers.index}", self._hand_over, replica, died)
 
         def noticed(notice: Future[Any]) -> None:
             has_notice = notice.exception() is None  # else the process died without notice
@@ -200,9 +385,9 @@ class ReplicaSet:
     def admit_late(self) -> None:
         """Let the replicas serve that have waited for a weight sync. They rest until it has ended."""
         late, self._late = self._late, []
-        for index, replica in late:
+        for replica in late:
             replica.pause()
-            self.admit(index, replica)
+            self.admit(replica)
 
     def _hand_over(self, replica: Replica, error: WorkerError) -> bool:
         """Let a lost replica be replaced; its requests move to the others.
@@ -210,20 +395,22 @@ class ReplicaSet:
         Returns:
             False if it stays lost.
         """
-        has_others = any(other is not replica for other in self.serving)
-        if replica in self.all and has_others and self.supervisor.has_budget:
+        if replica in self.all and self._has_others(replica) and self.supervisor.has_budget:
             replica.workers.group.mark_lost(replica.workers.ranks, error)
             replica.close()  # its thread moves its requests
             self.router.replica_failed(replica, [], error)  # if the thread had ended before
         return replica not in self.all
 
-    def _replace(self, index: int, lost: Replica) -> int | None:
+    def _has_others(self, replica: Replica) -> bool:
+        return any(other is not replica for other in self.serving)
+
+    def _replace(self, lost: Replica) -> int | None:
         """Start the workers of a lost replica again, and let the replica join.
 
         Returns:
             The version of its weights; None if it joins at the next weight sync.
         """
-        group, ranks = lost.workers.group, lost.workers.ranks
+        group, ranks, index = lost.workers.group, lost.workers.ranks, lost.workers.index
         group.mark_lost(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
         lost.close()
         group.check()  # with the last replica, everything has ended
@@ -231,16 +418,16 @@ class ReplicaSet:
         return self._start(index)
 
     def _start(self, index: int) -> int | None:
-        replica = self._start_workers(index)
+        replica = self.start(index)
         try:
             with self.membership:
                 if not self.serving:
                     raise WorkerError(f"{self.name}: no other replica is left; release() and build() the engine")
-                version = self._adopt(replica, self.serving[0])
+                version = self.adopt(replica, self.serving[0])
                 if version is None:
-                    self._late.append((index, replica))
+                    self._late.append(replica)
                 else:
-                    self.admit(index, replica)
+                    self.admit(replica)
                 return version
         except BaseException as error:
             why = error if isinstance(error, WorkerError) else WorkerError(f"replica {index} could not join: {error}")
@@ -286,16 +473,16 @@ class ReplicaSet:
     def _check_scalable(self, num_replicas: int) -> Session:
         if num_replicas < 1:
             raise ConfigError(f"scale({num_replicas}): expected at least 1 replica")
-        if self._session is None or not self._session.launcher.survives_deaths:
+        if self.session is None or not self.session.launcher.survives_deaths:
             raise ConfigError("the number of replicas is fixed with this launcher; use launcher='ray'")
-        if self._fixed_by:
-            raise ConfigError(f"{self._fixed_by} fix the number of replicas")
-        return self._session
+        if self.fixed_by:
+            raise ConfigError(f"{self.fixed_by} fix the number of replicas")
+        return self.session
 
     @property
     def _indices(self) -> set[int]:
         """Numbers of the replicas that serve, that are being replaced, or that join at the next weight sync."""
-        return {*self.router.indices, *self.supervisor.under_way, *(index for index, _ in self._late)}
+        return {*(replica.workers.index for replica in (*self.all, *self._late)), *self.supervisor.under_way}
 
     def _start_all(self, indices: Sequence[int]) -> None:
         """Start replicas in parallel. The devices of those that cannot start are returned.
@@ -303,12 +490,12 @@ class ReplicaSet:
         Raises:
             Exception: the error of the first replica that could not start.
         """
-        assert self._session is not None
+        assert self.session is not None
         try:
             together(indices, self._start)
         except BaseException as error:
             for index in set(indices) - self._indices:
-                self._session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
+                self.session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
             raise
 
     def _leave_if_possible(self, replica: Replica) -> None:
@@ -324,17 +511,19 @@ class ReplicaSet:
             ConfigError: the replica is the only one.
         """
         with self.membership:
-            if replica not in self.all or self._session is None:
+            if replica not in self.all or self.session is None:
                 return
-            if not [other for other in self.serving if other is not replica]:
+            if not self._has_others(replica):
                 raise ConfigError(f"{self.name}: the only replica that serves cannot leave")
             index, num_moved = replica.workers.index, replica.num_in_flight
             self.router.remove(replica)
             replica.close()  # its thread moves its requests
-            self._session.shrink(self.name, index, WorkerError(f"replica {index} of {self.name} has left: {why}"))
+            self.session.shrink(self.name, index, WorkerError(f"replica {index} of {self.name} has left: {why}"))
             self.left.append(ReplicaLeft(replica=index, num_moved=num_moved, reason=why))
         logger.warning("%s: replica %d has left (%s); %d requests in flight moved", self.name, index, why, num_moved)
 
 
-def _in_thread(name: str, act: Callable[..., object], *args: Any) -> None:
-    threading.Thread(target=act, args=args, name=name, daemon=True).start()
+def _in_thread(name: str, act: Callable[..., object], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=act, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -66,8 +66,8 @@ class ReplicaLost:
     reason: str
 
 
-OnLoss = Callable[[int, Replica], bool]
-"""on_loss(index, replica): a replica was lost, and others serve; returns whether it will be replaced"""
+OnLoss = Callable[[Replica], bool]
+"""on_loss(replica): a replica was lost, and others serve; returns whether it will be replaced"""
 
 
 def loss_of(replica: Replica) -> WorkerError | None:
@@ -90,14 +90,10 @@ class Router:
         on_loss: called in a thread of the lost replica.
     """
 
-    def __init__(
-        self, name: str, policy: Policy = least_outstanding, on_loss: OnLoss = lambda index, replica: False
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, policy: Policy = least_outstanding, on_loss: OnLoss = lambda replica: False) -> None:
+        self.name, self._policy, self._on_loss = name, policy, on_loss
         self.lost: list[ReplicaLost] = []
         """lost replicas, in the order of their loss"""
-        self._policy = policy
-        self._on_loss = on_loss
         self._affinities = Affinities()
         self._members: dict[int, Replica] = {}
         self._noted: list[Replica] = []
@@ -110,16 +106,11 @@ class Router:
         with self._lock:
             return [self._members[index] for index in sorted(self._members)]
 
-    def add(self, index: int, replica: Replica) -> None:
-        """Route requests to this replica too from now on.
-
-        Args:
-            index: number of the replica; no other has it now.
-            replica: it is ready.
-        """
+    def add(self, replica: Replica) -> None:
+        """Route requests to this replica too from now on. It is ready, and no other one has its number."""
         with self._lock:
-            self._outstanding[index] = OutstandingTokens()
-            self._members[index] = replica
+            self._outstanding[replica.workers.index] = OutstandingTokens()
+            self._members[replica.workers.index] = replica
 
     def remove(self, replica: Replica) -> None:
         """Route no further requests to this replica. Safe to call again."""
@@ -130,12 +121,6 @@ class Router:
         """Remove all replicas."""
         with self._lock:
             self._members.clear()
-
-    @property
-    def indices(self) -> list[int]:
-        """The numbers of `replicas`."""
-        with self._lock:
-            return sorted(self._members)
 
     def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
         """Submit requests to the replicas that the policy chooses.
@@ -155,9 +140,8 @@ class Router:
     def _choose(self, siblings: Sequence[InFlightRequest], affinity: str | None) -> Replica:
         with self._lock:
             serving = {index: replica for index, replica in self._members.items() if replica.failure is None}
-        if not serving:
-            self._raise_failure()
-        with self._lock:
+            if not serving:
+                self._raise_failure()
             loads = {index: self._outstanding[index].count for index in serving}
             home = None if affinity is None else self._affinities.get(affinity)
             chosen = self._policy(loads, home)
@@ -202,7 +186,7 @@ class Router:
             for request in requests:
                 request.fail(error)
             return
-        if is_member and isinstance(error, WorkerError):
+        if is_member:
             self._note_loss(replica, len(requests), error)
         siblings: dict[tuple[int, ...], list[InFlightRequest]] = {}
         for request in requests:
@@ -213,22 +197,16 @@ class Router:
             for request in requests:
                 request.fail(failure)
 
-    def _note_loss(self, replica: Replica, num_moved: int, error: WorkerError) -> None:
+    def _note_loss(self, replica: Replica, num_moved: int, error: Exception) -> None:
         with self._lock:  # two threads may report one loss
-            index = next((index for index, each in self._members.items() if each is replica), None)
-            if index is None or any(noted is replica for noted in self._noted):
+            if replica not in self.replicas or replica in self._noted:
                 return
             self._noted.append(replica)
-            died = error.workers if isinstance(error, WorkerDied) else ()
+            index, died = replica.workers.index, error.workers if isinstance(error, WorkerDied) else ()
             loss = ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error))
-            logger.warning(
-                "%s lost replica %d (%s): its %d requests in flight continue on the others",
-                self.name,
-                index,
-                "; ".join(died) or error,
-                num_moved,
-            )
+            facts = (self.name, index, "; ".join(died) or error, num_moved)
+            logger.warning("%s lost replica %d (%s): its %d requests in flight continue on the others", *facts)
             trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
-            if self._on_loss(index, replica):
+            if self._on_loss(replica):
                 self.remove(replica)
             self.lost.append(loss)  # readers of the list can wait for the replacement

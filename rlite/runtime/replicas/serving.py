@@ -1,36 +1,109 @@
-"""An engine whose copies are replicas that serve requests: when they rest and move, and how new weights reach them."""
+"""An engine whose copies are replicas that serve requests: when they rest and move, and how new weights reach them.
+
+An engine sends requests to its replicas, waits for their ends, and cancels requests that nobody awaits.
+"""
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from rlite.errors import ConfigError, DataError, ResidencyError, WeightSyncError
+from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
-from rlite.runtime.replicas.completion import checked_tokens, complete, complete_all, score
+from rlite.runtime.event_loop import result_of
 from rlite.runtime.replicas.engine import Engine, Weights
-from rlite.runtime.replicas.replacement import ReplicaReplaced
-from rlite.runtime.replicas.replica import (
-    COMMON_OPTIONS,
-    Capabilities,
-    InferenceBackend,
-    InFlightRequest,
-    Replica,
-)
-from rlite.runtime.replicas.replica_set import ReplicaSet
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, Replica, check_lengths
+from rlite.runtime.replicas.replica_set import ReplicaReplaced, ReplicaSet, ScalingPolicy
 from rlite.runtime.replicas.router import Policy, ReplicaLost
-from rlite.runtime.replicas.scaling import ScalingPolicy
 from rlite.runtime.replicas.weight_moves import copy_weights
-from rlite.runtime.replicas.workers import Kind, Part, T, WorkerSet
-from rlite.types import PromptLogprobs
+from rlite.runtime.replicas.workers import Kind, Part, T, WorkerSet, together
+from rlite.types import MAX_TOP_LOGPROBS, PromptLogprobs
 from rlite.wording import counted
+
+
+async def complete(replicas: ReplicaSet, request: InFlightRequest, affinity: str | None) -> None:
+    """Send a request to a replica, and wait beside the event loop until it has ended. A cancelled task ends it.
+
+    Args:
+        replicas: the replicas.
+        request: the request.
+        affinity: key of requests that should share a replica.
+
+    Raises:
+        CancelledError: the task was cancelled.
+    """
+    with trace.task("generate", engine=replicas.name, prompt_tokens=len(request.request.input_ids)):
+        replicas.router.route([[request]], affinity)
+        try:
+            await result_of(request.done)
+        except asyncio.CancelledError:
+            replicas.router.cancel([request])
+            raise
+    replicas.note_truncation(request)
+
+
+def complete_all(replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest]], timeout: float) -> None:
+    """Send groups of siblings to replicas, and wait until all have ended. On an error or a time-out, cancel the rest.
+
+    Args:
+        replicas: the replicas.
+        groups: requests that share a prompt.
+        timeout: seconds.
+
+    Raises:
+        CallTimeout: a request did not end within `timeout` seconds.
+    """
+    with trace.span("generate", num_prompts=len(groups)):
+        replicas.router.route(groups)
+        requests = list(itertools.chain(*groups))
+        done, late = wait([request.done for request in requests], timeout=timeout, return_when=FIRST_EXCEPTION)
+        if late:
+            replicas.router.cancel([request for request in requests if request.done in late])
+        for request in requests:
+            if request.done in done:
+                request.done.result()
+        if late:
+            at_work = [replica.workers for replica in replicas.all if replica.num_in_flight]
+            busy = tuple(workers.group.describe(workers.ranks[0]) for workers in at_work)
+            raise CallTimeout(
+                f"generate: {len(late)} of {len(requests)} completions were not done within {timeout:g} s, on "
+                f"{'; '.join(busy)}. Give it more time (timeout=) or ask for fewer tokens (max_new_tokens).",
+                busy,
+            )
+    for request in requests:
+        replicas.note_truncation(request)
+
+
+def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_tokens: int) -> list[PromptLogprobs]:
+    """Return the log-probabilities of each prompt's tokens. Prompts are distributed to the replicas in turn.
+
+    Args:
+        replicas: the replicas.
+        prompts: token ids.
+        num_top: number of most likely tokens at each place.
+        max_tokens: most tokens of a prompt.
+
+    Raises:
+        ConfigError: `num_top` is out of range.
+        DataError: a prompt is too long.
+    """
+    if not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise ConfigError(f"num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
+    check_lengths(prompts, max_tokens)
+    serving = replicas.serving
+    num = len(serving)
+    shares = {replica: prompts[index::num] for index, replica in enumerate(serving)}
+    results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
+    return [results[index % num][index // num] for index in range(len(prompts))]
+
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +134,7 @@ class ServingEngine(Engine):
         routing: Policy,
     ) -> None:
         super().__init__(backend, executor)
-        if missing := COMMON_OPTIONS.difference(inspect.signature(backend.options).parameters):
-            raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
+        backend.check_options(executor)
         if max_replacements < 0:
             raise ConfigError(f"max_replacements={max_replacements}: expected 0 or more")
         self.path, self._config = path, config
@@ -71,9 +143,7 @@ class ServingEngine(Engine):
         self.left_replicas = self._replicas.left
         """replicas that have left since the engine was built"""
         self._ids = itertools.count()
-        self._is_paused = False
-        self._is_receiving = False
-        self._has_cache = False
+        self._is_paused = self._is_receiving = self._has_cache = False
         self._is_as_loaded = True
         """the weights are those of the engine's own checkpoint"""
 
@@ -242,8 +312,18 @@ class ServingEngine(Engine):
         return score(self._replicas, prompts, num_top, self.context_length - 1)
 
     def _checked(self, ids: Sequence[int], where: str) -> list[int]:
+        """Return the tokens of a prompt if it has some, all of the model's vocabulary.
+
+        Raises:
+            DataError: it has not.
+        """
         self.group.check()
-        return checked_tokens(ids, where, self._config.vocab_size)
+        size = self._config.vocab_size
+        if not ids:
+            raise DataError(f"{where} is empty: expected at least one token")
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {size} tokens")
+        return list(ids)
 
     def _need_prompt_logprobs(self, are_wanted: bool = True) -> None:
         can = self.capabilities.has_prompt_logprobs or not are_wanted
@@ -262,8 +342,7 @@ class ServingEngine(Engine):
 
     def _built(self) -> None:
         assert self._session is not None
-        self._has_cache, self._version = True, 0
-        self._is_paused, self._is_as_loaded = False, True
+        self._has_cache, self._version, self._is_paused, self._is_as_loaded = True, 0, False, True
         is_fixed = self._backend.num_copies(None, self.options) is not None
         fixed_by = f"the options of the executor {self.executor_name!r}" if is_fixed else ""
         has_default_length = vars(self.options).get("max_model_len") is None
@@ -271,7 +350,7 @@ class ServingEngine(Engine):
         self.left_replicas = self._replicas.left
         self._session.before_release(self.name, self._stop_serving)
         for copy in self.copies:
-            self._replicas.admit(copy.index, self._replica(copy))
+            self._replicas.admit(self._replica(copy))
 
     def _replica(self, copy: WorkerSet) -> Replica:
         return self._backend.replica(copy, self.options, self._replicas.router.replica_failed)
@@ -295,7 +374,7 @@ class ServingEngine(Engine):
         return self._replicas.each(act)
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
+    def _moving(self, what: Part, resident: bool) -> Iterator[None]:
         self._need(self.capabilities.has_residency, "cuda(), cpu() and meta()", "release() and build() it instead")
         self.wait_for_replacements()  # a process that starts would take memory that is about to be used otherwise
         with self._replicas.membership:
@@ -305,12 +384,9 @@ class ServingEngine(Engine):
                     why = f"{self.name} has {num} requests in flight; wait for them or call abort_all() first"
                     raise ResidencyError(why)
                 yield
+                self._has_cache = self._has_cache if what == "weights" else resident
             finally:
                 self._let_run()
-
-    def _moved(self, what: Part, resident: bool) -> None:
-        if what in ("all", "kv_cache"):
-            self._has_cache = resident
 
     # -- for engines that inherit --------------------------------------------------------------------------------
 
@@ -424,13 +500,10 @@ def match_memory(replica: Replica, weights: Weights, has_cache: bool) -> None:
         weights: location of the engine's weights.
         has_cache: whether the engine has its KV cache on the device.
     """
-    if weights is Weights.HOST or (weights is Weights.DEVICE and not has_cache):
-        replica.to_cpu()
-        if weights is Weights.DEVICE:
-            replica.to_device("weights")
-    elif weights is not Weights.DEVICE:
-        replica.to_meta()
-        if weights is Weights.EMPTY:
-            replica.to_device("weights")
-        if has_cache:
-            replica.to_device("kv_cache")
+    if weights is Weights.DEVICE and has_cache:
+        return
+    (replica.to_cpu if weights in (Weights.DEVICE, Weights.HOST) else replica.to_meta)()
+    if weights in (Weights.DEVICE, Weights.EMPTY):
+        replica.to_device("weights")
+    if has_cache:
+        replica.to_device("kv_cache")

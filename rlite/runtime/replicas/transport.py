@@ -17,16 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlite.runtime.parallel import shared_memory
 from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
 from rlite.runtime.parallel.shards import Box, ParameterShard
-from rlite.runtime.parallel.shared_memory import (
-    Arena,
-    DeviceArena,
-    SharedArena,
-    SharedMemoryReader,
-    aligned_bytes,
-    host_identity,
-)
+from rlite.runtime.parallel.shared_memory import Arena, DeviceArena, SharedArena, SharedMemoryReader, aligned_bytes
 from rlite.runtime.replicas.workers import SourceWorker, Worker
 
 BUCKET_BYTES = 256 * 2**20
@@ -90,7 +84,7 @@ def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) ->
             name: Place(shard.tensor.dtype, tuple(shard.offset), tuple(shard.tensor.shape), tuple(shard.global_shape))
             for name, shard in shards.items()
         },
-        host=host_identity(),
+        host=shared_memory.host_identity(),
         aliases=source.aliases() if is_source else {},
         handles=_handles(source, {name: shard.tensor for name, shard in shards.items()}) if is_shared else None,
         process=process_identity(),
@@ -165,16 +159,14 @@ def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
     if outside:  # on a GPU, padded by FSDP, changed by the user's hook, or gathered: others can read a copy
         staging = _staging(worker, outside)
         for name, tensor in outside.items():
-            staged = staging.empty(tuple(tensor.shape), tensor.dtype)
-            staged.copy_(tensor)
-            handles[name] = staging.handle_of(staged)
+            handles[name] = staging.handle_of(staging.empty(tensor.shape, tensor.dtype).copy_(tensor))
         if isinstance(staging, DeviceArena):
             torch.cuda.synchronize()
     return handles
 
 
 def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena | DeviceArena:
-    needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors.values())
+    needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values())
     device = next(iter(tensors.values())).device
     if not isinstance(worker.staged, SharedArena | DeviceArena) or worker.staged.nbytes < needed:
         worker.staged = None  # before its successor is allocated
@@ -235,13 +227,13 @@ class Bucket:
     """Boxes of one source that travel in one broadcast."""
 
     source: int
-    names: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: dict[str, Place]
+    """by tensor name"""
 
     @property
     def nbytes(self) -> int:
         """Size of the buffer in bytes."""
-        return sum(aligned_bytes(place.shape, place.dtype) for place in self.places)
+        return sum(aligned_bytes(place.shape, place.dtype) for place in self.places.values())
 
 
 def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
@@ -249,17 +241,17 @@ def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> t
 
     A larger box travels alone.
     """
-    chosen: list[tuple[int, dict[str, Place]]] = []
+    buckets: list[Bucket] = []
     for index, layout in enumerate(layouts):
         num_bytes: float = math.inf  # no bucket has boxes of two sources
         for name, place in layout.places.items():
             size = aligned_bytes(place.shape, place.dtype)
             if num_bytes + size > most_bytes:
-                chosen.append((index, {}))
+                buckets.append(Bucket(index, {}))
                 num_bytes = 0
-            chosen[-1][1][name] = place
+            buckets[-1].places[name] = place
             num_bytes += size
-    return tuple(Bucket(index, tuple(places), tuple(places.values())) for index, places in chosen)
+    return tuple(buckets)
 
 
 @dataclass(frozen=True)
@@ -320,7 +312,7 @@ def take_part(
             root = plan.roots[bucket.source]
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
             arena = Arena(buffer)
-            views = {name: arena.empty(p.shape, p.dtype) for name, p in zip(bucket.names, bucket.places, strict=True)}
+            views = {name: arena.empty(p.shape, p.dtype) for name, p in bucket.places.items()}
             if root == rank:
                 for name, view in views.items():
                     view.copy_(offered[name].tensor)

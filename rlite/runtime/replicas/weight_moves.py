@@ -21,22 +21,8 @@ from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 from rlite.runtime.cluster.session import current_session
 from rlite.runtime.parallel.processes import open_store
 from rlite.runtime.parallel.shards import nonfinite_names
-from rlite.runtime.replicas.transport import (
-    Broadcast,
-    Bucket,
-    Layout,
-    Meeting,
-    Piece,
-    Place,
-    checksums,
-    describe,
-    leave_meeting,
-    make_buckets,
-    read,
-    share,
-    take_part,
-    unshare,
-)
+from rlite.runtime.replicas import transport
+from rlite.runtime.replicas.transport import Broadcast, Layout, Meeting, Piece, Place, make_buckets
 from rlite.runtime.replicas.workers import Worker, WorkerSet, on_each_process
 
 LEAVE_S = 10.0
@@ -84,11 +70,11 @@ def read_shared(route: Route, plan: Plan) -> int:
     handles = [layout.handles for layout in route.offered]
     has_to_share = None in handles
     if has_to_share:
-        readers = {layout.process for layout in route.targets.values()}
-        handles = _apply(route.source, share, "share weights", route.copy.ranks, lambda rank: (None, False, readers))
-    read_by = _apply(route.target, read, "read weights", route.ranks, lambda rank: (plan[rank], handles))
+        offer = (None, False, {layout.process for layout in route.targets.values()})
+        handles = _apply(route.source, transport.share, "share weights", route.copy.ranks, lambda rank: offer)
+    read_by = _apply(route.target, transport.read, "read weights", route.ranks, lambda rank: (plan[rank], handles))
     if has_to_share:
-        _apply(route.source, unshare, "forget shared weights", route.copy.ranks)
+        _apply(route.source, transport.unshare, "forget shared weights", route.copy.ranks)
     return sum(read_by)
 
 
@@ -114,14 +100,14 @@ def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> 
     plan = plan_of([everything])
     written = 0
     for bucket in make_buckets([everything]):
-        names = set(bucket.names)
+        names = list(bucket.places)
         wanted = {rank: [piece for piece in plan[rank] if piece.source_name in names] for rank in route.ranks}
         readers = {local[rank]: [route.targets[rank].process] for rank, of_rank in wanted.items() if of_rank}
-        offers = [(bucket.names, True, readers.get(rank, [])) for rank in range(len(source))]
-        shared = _apply(source, share, "gather weights", None, offers.__getitem__)
+        offers = [(names, True, readers.get(rank, [])) for rank in range(len(source))]
+        shared = _apply(source, transport.share, "gather weights", None, offers.__getitem__)
         reads = {rank: (of_rank, [shared[local[rank]]]) for rank, of_rank in wanted.items()}
-        written += sum(_apply(target, read, "read weights", route.ranks, reads.__getitem__))
-    _apply(source, unshare, "forget shared weights")
+        written += sum(_apply(target, transport.read, "read weights", route.ranks, reads.__getitem__))
+    _apply(source, transport.unshare, "forget shared weights")
     return written
 
 
@@ -131,7 +117,7 @@ def broadcast(route: Route, plan: Plan) -> int:
     Returns:
         The number of bytes written.
     """
-    source, target = route.source, route.target
+    source, target, timeout = route.source, route.target, route.source.call_timeout
     senders = {source.handles[rank].process: rank for rank in route.copy.ranks}
     receivers = {target.handles[rank].process: rank for rank in route.ranks if plan[rank]}
     processes = list(dict.fromkeys([*senders, *receivers]))
@@ -149,7 +135,7 @@ def broadcast(route: Route, plan: Plan) -> int:
         pieces = plan[receivers[process]] if process in receivers else []
         calls.append((group, rank, keys, (sent, number, pieces)))
     try:
-        return sum(apply_on_processes(calls, take_part, [source, target], "weight sync", source.call_timeout))
+        return sum(apply_on_processes(calls, transport.take_part, [source, target], "weight sync", timeout))
     except BaseException:  # a process left in the middle of a broadcast must not take part in the next sync
         _part(source, target, route.copy.index)
         raise
@@ -161,11 +147,11 @@ def verify(route: Route, plan: Plan) -> None:
     Raises:
         WeightSyncError: a piece differs, or arrived weights are not finite.
     """
-    source, target, first = route.source, route.target, route.copy.ranks[0]
+    source, target, ranks = route.source, route.target, route.copy.ranks
     pieces = [(to, piece) for to, of_rank in plan.items() for piece in of_rank]
     by_source = [[piece for _, piece in pieces if piece.source == index] for index in range(len(route.offered))]
-    sent = _apply(source, checksums, "checksum", route.copy.ranks, lambda rank: (True, by_source[rank - first]))
-    arrived = _apply(target, checksums, "checksum", route.ranks, lambda rank: (False, plan[rank]))
+    sent = _apply(source, transport.checksums, "checksum", ranks, lambda rank: (True, by_source[rank - ranks[0]]))
+    arrived = _apply(target, transport.checksums, "checksum", route.ranks, lambda rank: (False, plan[rank]))
     left = dict(zip(route.ranks, map(iter, arrived), strict=True))
     expected = list(map(iter, sent))
     for to, piece in pieces:
@@ -184,11 +170,9 @@ released, or until other processes take part"""
 
 def _meet(source: WorkerGroup, target: WorkerGroup, copy: WorkerSet, processes: tuple[Any, ...]) -> Meeting:
     key = (source, target, copy.index)
-    if key in _meetings and _meetings[key][0] != processes:
+    if key not in _meetings or _meetings[key][0] != processes:
         _part(*key)
-    if key not in _meetings:
-        meeting = _open_meeting(source, copy.ranks[0], len(processes), source.call_timeout)
-        _meetings[key] = processes, meeting
+        _meetings[key] = processes, _open_meeting(source, copy.ranks[0], len(processes), source.call_timeout)
         for group in (source, target):
             current_session().before_release(group.name, partial(_part, *key))
     return _meetings[key][1]
@@ -212,7 +196,7 @@ def _part(source: WorkerGroup, target: WorkerGroup, copy: int) -> None:
 def _leave(workers: Sequence[tuple[WorkerGroup, int]], meeting: Meeting, what: str) -> None:
     serving = [(group, rank) for group, rank in workers if group.is_serving(rank)]
     with suppress(RliteError):  # who died, or is stuck, takes the process group along
-        on_each_process(serving, leave_meeting, (meeting,), what, LEAVE_S)
+        on_each_process(serving, transport.leave_meeting, (meeting,), what, LEAVE_S)
 
 
 def _apply(
@@ -246,7 +230,7 @@ def copy_weights(source: WorkerSet, target: WorkerSet) -> int:
             calls: list[Any] = []
             for (giver, taker), (plan, pieces), bucket in zip(pairs, plans, buckets, strict=True):
                 if bucket is not None:
-                    part = _part_of(plan, pieces, bucket)
+                    part = replace(plan, buckets=(bucket,)), [p for p in pieces if p.source_name in bucket.places]
                     calls.append((group, giver, (group.key(giver), None), part))
                     calls.append((group, taker, (None, group.key(taker)), part))
             written += sum(apply_on_processes(calls, hand_over, [group], "copy weights", group.call_timeout))
@@ -270,11 +254,7 @@ def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, piece
     """
     shards = None if giver is None else giver.parameter_shards
     source: Any = shards and SimpleNamespace(parameter_shards=shards, served_shards=shards)  # of its own weights
-    return take_part(source, taker, plan, 0 if taker is None else 1, pieces if taker is not None else [])
-
-
-def _part_of(plan: Broadcast, pieces: list[Piece], bucket: Bucket) -> tuple[Broadcast, list[Piece]]:
-    return replace(plan, buckets=(bucket,)), [piece for piece in pieces if piece.source_name in bucket.names]
+    return transport.take_part(source, taker, plan, 0 if taker is None else 1, pieces if taker is not None else [])
 
 
 def _pair_plan(group: WorkerGroup, giver: int, taker: int) -> tuple[Broadcast, list[Piece]]:
@@ -283,13 +263,11 @@ def _pair_plan(group: WorkerGroup, giver: int, taker: int) -> tuple[Broadcast, l
     Raises:
         WeightSyncError: they do not hold the same.
     """
-    offered, wanted = _apply(group, describe, "describe weights", (giver, taker), lambda rank: (False, False))
+    offered, wanted = _apply(group, transport.describe, "describe weights", (giver, taker), lambda _: (False, False))
     if offered != wanted:
         raise WeightSyncError(f"{group.describe(taker)} does not hold the same parts as {group.describe(giver)}")
     is_on_host = "cpu" in (offered.device, wanted.device)
     meeting = _open_meeting(group, giver, 2, 60.0)
-    pieces = []
-    for name, place in offered.places.items():
-        whole = tuple(slice(0, size) for size in place.shape)
-        pieces.append(Piece(name, name, 0, whole, whole, place.dtype))
+    boxes = {name: tuple(slice(0, size) for size in place.shape) for name, place in offered.places.items()}
+    pieces = [Piece(name, name, 0, box, box, offered.places[name].dtype) for name, box in boxes.items()]
     return Broadcast(meeting, make_buckets([offered]), roots=(0,), is_on_host=is_on_host), pieces

@@ -120,7 +120,6 @@ class Resident(Protocol):
         Returns:
             The workers' results, in rank order.
         """
-        raise NotImplementedError
 
     def to_device(self, what: Part) -> None:
         """Move a part to the device on all workers; see `Worker.to_device`."""
@@ -168,8 +167,7 @@ class WorkerSet(Resident):
         Returns:
             The workers' results, in rank order.
         """
-        calls: list[tuple[tuple, dict]] = [(args, kwargs)] * self.size
-        return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)
+        return self.group.call(method.__name__, [(args, kwargs)] * self.size, self.ranks, self.timeout)
 
     def ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a declared method once, with the arguments on the ranks that `choice` names.
@@ -178,8 +176,8 @@ class WorkerSet(Resident):
             The result of rank `choice.returns`.
         """
         assert not kwargs, "a rank that receives nothing gets None for each positional argument"
-        calls: list[tuple[tuple, dict]] = [(each, {}) for each in self.choice.deal(args, self.size)]
-        return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)[self.choice.returns]
+        calls: list[Any] = [(each, {}) for each in self.choice.deal(args, self.size)]
+        return self.group.call(method.__name__, calls, self.ranks, self.timeout)[self.choice.returns]
 
     def ask_each(
         self,

@@ -1,7 +1,7 @@
 """Serve calls inside a sandbox process. This program imports the standard library and little else: it starts fast.
 
-The driver is trusted. It sends pickled chunks of calls, each after a length of 8 bytes. The process answers in frames
-of `rlite.runtime.sandbox.wire`, [kind, number of the call, value]:
+The driver is trusted. It sends pickled chunks of calls. The process answers in frames of `rlite.runtime.sandbox.wire`,
+[kind, number of the call, value]:
 
     READY                       once; the value names the protections that the kernel lacks
     STARTED                     for each call: its function and arguments are loaded
@@ -35,7 +35,6 @@ import pickle
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -242,12 +241,9 @@ def _is_known(code: Any, caller: FrameType) -> bool:
 
 
 def _is_old(path: str) -> bool:
-    if path.startswith("<frozen"):
-        return True
-    try:
-        return os.stat(path).st_ctime < _BEGAN
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        return path.startswith("<frozen") or os.stat(path).st_ctime < _BEGAN
+    return False
 
 
 def _is_plain(code: CodeType) -> bool:
@@ -273,7 +269,6 @@ generator yields, whether to fork"""
 Chunk = tuple[dict[bytes, bytes], int | None, list[CallMessage]]
 """functions that are new to the process, by key; bytes of memory that it may take; calls"""
 
-LENGTH = struct.Struct("<Q")
 MAX_TEXT = 4000
 """characters of a traceback that are reported"""
 MAX_ANSWER = 1 << 20
@@ -303,12 +298,13 @@ def serve(driver: int, descriptor: int, is_silent: bool) -> None:
     """
     os.set_inheritable(descriptor, False)
     lacking = confine(driver)
-    with os.fdopen(descriptor, "r+b", buffering=0) as channel:
+    with os.fdopen(descriptor, "r+b", buffering=0) as channel, open(descriptor, "rb", closefd=False) as chunks:
         server = Server(channel, lacking)
         if is_silent:
             silence()
-        while (length := _read_exactly(channel, LENGTH.size)) is not None:
-            server.run(*pickle.loads(_read_exactly(channel, LENGTH.unpack(length)[0]) or b""))
+        with contextlib.suppress(EOFError):  # the driver has closed its end
+            while True:
+                server.run(*pickle.load(chunks))
 
 
 class Server:
@@ -425,7 +421,7 @@ class Server:
             self._say_answer(self._answer(key, keywords, memory_limit))
             os._exit(0)
         os.close(writer)
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
+        with os.fdopen(reader, "rb") as pipe:
             answer = _read_frame(pipe, self._limit)
         os.kill(fork, signal.SIGKILL)  # a fork that is ending keeps its exit code
         _, status = os.waitpid(fork, 0)
@@ -498,27 +494,17 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode-escape").decode(), text[: 3 * MAX_TEXT])
 
 
-def _read_exactly(channel: BinaryIO, length: int) -> bytes | None:
-    parts = []
-    while length:
-        part = channel.read(min(length, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
-
-
 def _read_frame(pipe: BinaryIO, limit: int) -> bytes | None:
     """Return one frame unparsed, for the driver to check.
 
     Return None at the end of the pipe or if the frame is too long.
     """
-    header = _read_exactly(pipe, wire.HEADER.size) or b"\xff" * wire.HEADER.size
-    json_size, raw_size = wire.HEADER.unpack(header)
-    is_short = json_size <= wire.MAX_JSON and raw_size <= limit
-    body = _read_exactly(pipe, json_size + raw_size) if is_short else None
-    return None if body is None else header + body
+    header = pipe.read(wire.HEADER.size)
+    json_size, raw_size = wire.HEADER.unpack(header.ljust(wire.HEADER.size, b"\xff"))
+    if json_size > wire.MAX_JSON or raw_size > limit:
+        return None
+    body = pipe.read(json_size + raw_size)
+    return header + body if len(body) == json_size + raw_size else None
 
 
 def _brake(memory_limit: int | None) -> None:

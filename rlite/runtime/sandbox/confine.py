@@ -167,11 +167,10 @@ def writable_paths() -> list[str]:
     """
     with contextlib.suppress(OSError):  # some sandboxes have no such file
         os.open(_OWN_FILE, os.O_PATH | os.O_CLOEXEC)
-    try:
+    with contextlib.suppress(OSError):
         entries = [entry for entry in os.scandir("/") if entry.name not in _KERNEL_FOLDERS and not entry.is_symlink()]
-    except OSError:
-        return []
-    return [*(entry.path for entry in entries), _OWN_FILE]
+        return [*(entry.path for entry in entries), _OWN_FILE]
+    return []
 
 
 def restrict(writable: Sequence[str] = ()) -> bool:
@@ -380,7 +379,10 @@ def keep(driver: int, descriptor: int) -> None:
         os.setpgid(0, 0)  # signals to its own group do not reach the keeper
         return
     os.close(descriptor)
-    _wait_for_end(child)
+    # until the child has ended, which is not reaped yet, or until this process shall end it
+    while signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
     _end_as(_end_all(child, is_scoped))
 
 
@@ -391,13 +393,6 @@ def _is_refused(pid: int) -> bool:
     except PermissionError:
         return True
     return False
-
-
-def _wait_for_end(child: int) -> None:
-    """Return when the child has ended, without reaping it, or when this process shall end it."""
-    while signal.sigwait(_AWAITED) == signal.SIGCHLD:
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return
 
 
 def _end_all(child: int, is_scoped: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
@@ -13,9 +14,9 @@ from typing import Any
 
 import cloudpickle
 
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, refuse
 from rlite.observability import trace
-from rlite.runtime.futures import result_of
+from rlite.runtime.event_loop import result_of
 from rlite.runtime.sandbox.calls import SANDBOX_ERRORS, Call, Code, ErrorKinds
 from rlite.runtime.sandbox.child import MAX_ANSWER, describe, same
 from rlite.runtime.sandbox.pool import SandboxPool, shared_pool
@@ -64,15 +65,17 @@ class SandboxFunction:
         max_answer: int = MAX_ANSWER,
         errors: ErrorKinds = SANDBOX_ERRORS,
     ) -> None:
-        if not timeout > 0:
-            raise ConfigError(f"timeout={timeout}: expected more than 0 s")
-        if num_processes is not None and num_processes < 1:
-            raise ConfigError(f"num_processes={num_processes}: expected at least 1")
-        if memory_limit_gib is not None and memory_limit_gib < MIN_MEMORY_GIB:
-            raise ConfigError(f"memory_limit_gib={memory_limit_gib}: expected at least {MIN_MEMORY_GIB} GiB")
+        memory = math.inf if memory_limit_gib is None else memory_limit_gib
+        refuse(
+            {
+                f"timeout={timeout}: expected more than 0 s": not timeout > 0,
+                f"num_processes={num_processes}: expected at least 1": num_processes is not None and num_processes < 1,
+                f"memory_limit_gib={memory}: expected at least {MIN_MEMORY_GIB} GiB": memory < MIN_MEMORY_GIB,
+            }
+        )
         self.timeout = timeout
         self._num_processes = num_processes or default_num_processes()
-        self._memory_limit = None if memory_limit_gib is None else int(memory_limit_gib * 2**30)
+        self._memory_limit = None if memory_limit_gib is None else int(memory * 2**30)
         self._env_vars = frozenset(env_vars)
         try:
             self._code = Code.of(fn, finish, what=what, errors=errors, max_answer=max_answer)

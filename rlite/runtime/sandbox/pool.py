@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -93,6 +93,11 @@ class Worker:
     """time at which the first call of the chunk was started"""
 
     @property
+    def readable(self) -> list[Any]:
+        """Objects on which the pool waits for the process."""
+        return [self.channel] if self.exit_fd is None else [self.channel, self.exit_fd]
+
+    @property
     def is_idle(self) -> bool:
         """True if the process is ready and has no calls."""
         return self.is_ready and not self.calls and not self.answered
@@ -107,7 +112,7 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         boot = json.dumps([os.getpid(), theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
-        try:
+        with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, boot],
                 env=passed_environment(os.environ, env_vars),
@@ -115,8 +120,6 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        finally:
-            theirs.close()
         exit_fd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
         return cls(process, ours, exit_fd, time.monotonic())
 
@@ -125,14 +128,12 @@ class Worker:
         for number, call in enumerate(calls, 1 + secrets.randbits(62)):
             call.number, call.failure = number, None
         blobs = {call.code.key: call.code.blob for call in calls if call.code.key not in self.keys}
-        messages = [call.message() for call in calls]
-        chunk: child.Chunk = (blobs, calls[0].memory_limit, messages)
-        payload = pickle.dumps(chunk)
+        chunk: child.Chunk = (blobs, calls[0].memory_limit, [call.message() for call in calls])
         self.keys |= blobs.keys()
         self.calls.extend(calls)
         self.reader.limit = max(call.code.max_answer for call in calls)
         self.is_computing, self.since = False, time.monotonic()
-        self.unsent = memoryview(child.LENGTH.pack(len(payload)) + payload)
+        self.unsent = memoryview(pickle.dumps(chunk))
 
     def send(self) -> None:
         """Send as many bytes as the process accepts without blocking.
@@ -226,9 +227,9 @@ def _memory(pid: int) -> int:
         resident = psutil.Process(pid).memory_info().rss
     except psutil.Error:  # it has just ended
         return 0
-    if not (held := _anonymous_files(pid)):
-        return resident
-    return resident + max(held - number_in(f"/proc/{pid}/status", "RssShmem") * 1024, 0)  # a mapped file is resident
+    held = _anonymous_files(pid)
+    mapped = number_in(f"/proc/{pid}/status", "RssShmem") * 1024 if held else 0  # these are resident
+    return resident + max(held - mapped, 0)
 
 
 def _anonymous_files(pid: int) -> int:
@@ -251,12 +252,9 @@ MEMORY_INTERVAL = 0.02
 """seconds between two looks at the memory of processes that have a limit"""
 
 
-class Failure(NamedTuple):
-    """The end of the current call of a process that exceeds a limit."""
-
-    outcome: str
-    """timeout, memory; empty if the process itself failed, which is lost"""
-    text: str
+Failure = tuple[str, str]
+"""outcome and text of the end of the current call of a process that exceeds a limit: timeout, memory; empty if the
+process itself failed, which is lost"""
 
 
 def deadline(worker: Worker) -> float:
@@ -281,11 +279,11 @@ def time_failure(worker: Worker, now: float) -> Failure | None:
     if deadline(worker) > now:
         return None
     if not worker.is_ready or worker.unsent or not worker.calls:
-        return Failure("", f"was not ready in {LOAD_TIMEOUT:g} s")
+        return "", f"was not ready in {LOAD_TIMEOUT:g} s"
     call = worker.calls[0]
     if worker.is_computing:
-        return Failure("timeout", f"{call.code.what} ran for more than {call.timeout:g} s; its process was killed")
-    return Failure("timeout", f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s")
+        return "timeout", f"{call.code.what} ran for more than {call.timeout:g} s; its process was killed"
+    return "timeout", f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s"
 
 
 def memory_failure(worker: Worker) -> Failure | None:
@@ -304,7 +302,7 @@ def out_of_memory(call: Call, how: str) -> Failure:
         how: the observed use of memory, for the message.
     """
     limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
-    return Failure("memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed")
+    return "memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed"
 
 
 MAX_FAILED_STARTS = 3
@@ -330,8 +328,7 @@ class SandboxPool:
         self._num_failed_starts = 0
         self._num_oom_kills = _count_oom_kills()
         self._failure: BaseException | None = None
-        self._is_closing = False
-        self._is_woken = False
+        self._is_closing = self._is_woken = False
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
@@ -382,8 +379,7 @@ class SandboxPool:
             while not self._is_closing:
                 self._dispatch()
                 self._wait()
-                self._end_late_ones()
-                self._end_large_ones()
+                self._end_late_and_large_ones()
         except BaseException as error:  # belongs to everyone who waits
             failure = error
         with self._lock:
@@ -431,9 +427,8 @@ class SandboxPool:
     def _start(self) -> None:
         worker = Worker.start(self._env_vars, self._is_silent)
         self._workers.append(worker)
-        for readable in (worker.channel, worker.exit_fd):
-            if readable is not None:
-                self._selector.register(readable, selectors.EVENT_READ, worker)
+        for readable in worker.readable:
+            self._selector.register(readable, selectors.EVENT_READ, worker)
 
     def _send(self, worker: Worker) -> None:
         try:
@@ -485,19 +480,16 @@ class SandboxPool:
             if worker.is_tainted:
                 self._end(worker)
 
-    def _end_late_ones(self) -> None:
+    def _end_late_and_large_ones(self) -> None:
         now = time.monotonic()
         for worker in [worker for worker in self._workers if time_failure(worker, now)]:
             self._receive(worker)  # the answer may be here
             failure = time_failure(worker, time.monotonic()) if worker in self._workers else None
-            if failure is None:
-                continue
-            if failure.outcome:
+            if failure is not None and failure[0]:
                 self._end(worker, *failure)
-            else:
-                self._lost(worker, failure.text)
+            elif failure is not None:
+                self._lost(worker, failure[1])
 
-    def _end_large_ones(self) -> None:
         for worker in list(self._workers):
             if failure := memory_failure(worker):
                 self._end(worker, *failure)
@@ -508,12 +500,18 @@ class SandboxPool:
         Args:
             worker: the process.
             how: what happened to it; default: its exit code.
+
+        Raises:
+            RliteError: processes cannot be started.
         """
         if worker not in self._workers:
             return
         code = self._kill(worker)
         if not worker.is_ready:
-            self._start_failed(how or ending(code))
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= MAX_FAILED_STARTS:
+                times, how = self._num_failed_starts, how or ending(code)
+                raise RliteError(f"sandbox processes cannot be started: the last of {times} {how}")
         elif worker.calls and (worker.is_computing or worker.calls[0].was_lost):
             self._blame(worker, *self._describe_crash(worker.calls[0], code))
         elif worker.calls:
@@ -526,11 +524,6 @@ class SandboxPool:
             self._num_oom_kills += 1
             return "memory", f"{call.code.what} ran out of memory: the machine has no more; its process was killed"
         return "crash", f"the process of {call.code.what} {ending(code)} while it computed"
-
-    def _start_failed(self, how: str) -> None:
-        self._num_failed_starts += 1
-        if self._num_failed_starts >= MAX_FAILED_STARTS:
-            raise RliteError(f"sandbox processes cannot be started: the last of {self._num_failed_starts} {how}")
 
     def _end(self, worker: Worker, outcome: str = "", text: str = "") -> None:
         """Kill a process. If an outcome is given, the current call fails with it. Other calls are queued again."""
@@ -548,9 +541,8 @@ class SandboxPool:
     def _kill(self, worker: Worker) -> int:
         """Return the exit code of a process after killing it and everything that it started."""
         self._workers.remove(worker)
-        self._selector.unregister(worker.channel)
-        if worker.exit_fd is not None:
-            self._selector.unregister(worker.exit_fd)
+        for readable in worker.readable:
+            self._selector.unregister(readable)
         return worker.end()
 
     def _requeue(self, worker: Worker) -> None:

@@ -73,8 +73,8 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | N
     """
     (folder / FACTS).write_text(json.dumps(dict(facts), indent=2))
     known = dict(known or {})
-    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    unknown = [name for name in names if name not in known]
+    names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    unknown = sorted(names - known.keys())
     for name in unknown:
         sync(folder / name)
     files = known | hash_files(folder, unknown)
@@ -120,23 +120,22 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such folder")
     files = _read_manifest(path)
     for name, record in files.items():
-        if not (path / name).is_file():
-            raise DamagedCheckpointError(f"{path}: the file {name} is missing")
-        if (size := (path / name).stat().st_size) != record["bytes"]:
-            raise DamagedCheckpointError(f"{path}: the file {name} has {size} bytes, and had {record['bytes']}")
-    for name, found in hash_files(path, files).items():
-        if found != files[name]:
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != record["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes, and had {record['bytes']}"
+            raise DamagedCheckpointError(f"{path}: the file {name} {found}")
+    for name, record in hash_files(path, files).items():
+        if record != files[name]:
             raise DamagedCheckpointError(f"{path}: the file {name} is damaged (its hash is not the manifest's)")
     return _read(path / FACTS, lambda facts: isinstance(facts, dict))
 
 
 def is_sound(path: Path) -> bool:
     """Return True if `verify` finds no damage."""
-    try:
+    with suppress(CheckpointError):
         verify(path)
-    except CheckpointError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _read_manifest(path: Path) -> dict[str, Record]:
@@ -152,12 +151,10 @@ def _is_manifest(table: Any) -> bool:
 
 
 def _read(file: Path, is_right: Callable[[Any], bool]) -> dict[str, Any]:
-    try:
+    with suppress(ValueError, LookupError, AttributeError, TypeError, RecursionError):
         table = json.loads(file.read_bytes())
         if is_right(table):
             return table
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        pass
     raise DamagedCheckpointError(f"{file.parent}: the file {file.name} is damaged (it cannot be read)")
 
 

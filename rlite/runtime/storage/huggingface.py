@@ -49,13 +49,11 @@ class Writer:
     """
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
-        self._path = path
+        self._path, self._dtype = path, dtype
         self.folder = staging(path)
         self._files: list[list[str]] = []
         self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
+        self._pending_bytes = self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; it is written when the current file is full."""
@@ -85,15 +83,12 @@ class Writer:
     def finish(self) -> None:
         """Write the remaining tensors and the index, and publish the folder."""
         self._flush()
-        if len(self._files) == 1:
-            self._file(0).rename(self.folder / "model.safetensors")
-        else:
-            count = len(self._files)
-            weight_map = {}
-            for number, names in enumerate(self._files):
-                final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-                self._file(number).rename(self.folder / final)
-                weight_map.update(dict.fromkeys(names, final))
+        count, weight_map = len(self._files), {}
+        for number, names in enumerate(self._files):
+            final = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._file(number).rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         publish(self.folder, self._path)

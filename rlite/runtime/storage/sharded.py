@@ -3,42 +3,212 @@
 Saving takes two steps. `snapshot` reads the module. Writing does not, so it may run beside the next training steps,
 over a process group of its own. Beside the shared part each rank writes `rank-N.pt`: its own state, and values that
 are not tensors.
+
+Reading executes no code from a file. torch.distributed.checkpoint stores its table of contents and every value that is
+not a tensor as pickles. Here the table is JSON (`metadata.json`), and `torch.load` runs with `weights_only`, which
+builds tensors and plain values only.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
+import pickle
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.futures
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as contents
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.default_planner import set_element
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlite.errors import CheckpointError, why_not_written
+from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
 from rlite.runtime.parallel.fsdp import local_tensor
-from rlite.runtime.parallel.host_memory import HostMemory
+from rlite.runtime.parallel.host_memory import HostMemory, with_block
 from rlite.runtime.storage.atomic import hash_files, publish, seal
-from rlite.runtime.storage.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
+
+METADATA = "metadata.json"
+"""file that names each part of each tensor and its place"""
+FORMAT = 1
+OLD_METADATA = ".metadata"
+UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
+"""errors of torch.load and of JSON readers on a file of another form"""
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Convert read errors inside the block to DamagedCheckpointError with the file's name.
+
+    Yields:
+        None.
+
+    Raises:
+        CheckpointError: as raised inside the block.
+        DamagedCheckpointError: the file cannot be read, or holds a value that no checkpoint of rlite holds.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (*UNREADABLE, RecursionError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise DamagedCheckpointError(
+            f"{file.parent}: the file {file.name} cannot be read, or holds what no checkpoint of rlite holds: {reason}"
+        ) from None
+
+
+def load_values(file: Path) -> dict[str, Any]:
+    """Return tensors and plain values that `torch.save` wrote.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read safely.
+    """
+    with naming(file):
+        values = torch.load(file, weights_only=True)
+        _expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
+        return values
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of a written item, with the attribute names that torch's reader expects."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class JsonWriter(FileSystemWriter):
+    """torch's checkpoint writer with its table of contents in `metadata.json`."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's part.
+
+        Returns:
+            The future of torch's own writer.
+
+        Raises:
+            OSError: the write failed; the message gives the reason, where torch gives only a position in the file.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise OSError(why_not_written(error)) from None
+
+    def finish(self, metadata: contents.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the table of contents."""
+        entries = {name: _described(entry) for name, entry in metadata.state_dict_metadata.items()}
+        places = []
+        for written in chain(*results):
+            index, place = written.index, written.storage_data
+            where = (index.fqn, index.offset and list(index.offset), index.index)
+            places.append((*where, place.relative_path, place.offset, place.length))
+        table = {"format": FORMAT, "entries": entries, "places": places}
+        (Path(self.path) / METADATA).write_text(json.dumps(table))
+
+
+class JsonReader(FileSystemReader):
+    """Reader of checkpoints that `JsonWriter` wrote."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> contents.Metadata:
+        """Read the table of contents.
+
+        Returns:
+            torch's Metadata.
+
+        Raises:
+            DamagedCheckpointError: the table cannot be read.
+            CheckpointError: the checkpoint is of an old version whose table is a pickle.
+        """
+        file = Path(self.path) / METADATA
+        if not file.exists() and file.with_name(OLD_METADATA).exists():
+            raise CheckpointError(
+                f"{self.path}: written by an earlier version of rlite, whose {OLD_METADATA} is a pickle, which could "
+                "run code and is no longer read. Begin from the weights in latest/ of that run"
+            )
+        with naming(file):
+            table = json.loads(file.read_text())
+            _expect(table["format"] == FORMAT, f"format {table['format']}, expected {FORMAT}")
+            return contents.Metadata(
+                state_dict_metadata={str(name): _entry(entry) for name, entry in table["entries"].items()},
+                storage_data=dict(_placed(*place) for place in table["places"]),
+                storage_meta=contents.StorageMeta(load_id=self.load_id),
+            )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read one file at a time, so that an error names its file.
+
+        Returns:
+            A future that is done.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with naming(Path(self.path) / name):
+                super().read_data(LoadPlan(items), planner)
+        done = torch.futures.Future[None]()
+        done.set_result(None)
+        return done
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """torch's load planner, reading values that are not tensors with `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Put a value in its place in the state dict."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+def _expect(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def _described(entry: Any) -> dict[str, Any] | None:
+    if not isinstance(entry, contents.TensorStorageMetadata):
+        return None
+    chunks = [(list(chunk.offsets), list(chunk.sizes)) for chunk in entry.chunks]
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+
+
+def _entry(entry: Any) -> contents.TensorStorageMetadata | contents.BytesStorageMetadata:
+    if entry is None:
+        return contents.BytesStorageMetadata()
+    dtype = getattr(torch, entry["dtype"])
+    _expect(isinstance(dtype, torch.dtype), f"{entry['dtype']} is not a dtype")
+    chunks = [contents.ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in entry["chunks"]]
+    return contents.TensorStorageMetadata(contents.TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
+
+
+def _placed(
+    name: str, offsets: list[int] | None, index: int | None, file: str, offset: int, length: int
+) -> tuple[contents.MetadataIndex, _Place]:
+    _expect(Path(file).name == file, f"{file!r} is not a file of the checkpoint")
+    return contents.MetadataIndex(name, offsets, index), _Place(file, int(offset), int(length))
 
 
 def random_state() -> dict[str, Any]:
@@ -71,6 +241,14 @@ _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 cannot wait for each other."""
 
 
+class Trained(NamedTuple):
+    """A sharded module, with its optimizer and its learning-rate scheduler if it has them."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Scheduler | None = None
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """State of one rank at a step boundary."""
@@ -81,19 +259,12 @@ class Snapshot:
 
 
 def snapshot(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    is_copied: bool,
-    memory: HostMemory | None = None,
-    accumulated: Mapping[str, Any] | None = None,
+    trained: Trained, is_copied: bool, memory: HostMemory | None = None, accumulated: Mapping[str, Any] | None = None
 ) -> Snapshot:
     """Collect the state of one rank.
 
     Args:
-        module: the sharded module.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module and its optimizer.
         is_copied: copy the state to host memory, so that training may go on while it is written.
         memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
         accumulated: plain values that belong to the gradients; `load` returns them.
@@ -101,6 +272,7 @@ def snapshot(
     Returns:
         The state; without a copy it refers to the live tensors.
     """
+    module, optimizer, scheduler = trained
     stepped = _with_state(module, optimizer)
     gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     own: dict[str, Any] = {
@@ -178,21 +350,12 @@ def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] |
         return why_not_written(error)
 
 
-def load(
-    folder: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    rank: int,
-    group: dist.ProcessGroup,
-) -> dict[str, Any]:
+def load(folder: Path, trained: Trained, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Read a checkpoint into this layout. Extra ranks keep their own random state.
 
     Args:
         folder: the checkpoint.
-        module: the sharded module that takes the weights.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module that takes the weights, and its optimizer.
         rank: this rank in `group`.
         group: the process group of all ranks that read.
 
@@ -204,6 +367,7 @@ def load(
     """
     file = folder / f"rank-{rank}.pt"
     own = load_values(file if file.exists() else folder / "rank-0.pt")
+    module, optimizer, _ = trained
     _check_model(folder, module)
     if own["stepped"] and optimizer is None:
         raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
@@ -219,7 +383,7 @@ def load(
         except CheckpointException as error:  # a BaseException, which would end the worker
             raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
 
-    _take(own, read, module, optimizer, scheduler)
+    _take(own, read, trained)
     if file.exists():
         set_random_state(own["random"])
     return own.get("accumulated", {})
@@ -233,23 +397,19 @@ def pack(state: Snapshot) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(
-    packed: bytes, module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Scheduler | None
-) -> dict[str, Any]:
+def unpack(packed: bytes, trained: Trained) -> dict[str, Any]:
     """Continue from a snapshot of the same rank of the same layout.
 
     Args:
         packed: result of `pack`.
-        module: the sharded module that takes the weights.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module that takes the weights, and its optimizer.
 
     Returns:
         `accumulated` of the snapshot.
     """
     saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)  # executes nothing
     own = saved["own"]
-    _take(own, lambda state: _fill(state, saved["shared"]), module, optimizer, scheduler)
+    _take(own, lambda state: _fill(state, saved["shared"]), trained)
     set_random_state(own["random"])
     return own["accumulated"]
 
@@ -265,22 +425,15 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             state[key] = saved[key]
 
 
-def _take(
-    own: Mapping[str, Any],
-    read: Callable[[dict[str, Any]], None],
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-) -> None:
+def _take(own: Mapping[str, Any], read: Callable[[dict[str, Any]], None], trained: Trained) -> None:
     """Restore a module and its optimizer from a state.
 
     Args:
         own: the rank's own part of it.
         read: fills the tensors that all ranks share.
-        module: the sharded module that takes the weights.
-        optimizer: its optimizer, if it has one.
-        scheduler: its learning-rate scheduler, if it has one.
+        trained: the module that takes the weights, and its optimizer.
     """
+    module, optimizer, scheduler = trained
     module.zero_grad(set_to_none=True)
     for name in own["gradients"]:
         parameter = module.get_parameter(name)
@@ -292,11 +445,11 @@ def _take(
     if own["stepped"]:
         state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
     read(state)
-    set_model_state_dict(module, state["model"])
+    states.set_model_state_dict(module, state["model"])
     if optimizer is not None:
         if own["stepped"]:
             state["optimizer"]["state"] = {**filled, **state["optimizer"]["state"]}  # torch wants all
-            set_optimizer_state_dict(module, optimizer, state["optimizer"])
+            states.set_optimizer_state_dict(module, optimizer, state["optimizer"])
         stepped = {id(module.get_parameter(name)) for name in own["stepped"]}
         for forgotten in [parameter for parameter in optimizer.state if id(parameter) not in stepped]:
             del optimizer.state[forgotten]
@@ -319,12 +472,12 @@ def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradient
     If an optimizer has made no step, torch fills its state by a step of zero, which counts as a step. Saving must not
     trigger that, so callers pass such an optimizer only for loading.
     """
-    state: dict[str, Any] = {"model": get_model_state_dict(module)}
+    state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
     if optimizer is not None:
         had = {name: parameter.grad for name, parameter in module.named_parameters()}
         for parameter in module.parameters():
             parameter.grad = None  # torch refuses to fill an optimizer whose parameters have gradients
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+        state["optimizer"] = states.get_optimizer_state_dict(module, optimizer)
         for name, gradient in had.items():
             module.get_parameter(name).grad = gradient
     if gradients:
@@ -354,7 +507,7 @@ def _check_model(folder: Path, module: nn.Module) -> None:
     """
     entries = JsonReader(folder).read_metadata().state_dict_metadata
     saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
-    for name, value in get_model_state_dict(module).items():
+    for name, value in states.get_model_state_dict(module).items():
         if name not in saved:
             raise CheckpointError(f"{folder}: saved from another model: it has no {name}")
         size = getattr(saved.pop(name), "size", None)
@@ -366,16 +519,10 @@ def _check_model(folder: Path, module: nn.Module) -> None:
 
 
 def _on_host(state: dict[str, Any], memory: HostMemory) -> dict[str, Any]:
-    """Return a copy in host memory. A tensor that occurs twice (tied parameters) is copied once.
-
-    DTensors are built by their constructor, because `from_local` would move the block to the mesh's device.
-    """
+    """Return a copy in host memory. A tensor that occurs twice (tied parameters) is copied once."""
     tensors = {id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}
-    blocks = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
-    copies = {
-        key: DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
-        for (key, value), copy in zip(tensors.items(), memory.copies([b.detach() for b in blocks]), strict=True)
-    }
-    if any(block.is_cuda for block in blocks):
+    blocks = memory.copies([local_tensor(value.detach()) for value in tensors.values()])
+    copies = {key: with_block(value, block) for (key, value), block in zip(tensors.items(), blocks, strict=True)}
+    if any(value.is_cuda for value in tensors.values()):
         torch.cuda.synchronize()
     return tree_map_only(Tensor, lambda value: copies[id(value)], state)

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rlite.errors import DataError
 from rlite.imports import optional
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 
 with optional("plots need", "plot"):
     from matplotlib.axes import Axes

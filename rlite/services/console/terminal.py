@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlite.errors import did_you_mean
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.trainer.run import observer
 from rlite.wording import number
 
@@ -44,7 +43,6 @@ LABELS = {
     "grad_norm": "grad",
     "logprob_drift": "drift",
     "test_accuracy": "test_acc",
-    "seconds": "seconds",
     "turns": "turns/ep",
 }
 """short titles of columns"""
@@ -115,29 +113,13 @@ class Columns:
         return fitting if self.may_drop or len(fitting) == len(columns) else None
 
 
-def header(columns: Sequence[str]) -> str:
-    """Return the titles of columns, each at the right end of its column."""
-    return "".join(f"{'':{GAP}}{_label(key):>{_width(key)}}" for key in columns)
-
-
-def row(columns: Sequence[str], values: Mapping[str, float]) -> str:
-    """Return the values of a step below their titles, "-" for a metric that the step does not have."""
-    cells = [number(key, values[key]) if key in values else "-" for key in columns]
-    return "".join(f"{'':{GAP}}{cell:>{_width(key)}}" for key, cell in zip(columns, cells, strict=True))
-
-
-def plain_number(value: float) -> str:
-    """Return a value for a pipe: four digits, and whole numbers from 10,000 on, without separators."""
-    is_large = math.isfinite(value) and abs(value) >= 10_000
-    return f"{value:.0f}" if is_large else f"{float(value):.4g}"
-
-
-def _label(key: str) -> str:
-    return LABELS.get(key, key)
+def _aligned(columns: Sequence[str], texts: Mapping[str, str]) -> str:
+    """Return texts, each at the right end of its column, "-" in a column without a text."""
+    return "".join(f"{'':{GAP}}{texts.get(key, '-'):>{_width(key)}}" for key in columns)
 
 
 def _width(key: str) -> int:
-    return max(WIDTH, len(_label(key)))
+    return max(WIDTH, len(LABELS.get(key, key)))
 
 
 DEFAULT_METRICS = ("loss", "reward", "score", "accuracy", "kl", "entropy", "clip_fraction", "grad_norm", "lr")
@@ -183,9 +165,7 @@ class ConsoleReporter(observer.Console):
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._columns = Columns(choice, metrics, evaluated)
         self._later: Sequence[str] | None = metrics
-        self._total = total_steps
-        self._quiet_s = quiet_s
-        self._clock = clock
+        self._total, self._quiet_s, self._clock = total_steps, quiet_s, clock
         self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
         self._progress: Progress | None = None
         self._shown: list[str] | None = None
@@ -206,37 +186,22 @@ class ConsoleReporter(observer.Console):
             rows: names and values.
             style: colour of the frame on a terminal.
         """
-        pairs = list(rows.items() if isinstance(rows, Mapping) else rows)
+        pairs = [(str(name), str(value)) for name, value in (rows.items() if isinstance(rows, Mapping) else rows)]
         if not self._console.is_terminal:
-            width = max((len(str(name)) for name, _ in pairs), default=0)
-            self._print(title, *(f"  {name!s:<{width}}  {value}" for name, value in pairs))
+            width = max((len(name) for name, _ in pairs), default=0)
+            self._print(title, *(f"  {name:<{width}}  {value}" for name, value in pairs))
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold cyan", no_wrap=True)
         table.add_column()
-        for name, value in pairs:
-            table.add_row(str(name), str(value))
+        for pair in pairs:
+            table.add_row(*pair)
         heading = Text(title, f"bold {style}".strip())
         is_long = len(title) > self._console.width - 6  # a frame would cut its title
-        framed = Panel(
-            table,
-            title=None if is_long else heading,
-            title_align="left",
-            box=box.ROUNDED,
-            expand=False,
-            border_style=style or "none",
-        )
+        framed = Panel.fit(table, title=None if is_long else heading, title_align="left", border_style=style or "none")
         with self._lock:
             self._console.print(*([heading] if is_long else []), framed, sep="\n")
             self._num_rows = 0
-
-    def alarm(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
-        """Print a table in a red frame: something is wrong with the run."""
-        self.report(title, rows, style="red")
-
-    def warn(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
-        """Print a table in a yellow frame: something was lost, and the run goes on."""
-        self.report(title, rows, style="yellow")
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -244,7 +209,10 @@ class ConsoleReporter(observer.Console):
         """Show the chosen metrics of a step and move the bar."""
         with self._lock:
             self._seen.append((self._clock(), step))
-            self._look_for_unknown(step, metrics)
+            if step and self._later is not None:  # names that are no metrics are told at the first step
+                if unknown := self._columns.unknown(metrics, self._later):
+                    self.warn("trainer.console: no such metric", unknown)
+                self._later = None
             if not self._console.is_terminal:
                 self._print(self._plain_line(step, metrics))
                 return
@@ -252,13 +220,6 @@ class ConsoleReporter(observer.Console):
             for text in self._lines(step, metrics):
                 bar.console.print(text, soft_wrap=True)
             bar.update(bar.task_ids[0], completed=step, pace=self._pace(), description="training")
-
-    def _look_for_unknown(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report names that are no metrics, at the first step."""
-        if step and self._later is not None:
-            if unknown := self._columns.unknown(metrics, self._later):
-                self.warn("trainer.console: no such metric", unknown)
-            self._later = None
 
     def note(self, text: str) -> None:
         """Show how far the work under way is: beside the bar, or in a pipe as a line after `quiet_s` without one.
@@ -304,28 +265,29 @@ class ConsoleReporter(observer.Console):
     def _lines(self, step: int, metrics: Mapping[str, float]) -> list[Text]:
         """Return the lines of a step for a terminal, with a header where it is due."""
         values, title = self._columns.chosen(metrics), self._step(step)
+        texts = {key: number(key, value) for key, value in values.items()}
         below = [(_lost(metrics), "yellow"), (_lagging(step, metrics), "dim")]
         notes = [Text(f"{'':{len(title)}}  {text}", style) for text, style in below if text]
         columns = self._columns.fit(metrics, self._console.width - len(title))
         if columns is None:
-            pairs = [f"{key} {number(key, value)}" for key, value in values.items()]
+            pairs = [f"{key} {text}" for key, text in texts.items()]
             return [Text(f"step {title.strip()}", "bold"), *map(Text, _grid(pairs, self._console.width)), *notes]
-        lines = [Text.assemble((title, "dim"), row(columns, values)), *notes]
+        lines = [Text.assemble((title, "dim"), _aligned(columns, texts)), *notes]
         if columns != self._shown or self._num_rows % _HEADER_EVERY == 0:
-            lines.insert(0, Text(f"{'step':>{len(title)}}{header(columns)}", "bold"))
+            labels = {key: LABELS.get(key, key) for key in columns}
+            lines.insert(0, Text(f"{'step':>{len(title)}}{_aligned(columns, labels)}", "bold"))
             self._shown, self._num_rows = columns, 0
         self._num_rows += 1
         return lines
 
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
-        numbers = {key: plain_number(value) for key, value in values.items()}
+        large = {key for key, value in values.items() if math.isfinite(value) and abs(value) >= 10_000}
+        texts = {key: f"{key} {value:.0f}" if key in large else f"{key} {value:.4g}" for key, value in values.items()}
         columns = self._columns.fit(metrics, sys.maxsize) or ()
         while self._columns.may_drop and sum(len(key) + 3 + _PLAIN_WIDTH for key in columns) > _PLAIN_COLUMNS:
             columns = columns[:-1]
-        pairs = [
-            f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
-        ]
+        pairs = [f"{texts.get(key, ''):<{len(key) + 1 + _PLAIN_WIDTH}}" for key in columns]
         parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), _lagging(step, metrics), self._pace()]
         return "  ".join(part for part in parts if part).rstrip()
 
@@ -338,10 +300,8 @@ class ConsoleReporter(observer.Console):
         if last_step <= first_step:
             return ""
         seconds = (last - first) / (last_step - first_step)
-        pace = f"{seconds:.3g} s/step"
-        if not self._total:
-            return pace
-        return f"{pace}  {timedelta(seconds=round(seconds * max(0, self._total - last_step)))} left"
+        left = timedelta(seconds=round(seconds * max(0, (self._total or 0) - last_step)))
+        return f"{seconds:.3g} s/step" + (f"  {left} left" if self._total else "")
 
     def _bar(self) -> Progress:
         if self._progress is None:
@@ -360,9 +320,7 @@ class ConsoleReporter(observer.Console):
 
     def _print(self, *lines: str) -> None:
         with self._lock:
-            for line in lines:
-                self._file.write(f"{line}\n")
-            self._file.flush()
+            print(*lines, sep="\n", file=self._file, flush=True)
             self._printed_at = self._clock()
 
 
@@ -374,8 +332,7 @@ def _lost(metrics: Mapping[str, float]) -> str:
 
 def _lagging(step: int, metrics: Mapping[str, float]) -> str:
     """Return the step of the evaluated weights in words, if it is an earlier step; else ""."""
-    sets = {name.rpartition("/"): lag for name, lag in metrics.items()}
-    lags = {name: lag for (name, _, metric), lag in sets.items() if metric == LAG and lag}
+    lags = {name.rpartition("/")[0]: lag for name, lag in metrics.items() if name.rpartition("/")[2] == LAG and lag}
     return ", ".join(f"{f'evaluation {name}'.strip()} of step {step - lag:g}" for name, lag in lags.items())
 
 
@@ -423,9 +380,9 @@ class History:
 
     def rows(self) -> dict[str, str]:
         """Return the change of each metric that has at least two values, in words. Equal texts appear once."""
-        evaluated = {key: self._of_evaluations(key) for key in self._evaluated}
-        trained = {key: _of_steps(key, self._values[key]) for key in self._trained}
-        first_with = {text: key for key, text in reversed({**evaluated, **trained}.items()) if text}
+        texts = {key: self._of_evaluations(key) for key in self._evaluated}
+        texts |= {key: _of_steps(key, self._values[key]) for key in self._trained}
+        first_with = {text: key for key, text in reversed(texts.items()) if text}
         return {key: text for text, key in reversed(first_with.items())}
 
     def _of_evaluations(self, key: str) -> str:

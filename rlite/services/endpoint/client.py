@@ -41,9 +41,8 @@ class AgentClient(RecordingOwner, openai.AsyncOpenAI):
 
     def copy(self, **options: Any) -> AgentClient:
         """Return a client of the same session with other options, such as `max_retries`."""
-        return super().copy(
-            **{**options, "_extra_kwargs": {**options.get("_extra_kwargs", {}), "session": self.session}}
-        )
+        extra = {**options.pop("_extra_kwargs", {}), "session": self.session}
+        return super().copy(**options, _extra_kwargs=extra)
 
     with_options = copy
 

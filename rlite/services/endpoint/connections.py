@@ -20,9 +20,10 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple, cast
 
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from rlite.errors import ConfigError
@@ -41,10 +42,31 @@ WANTED_FILES = 65536
 """the soft limit of file descriptors is raised to this, if the hard limit allows it"""
 RETRY_SECONDS = 0.02
 """pause until the next attempt to take a connection after a failed one, which returns without waiting"""
-AGENT_ADVICE = (
-    "further ones are counted in AgentEndpoint.dropped. If agents need more connections at once, raise the limit of "
-    "open files (ulimit -n) before the start"
+LINGER_SECONDS = 2.0
+"""seconds for which an unread body is discarded, so that the client reads the reason"""
+CLOSE_SECONDS = 1.0
+"""seconds that open connections have when the server closes"""
+
+
+class Words(NamedTuple):
+    """Names and advice in the messages of a server."""
+
+    owner: str
+    secret: str
+    """name of the token"""
+    advice: str
+    """end of the message about the first connection or request that is dropped for a reason"""
+    of_connections: str = ""
+    """further advice about connections"""
+
+
+AGENTS = Words(
+    "the agent endpoint",
+    "a session's key",
+    "further ones are counted in AgentEndpoint.dropped",
+    ". If agents need more connections at once, raise the limit of open files (ulimit -n) before the start",
 )
+
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -142,9 +164,7 @@ class Listener:
         capacity: simultaneous connections; further ones wait in the socket's queue. None: as file descriptors allow.
         header_seconds: time for a client to send a request with a session's token.
         port: port to listen on; 0 takes a free one.
-        owner: name of the server in messages.
-        secret: name of the token in messages.
-        advice: end of the message about the first connection that is dropped for a reason.
+        words: names in messages.
 
     Raises:
         ConfigError: there are too few file descriptors.
@@ -158,15 +178,11 @@ class Listener:
         capacity: int | None = None,
         header_seconds: float = HEADER_SECONDS,
         port: int = 0,
-        owner: str = "the agent endpoint",
-        secret: str = "a session's key",
-        advice: str = AGENT_ADVICE,
+        words: Words = AGENTS,
     ) -> None:
-        self.capacity = find_capacity(owner) if capacity is None else capacity
+        self.capacity = find_capacity(words.owner) if capacity is None else capacity
         self.header_seconds = header_seconds
-        self._make_protocol = make_protocol
-        self._dropped = dropped
-        self._owner, self._secret, self._advice = owner, secret, advice
+        self._make_protocol, self._dropped, self._words = make_protocol, dropped, words
         self._open: dict[asyncio.BaseTransport, Connection] = {}
         self._changed = asyncio.Event()
         self._socket = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
@@ -212,7 +228,7 @@ class Listener:
     def time_out(self, connection: Connection) -> None:
         """Drop a connection whose time is over, unless it is trusted."""
         if not connection.is_trusted:
-            self._drop(connection, f"no request with {self._secret} in {self.header_seconds:g} s")
+            self._drop(connection, f"no request with {self._words.secret} in {self.header_seconds:g} s")
 
     def ended(self, connection: Connection) -> None:
         """Forget a connection."""
@@ -232,11 +248,10 @@ class Listener:
             try:
                 await self._make_room(self.capacity)
                 await loop.connect_accepted_socket(lambda: Connection(self, self._make_protocol()), accepted)
-            except OSError:  # it has gone already
+            except BaseException as error:
                 accepted.close()
-            except BaseException:
-                accepted.close()
-                raise
+                if not isinstance(error, OSError):  # else it has gone already
+                    raise
 
     async def _make_room(self, capacity: int) -> None:
         """Wait until fewer than `capacity` connections are open, and drop connections that do nothing for too long."""
@@ -254,9 +269,10 @@ class Listener:
             await asyncio.sleep(0)  # its descriptor is closed by the loop
 
     def _drop(self, connection: Connection, reason: str) -> None:
-        if not self._dropped[reason]:
-            logger.warning("%s dropped a connection: %s; %s", self._owner, reason, self._advice)
         self._dropped[reason] += 1
+        if self._dropped[reason] == 1:
+            advice = self._words.advice + self._words.of_connections
+            logger.warning("%s dropped a connection: %s; %s", self._words.owner, reason, advice)
         self.ended(connection)
         connection.transport.abort()
 
@@ -265,21 +281,13 @@ class RefusalLog(logging.LoggerAdapter[logging.Logger]):
     """Log of aiohttp with one line for each kind of unreadable request: anyone who reaches the port can send them.
 
     Args:
-        logger: gets the first request of each kind, and everything else.
         dropped: counts unreadable requests by kind; aiohttp closes their connections.
-        owner: name of the server in messages.
-        advice: end of the message about the first request of a kind.
+        words: names in messages.
     """
 
-    def __init__(
-        self,
-        logger: logging.Logger,
-        dropped: Counter[str],
-        owner: str = "the agent endpoint",
-        advice: str = "further ones are counted in AgentEndpoint.dropped",
-    ) -> None:
+    def __init__(self, dropped: Counter[str], words: Words) -> None:
         super().__init__(logger)
-        self._dropped, self._owner, self._advice = dropped, owner, advice
+        self._dropped, self._words = dropped, words
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
         """Count a request that is not HTTP; log any other exception."""
@@ -288,8 +296,47 @@ class RefusalLog(logging.LoggerAdapter[logging.Logger]):
             return
         reason = f"a request that cannot be read ({type(exc_info).__name__})"
         if not self._dropped[reason]:
-            self.warning("%s got %s; %s", self._owner, reason, self._advice)
+            self.warning("%s got %s; %s", self._words.owner, reason, self._words.advice)
         self._dropped[reason] += 1
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    app: web.Application, dropped: Counter[str], port: int = 0, words: Words = AGENTS
+) -> AsyncIterator[Listener]:
+    """Serve an application on 127.0.0.1 inside the block.
+
+    Args:
+        app: the application.
+        dropped: counts dropped connections and unreadable requests by reason.
+        port: port to listen on; 0 takes a free one.
+        words: names in messages.
+
+    Yields:
+        The listening socket.
+
+    Raises:
+        ConfigError: there are too few file descriptors.
+        OSError: the port cannot be used.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        logger=RefusalLog(dropped, words),
+        shutdown_timeout=CLOSE_SECONDS,
+        lingering_time=LINGER_SECONDS,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    try:
+        listener = Listener(runner.server, dropped, port=port, words=words)
+        try:
+            yield listener
+        finally:
+            await listener.close()
+    finally:
+        await runner.cleanup()
 
 
 def _has_ended(descriptor: int) -> bool:
@@ -325,8 +372,7 @@ def find_capacity(owner: str = "the agent endpoint") -> int:
     num_open = len(os.listdir("/dev/fd"))
     free = MAX_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - num_open
     if free // 2 < MIN_CONNECTIONS:
-        raise ConfigError(
-            f"{owner} needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open "
-            f"{soft}, and {num_open} are open: raise the hard limit before the start, such as with `ulimit -n 4096`"
-        )
+        needs = f"{owner} needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open {soft}"
+        remedy = "raise the hard limit before the start, such as with `ulimit -n 4096`"
+        raise ConfigError(f"{needs}, and {num_open} are open: {remedy}")
     return min(MAX_CONNECTIONS, free // 2)

@@ -21,17 +21,15 @@ from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_la
 with optional("the endpoint needs", "agents"):
     from aiohttp import web
 
-    from rlite.services.endpoint.connections import Connection, Listener, RefusalLog
+    from rlite.services.endpoint.connections import Connection, Listener, listening
 
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
 """seconds that a client has to send the body of a request"""
-LINGER_SECONDS = 2.0
-"""seconds for which an unread body is discarded, so that the client reads the reason"""
-CLOSE_SECONDS = 1.0
-"""seconds that open connections have when the endpoint closes"""
 
+_Served = tuple[AgentSession, set[asyncio.Task[Any]]]
+"""a session with its requests under way"""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -42,14 +40,6 @@ class Access:
     base_url: str
     api_key: str = field(repr=False)
     model: str
-
-
-@dataclass(eq=False)
-class _ServedSession:
-    """A session with its requests under way."""
-
-    session: AgentSession
-    requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class AgentEndpoint:
@@ -84,35 +74,35 @@ class AgentEndpoint:
             The agent's access.
         """
         async with self:
-            server = self._servers[asyncio.get_running_loop()]
-            served, token = _ServedSession(session), secrets.token_urlsafe(32)
-            server.sessions[_digest(token)] = served
+            server, token = self._servers[asyncio.get_running_loop()], secrets.token_urlsafe(32)
+            requests: set[asyncio.Task[Any]] = set()
+            server.sessions[_digest(token)] = session, requests
             try:
                 yield Access(server.url, token, session.model)
             finally:
                 del server.sessions[_digest(token)]
-                for request in served.requests:
+                for request in requests:
                     request.cancel()
-                await asyncio.gather(*served.requests, return_exceptions=True)
+                await asyncio.gather(*requests, return_exceptions=True)
 
 
 class _Server:
     """Server of one event loop."""
 
-    _runner: web.AppRunner
     _listener: Listener
 
     def __init__(self, dropped: Counter[str]) -> None:
-        self.sessions: dict[bytes, _ServedSession] = {}
+        self.sessions: dict[bytes, _Served] = {}
         self._dropped = dropped
         self._num_users = 0
         self._turn = asyncio.Lock()
+        self._stack = contextlib.AsyncExitStack()
 
     async def enter(self) -> None:
         """Start the server for its first user."""
         async with self._turn:
             if not self._num_users:
-                await self._start()
+                self._listener = await self._stack.enter_async_context(listening(self._app(), self._dropped))
             self._num_users += 1
 
     async def leave(self) -> None:
@@ -120,58 +110,37 @@ class _Server:
         async with self._turn:
             self._num_users -= 1
             if not self._num_users:
-                await self._listener.close()
-                await self._runner.cleanup()
+                await self._stack.aclose()
 
     @property
     def url(self) -> str:
         """Address for clients."""
         return f"http://127.0.0.1:{self._listener.port}/v1"
 
-    async def _start(self) -> None:
+    def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self._answer),
-                web.post("/v1/completions", self._answer),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._models),
-            ]
-        )
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            logger=RefusalLog(logger, self._dropped),
-            shutdown_timeout=CLOSE_SECONDS,
-            lingering_time=LINGER_SECONDS,
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
-        try:
-            self._listener = Listener(self._runner.server, self._dropped)
-        except BaseException:
-            await self._runner.cleanup()
-            raise
+        app.add_routes([web.post(f"/v1{path}", self._answer) for path in ("/chat/completions", "/completions")])
+        app.add_routes([web.get(f"/v1/models{name}", self._models) for name in ("", "/{model:.+}")])
+        return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        served, task = self._session(request), asyncio.current_task()
+        (session, requests), task = self._served(request), asyncio.current_task()
         assert task is not None
-        served.requests.add(task)
+        requests.add(task)
         try:
             with self._listener.busy(request.transport) as connection:
-                body = await _body(request, served.session.max_body_bytes)
-                reply = await served.session.answer(request.path.removeprefix("/v1"), body)
+                body = await _body(request, session.max_body_bytes)
+                reply = await session.answer(request.path.removeprefix("/v1"), body)
                 return await _send(request, reply, connection, self._listener.is_full)
         finally:
-            served.requests.discard(task)
+            requests.discard(task)
 
     async def _models(self, request: web.Request) -> web.Response:
-        served = self._session(request)
+        session, _ = self._served(request)
         with self._listener.busy(request.transport):
-            return web.json_response(served.session.models(request.match_info.get("model")))
+            return web.json_response(session.models(request.match_info.get("model")))
 
-    def _session(self, request: web.Request) -> _ServedSession:
+    def _served(self, request: web.Request) -> _Served:
         """Return the session of a request's token.
 
         Raises:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
 from tensordict import TensorDict
 
 from rlite.data.chat.forms import Message
+from rlite.data.packs import TokenHistory
 from rlite.errors import ConfigError, DataError, RolloutError
-from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.rollout.conversation import check_turn_discount
 from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.rewards.score import as_number
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.rollout.workflow import of_trajectory
 from rlite.types import StopReason
 
 Style = Literal["individual", "concat"]
@@ -179,19 +179,11 @@ class RecordingOwner:
 
 
 def path(turn: Turn) -> list[Turn]:
-    """Return a turn with all turns that it continues, the first turn first.
-
-    Raises:
-        DataError: a turn does not begin with the tokens of its parent.
-    """
+    """Return a turn with all turns that it continues, the first turn first."""
     line = [turn]
     while line[-1].parent is not None:
         line.append(line[-1].parent)
-    line.reverse()
-    for earlier, later in pairwise(line):
-        if later.prompt_ids[: len(earlier.sequence)] != earlier.sequence:
-            raise DataError(f"interaction {later.id} does not begin with the tokens of {earlier.id}, its parent")
-    return line
+    return line[::-1]
 
 
 def leaves(turns: Sequence[Turn]) -> list[Turn]:

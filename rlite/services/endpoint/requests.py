@@ -24,8 +24,8 @@ from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.answers import text_after, tokens_after
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import bounded_tokens, raw_prompts
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
+from rlite.data.prompts import bounded_tokens, raw_prompts
 from rlite.errors import DataError, ParameterError, RliteError, shortened
 from rlite.services.endpoint.recording import Turn
 from rlite.types import GenerationHyperparameters
@@ -79,13 +79,7 @@ class ApiError(RliteError, RuntimeError):
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, status, param, code)
-        self.message = message
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def __str__(self) -> str:
-        return self.message
+        self.message, self.status, self.param, self.code = message, status, param, code
 
     def body(self) -> dict[str, Any]:
         """Return the JSON of the response."""
@@ -520,10 +514,7 @@ class ChatPrompts:
         """
         text = self._template.render(messages, tools=tools, add_generation_prompt=True)
         _check_text(text, "messages")
-        optional = (
-            *OPTIONAL,
-            "'content'",
-        )  # a client may send any history, and the model reads what the template shows
+        optional = (*OPTIONAL, "'content'")  # a client may send any history; the model reads what the template shows
         self._template.check(messages, text, optional=optional, tools=tools, add_generation_prompt=True)
         for turn in _continued(messages, tools, turns):
             if (rest := text_after(self._template, turn, messages, text)) is None:
@@ -544,8 +535,7 @@ class ChatPrompts:
                 rest, _ = self._after(longest, prompt[said:])
                 return Prompt(longest.sequence + rest, prompt, longest)
             return Prompt(raw_prompts(self.tokenizer, [prompt], self._limit)[0], prompt, None)
-        begun = [turn for turn in raw if prompt[: len(turn.prompt_ids)] == turn.prompt_ids]
-        begun = [turn for turn in begun if prompt[: len(turn.sequence)] == turn.sequence]
+        begun = [turn for turn in raw if prompt[: len(turn.sequence)] == turn.sequence]
         return Prompt(prompt, "", max(begun, key=lambda turn: len(turn.sequence), default=None))
 
     def _after(self, turn: Turn, rest: str) -> tuple[list[int], bool]:
@@ -558,11 +548,8 @@ class ChatPrompts:
 
 def _begins_with(prompt: str, turn: Turn) -> bool:
     """Return whether a prompt is a turn's text, with the stop string that ended it, and more."""
-    start = len(turn.prompt_text)
-    said = turn.text + turn.stop_text
-    if not turn.prompt_text or len(prompt) <= start + len(said):
-        return False
-    return prompt.startswith(turn.prompt_text) and prompt.startswith(said, start)
+    whole = turn.prompt_text + turn.text + turn.stop_text
+    return bool(turn.prompt_text) and len(prompt) > len(whole) and prompt.startswith(whole)
 
 
 def _check_text(text: str, what: str) -> None:
@@ -578,20 +565,16 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
     def is_continued(turn: Turn) -> bool:
         if turn.messages is None or turn.answer is None or turn.is_aborted or turn.tools != tools:
             return False
-        count = len(turn.messages)
-        if count >= len(messages) or not _is_same(messages[count], turn.answer):
-            return False
-        return list(messages[:count]) == [*turn.messages]
+        *before, said = messages[: len(turn.messages) + 1]
+        return before == [*turn.messages] and _unspaced(said) == _unspaced(turn.answer)
 
     found = [turn for turn in reversed(turns) if is_continued(turn)]
     return sorted(found, key=lambda turn: -len(turn.messages or ()))
 
 
-def _is_same(message: Message, answer: Message) -> bool:
-    """Return whether two messages are equal, except for white space: frameworks strip it or move it."""
-    if message["content"] != answer["content"] and message["content"].split() != answer["content"].split():
-        return False
-    return {**message, "content": None} == {**answer, "content": None}
+def _unspaced(message: Message) -> Message:
+    """Return a message without the white space of its content: frameworks strip it or move it."""
+    return {**message, "content": message["content"].split()}
 
 
 MAX_SCORED_TOKENS = 1 << 17
@@ -600,49 +583,39 @@ SLICE_TOKENS = 1 << 14
 """scored at a time: between two slices, a request whose client has left ends"""
 
 
-def check_scores(request: ModelRequest, can_score: bool, gconfig: GenerationHyperparameters) -> None:
-    """Check that the engine computes the log-probabilities that a request wants.
+def check_scores(
+    request: ModelRequest, gconfig: GenerationHyperparameters, can_score: bool, lengths: list[int], limit: int | None
+) -> None:
+    """Check that the engine computes the log-probabilities that a request wants, and not more than one request may.
 
     Args:
         request: the request.
-        can_score: the engine computes log-probabilities of prompts.
         gconfig: sampling parameters of the answer.
-
-    Raises:
-        ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
-    """
-    if request.needs_scores and not can_score:
-        message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
-        raise ApiError(message, param="logprobs", code=UNSUPPORTED)
-    if request.needs_scores and request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
-        message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
-        raise ApiError(message, param="temperature", code=UNSUPPORTED)
-
-
-def check_num_scored(request: ModelRequest, prompt_lengths: Sequence[int], limit: int | None) -> None:
-    """Check that a request does not want more scores than one request may.
-
-    Args:
-        request: the request.
-        prompt_lengths: tokens of each prompt.
+        can_score: the engine computes log-probabilities of prompts.
+        lengths: tokens of each prompt.
         limit: tokens of the model's context, None if unknown.
 
     Raises:
-        ApiError: the request wants more scores; or a prompt that is scored alone fills the context.
+        ApiError: the engine lacks them; the most likely tokens would have another temperature than the answer; the
+            request wants more scores; or a prompt that is scored alone fills the context.
     """
     if not request.needs_scores:
         return
-    if not request.is_generating and limit is not None and (longest := max(prompt_lengths)) >= limit:
+    if not can_score:
+        message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
+        raise ApiError(message, param="logprobs", code=UNSUPPORTED)
+    if request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
+        message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
+        raise ApiError(message, param="temperature", code=UNSUPPORTED)
+    if not request.is_generating and limit is not None and (longest := max(lengths)) >= limit:
         message = f"the prompt has {longest} tokens; at most {limit - 1} are scored"
         raise ApiError(message, param="prompt", code="context_length_exceeded")
     num_new = request.gconfig.max_new_tokens if request.is_generating else 0
-    lengths = [min(num + num_new, limit or num + num_new) for num in prompt_lengths]
-    num_choices = request.num_choices * len(lengths)
-    num_scored = request.num_choices * sum(lengths)
+    num_scored = request.num_choices * sum(min(num + num_new, limit or num + num_new) for num in lengths)
     if num_scored > MAX_SCORED_TOKENS:
         message = (
-            f"logprobs with echo, or above 0: {num_choices} choices may have {num_scored} tokens "
-            f"of prompt and answer; at most {MAX_SCORED_TOKENS} are scored per request: "
+            f"logprobs with echo, or above 0: {request.num_choices * len(lengths)} choices may have {num_scored} "
+            f"tokens of prompt and answer; at most {MAX_SCORED_TOKENS} are scored per request: "
             "send fewer prompts, or set n or max_tokens lower"
         )
         raise ApiError(message, param="logprobs", code="invalid_value")

@@ -18,8 +18,8 @@ from typing import Any
 
 from rlite.data.chat.answers import split_at_stop
 from rlite.data.chat.forms import Message
-from rlite.data.chat.prompt_tokens import end_of
 from rlite.data.chat.template import Tokenizer
+from rlite.data.prompts import end_of
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, numbered, typed
 from rlite.runtime.event_loop import beside_loop
 from rlite.services.endpoint.recording import Turn
@@ -27,6 +27,7 @@ from rlite.services.endpoint.requests import ApiError, ModelRequest, Prompt, une
 from rlite.types import PromptLogprobs, StopReason, TokenChunk
 
 logger = logging.getLogger(__name__)
+Json = dict[str, Any]
 SHOWN_CHARACTERS = 100
 """approximate number of characters of a token and its log-probabilities in a response"""
 
@@ -130,7 +131,9 @@ class Reply:
                     if self.is_stream:
                         yield _event(json.dumps(message))
                     else:
-                        yield await beside_loop(_num_shown(message) * SHOWN_CHARACTERS, _encoded, message)
+                        num_choices = sum(choice["logprobs"] is not None for choice in message["choices"])
+                        size = SHOWN_CHARACTERS * num_choices * message["usage"]["total_tokens"]
+                        yield await beside_loop(size, _encoded, message)
             except Exception as error:
                 if not (is_begun and self.is_stream):
                     raise
@@ -155,9 +158,7 @@ def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> M
     return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 
 
-def whole(
-    exchange: Exchange, choices: Sequence[Choice], scores: Sequence[PromptLogprobs] | None = None
-) -> dict[str, Any]:
+def whole(exchange: Exchange, choices: Sequence[Choice], scores: Sequence[PromptLogprobs] | None = None) -> Json:
     """Return the response to a request that does not stream.
 
     Args:
@@ -167,21 +168,16 @@ def whole(
     """
     parts = []
     for choice in choices:
-        part: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason(choice.turn)}
-        if scores is not None:
-            part["logprobs"] = scored_logprobs(exchange, choice.turn, scores[choice.index])
+        turn, calls = choice.turn, calls_of(choice.turn)
+        if scores is None:
+            shown = logprobs(exchange, list(zip(turn.output_ids, turn.logprobs, strict=True)))
         else:
-            tokens = list(zip(choice.turn.output_ids, choice.turn.logprobs, strict=True))
-            part["logprobs"] = logprobs(exchange, tokens)
+            shown = scored_logprobs(exchange, turn, scores[choice.index])
+        said: dict[str, Any] = {"text": exchange.echoed(choice.index) + choice.content}
         if exchange.request.is_chat:
-            calls = calls_of(choice.turn)
-            content = choice.content or (None if calls else "")
-            part["message"] = {"role": "assistant", "content": content, "refusal": None}
-            if calls:
-                part["message"]["tool_calls"] = calls
-        else:
-            part["text"] = exchange.echoed(choice.index) + choice.content
-        parts.append(part)
+            called = {"content": choice.content or None, "tool_calls": calls} if calls else {"content": choice.content}
+            said = {"message": {"role": "assistant", "refusal": None, **called}}
+        parts.append({"index": choice.index, "finish_reason": finish_reason(turn), "logprobs": shown, **said})
     num_output = sum(len(choice.turn.output_ids) for choice in choices)
     return {**exchange.around(parts, is_chunk=False), "usage": exchange.usage(num_output)}
 
@@ -203,9 +199,7 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         if isinstance(event, Delta):
             tokens += zip(event.chunk.token_ids, event.chunk.logprobs, strict=True)
             num_output += len(event.chunk.token_ids)
-            text = event.text
-        else:
-            text = event.rest
+        text = event.text if isinstance(event, Delta) else event.rest
         if event.index not in begun and exchange.request.is_chat:
             begun.add(event.index)
             yield _chunk(exchange, event.index, {"role": "assistant", "content": ""})
@@ -226,12 +220,6 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         yield {**exchange.around([], is_chunk=True), "usage": exchange.usage(num_output)}
 
 
-def _num_shown(message: dict[str, Any]) -> int:
-    """Return a bound on the log-probabilities in a whole response."""
-    num_choices = sum(choice["logprobs"] is not None for choice in message["choices"])
-    return num_choices * message["usage"]["total_tokens"]
-
-
 def _encoded(message: dict[str, Any]) -> bytes:
     """Return JSON. Unlike `json.dumps`, this lets other threads run meanwhile."""
     return "".join(json.JSONEncoder().iterencode(message)).encode()
@@ -242,12 +230,8 @@ def _event(data: str) -> bytes:
 
 
 def _chunk(
-    exchange: Exchange,
-    index: int,
-    delta: dict[str, Any] | str,
-    tokens: dict[str, Any] | None = None,
-    reason: str | None = None,
-) -> dict[str, Any]:
+    exchange: Exchange, index: int, delta: Json | str, tokens: Json | None = None, reason: str | None = None
+) -> Json:
     key = "delta" if exchange.request.is_chat else "text"
     choice = {"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}
     return exchange.around([choice], is_chunk=True)

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlite.data.chat.prompt_tokens import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal, Tokenizer
+from rlite.data.prompts import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.response_template import tool_call_format
+from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import context_length, end_ids
 from rlite.runtime.event_loop import beside_loop
 from rlite.services.endpoint import requests, responses
@@ -70,15 +70,12 @@ class AgentSession(RecordingOwner):
         self._limit = limit = context_length(engine, max_length)
         self._prompts = requests.ChatPrompts(tokenizer, chat_template_options, limit)
         self._end_ids = end_ids(engine, tokenizer)
-        self.max_body_bytes = MAX_BODY_BYTES
+        wanted = MAX_BODY_BYTES if limit is None else BODY_BYTES_PER_TOKEN * limit
+        self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, wanted))
         """the longest request that is read"""
-        if limit is not None:
-            self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * limit))
         self._find_format = partial(tool_call_format, tool_format, tokenizer, chat_template_options)
         self._tool_format = self._find_format() if tool_format is not None else None
-        self._max_length = max_length
-        self._is_sampling_fixed = is_sampling_fixed
-        self._is_recording = is_recording
+        self._max_length, self._is_sampling_fixed, self._is_recording = max_length, is_sampling_fixed, is_recording
         self._rid = uuid.uuid4().hex
         self._call_numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,10 +84,7 @@ class AgentSession(RecordingOwner):
     async def close(self) -> None:
         """End running generations as aborted turns, and refuse further requests."""
         self._is_closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(self._tasks)
 
     def models(self, name: str | None = None) -> dict[str, Any]:
         """Return the answer to a request for the list of models, or for the entry of one.
@@ -145,9 +139,9 @@ class AgentSession(RecordingOwner):
             request = read(body, self.model, self._gconfig)
             self._check_format(request)
             gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
-            requests.check_scores(request, hasattr(self.engine, "ascore"), gconfig)
             prompts = self._prompts.of(request, self.recording.turns)
-            requests.check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
+            lengths, can_score = [len(prompt.token_ids) for prompt in prompts], hasattr(self.engine, "ascore")
+            requests.check_scores(request, gconfig, can_score, lengths, self._limit)
         except TooManyTokens as error:
             raise _too_long(str(error)) from error
         except TemplateRefusal as error:
@@ -165,10 +159,9 @@ class AgentSession(RecordingOwner):
         Raises:
             ApiError: the format is unknown; the failure is the run's.
         """
-        if not request.may_call or self._tool_format is not None:
-            return
         try:
-            self._tool_format = self._find_format()
+            if request.may_call and self._tool_format is None:
+                self._tool_format = self._find_format()
         except ConfigError as error:
             self.failure = error
             raise ApiError(f"tools: {error}", param="tools", code="unsupported_value") from error
@@ -184,10 +177,8 @@ class AgentSession(RecordingOwner):
                     choices = [event async for event in events if isinstance(event, Choice)]
                     choices.sort(key=lambda choice: choice.index)
                     scores = await self._scores(exchange, choices)
-                    num_shown = (
-                        sum(len(choice.turn.sequence) for choice in choices) if exchange.request.has_logprobs else 0
-                    )
-                    size = num_shown * responses.SHOWN_CHARACTERS
+                    shown = choices if exchange.request.has_logprobs else ()
+                    size = responses.SHOWN_CHARACTERS * sum(len(choice.turn.sequence) for choice in shown)
                     yield await beside_loop(size, responses.whole, exchange, choices, scores)
         except BaseException as error:  # also GeneratorExit: the client will ask again, and must not count twice
             if isinstance(error, GeneratorExit) and len(exchange.delivered) == exchange.num_choices:
@@ -233,9 +224,7 @@ class AgentSession(RecordingOwner):
                 num_left -= isinstance(event, Choice)
         finally:
             if left := [task for task in tasks if not task.done()]:  # else no pause: all was sent, and counts
-                for task in left:
-                    task.cancel()
-                await asyncio.gather(*left, return_exceptions=True)
+                await _cancel(left)
             self._tasks.difference_update(tasks)
 
     async def _scores(self, exchange: Exchange, choices: Sequence[Choice]) -> list[PromptLogprobs] | None:
@@ -331,21 +320,25 @@ class AgentSession(RecordingOwner):
         room = self._max_length - num_prompt
         if room < 1:
             raise _too_long(f"the prompt has {num_prompt} tokens, and max_length={self._max_length} leaves no room")
-        return gconfig.new(
-            max_new_tokens=min(gconfig.max_new_tokens, room), min_new_tokens=min(gconfig.min_new_tokens, room)
-        )
+        least, most = min(gconfig.min_new_tokens, room), min(gconfig.max_new_tokens, room)
+        return gconfig.new(min_new_tokens=least, max_new_tokens=most)
 
     def _error(self, error: Exception) -> Exception:
         """Return an engine's error as the agent sees it."""
-        if isinstance(error, ApiError):
-            return error
         if isinstance(error, DataError | ConfigError):
             # the engine alone knows its bound, and says it in words
             return _too_long(str(error)) if "max_model_len" in str(error) else ApiError(str(error))
-        if isinstance(error, RliteError):
+        if isinstance(error, RliteError) and not isinstance(error, ApiError):
             self.failure = error
             return ApiError(f"the engine cannot serve: {error}", 503, code="engine_failed")
         return error
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
 
 
 def _closed() -> ApiError:

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 
 from rlite.data.chat.template import Tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.rollout.conversation import check_turn_discount
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCallFormat
-from rlite.rollout.tools.response_template import tool_call_format
+from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.services.endpoint.recording import Style, check_style
 from rlite.services.endpoint.session import AgentSession
@@ -119,9 +119,8 @@ class AgentWorkflow(RolloutWorkflow):
                 session.set_reward(interaction_id, reward)
         elif worth is not None:
             if as_number(worth) is None:
-                raise DataError(
-                    f"the agent returned {worth!r}; expected a finite reward, rewards by interaction id, or None"
-                )
+                expected = "expected a finite reward, rewards by interaction id, or None"
+                raise DataError(f"the agent returned {worth!r}; {expected}")
             session.set_last_reward(worth)
         if not session.recording.has_reward():
             return None
@@ -132,10 +131,8 @@ class AgentWorkflow(RolloutWorkflow):
 
 def _running(answer: Awaitable[Worth]) -> Awaitable[Worth]:
     if not inspect.isawaitable(answer):
-        raise ConfigError(
-            f"the agent returned {answer!r} and nothing to await: expected an async function; synchronous code belongs "
-            "into asyncio.to_thread"
-        )
+        expected = "expected an async function; synchronous code belongs into asyncio.to_thread"
+        raise ConfigError(f"the agent returned {answer!r} and nothing to await: {expected}")
     return answer
 
 

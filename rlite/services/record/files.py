@@ -7,13 +7,10 @@ FOLDER/record/train-00000001_00000100.rows.parquet steps 1 to 100, compacted
 
 The steps follow the last hyphen, so a NAME may end in a hyphen and digits.
 
-Gaps of a record: steps that are missing because they could not be written.
+FOLDER/record/gaps.jsonl   {"first": 12, "last": 40, "reason": "the disk is full"}    steps that could not be written
 
-FOLDER/record/gaps.jsonl   {"first": 12, "last": 40, "reason": "the disk is full"}
-
-Changes to the files of a record: full hundreds of steps are merged, and later steps and old texts are removed.
-
-The thread that writes a record, and the limit on the disk that the record takes.
+Full hundreds of steps are merged, and later steps and old texts are removed. There is one row for each rollout, and
+beside it the tokens of some of them. The field metadata `meaning` describes each column.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -41,9 +37,87 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlite import files
 from rlite.errors import DataError, StorageError, writing
-from rlite.services.record.schema import ROWS
 from rlite.trainer.run.folder import RECORD
+from rlite.types import Status
 from rlite.wording import warn_once
+
+VERSION = 1
+"""version of the format; a reader refuses other versions"""
+VERSION_KEY = b"rlite.record"
+"""metadata key of the tables that holds the version"""
+
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+def _schema(**columns: tuple[pa.DataType, str]) -> pa.Schema:
+    fields = [pa.field(name, kind, metadata={"meaning": meaning}) for name, (kind, meaning) in columns.items()]
+    return pa.schema(fields, metadata={VERSION_KEY: str(VERSION)})
+
+
+TEXTS_BY_NAME = pa.map_(pa.string(), pa.string())
+SEGMENT = pa.struct({"role": pa.string(), "text": pa.string()})
+EVENT = pa.struct({"name": pa.string(), "start": pa.float64(), "end": pa.float64()})
+
+ROWS = _schema(
+    step=(pa.int32(), "step of the run that decided the status; of an evaluation, the finished steps before it"),
+    group=(pa.int64(), "number of the group in the run; of an evaluation, the number of the prompt"),
+    sample=(pa.int32(), "number in the group"),
+    item=(pa.string(), "id of the data item: its `id`, else its number in the data"),
+    status=(pa.string(), "one of STATUSES"),
+    reason=(pa.string(), "why it was not trained on, in one line; empty if it was"),
+    failed_attempts=(pa.string(), "kinds of the errors of its attempts that failed, in order, between commas"),
+    redrawn=(pa.string(), "kind of the failure after which the model answered anew; empty if it did not"),
+    reward=(pa.float64(), "reward of the trajectory; null if it has none"),
+    reward_parts=(pa.map_(pa.string(), pa.float64()), "parts of the reward by name, before their weights"),
+    score=(pa.float64(), "score by which it is evaluated; null if the workflow gives none"),
+    answer=(pa.string(), "answer that the reward has judged; null if it names none"),
+    advantage=(pa.float64(), "mean advantage of the tokens to train on; null if it is in no batch"),
+    turns=(pa.int32(), "turns of the model"),
+    tool_calls=(pa.int32(), "tool calls; null if the workflow has none"),
+    tool_errors=(pa.int32(), "tool calls that failed; null if the workflow has none"),
+    prompt_tokens=(pa.int32(), "tokens before the first turn of the model"),
+    response_tokens=(pa.int32(), "tokens that the model wrote"),
+    truncated=(pa.bool_(), "a limit cut the model off"),
+    version_min=(pa.int32(), "oldest policy version among the tokens"),
+    version_max=(pa.int32(), "newest policy version among the tokens"),
+    seconds_queue=(pa.float64(), "from the group's submission to its start"),
+    seconds_generate=(pa.float64(), "in which the episode waited for the engine"),
+    seconds_environment=(pa.float64(), "of the episode outside of engine and reward: environment and the rest"),
+    seconds_reward=(pa.float64(), "in which the episode waited for rewards"),
+    ended=(pa.float64(), "Unix time of the episode's end"),
+    events=(pa.list_(EVENT), "queue, generate, environment and reward, in seconds after the group's submission"),
+    data=(TEXTS_BY_NAME, "other columns of the data item, shortened; null if this rollout's text is not recorded"),
+    segments=(pa.list_(SEGMENT), "texts in order, by role (prompt, model, environment); null if they are not recorded"),
+)
+"""one row for each rollout; only columns of NOT_NULL are never null"""
+
+TOKENS = _schema(
+    step=(pa.int32(), "as in ROWS"),
+    group=(pa.int64(), "as in ROWS"),
+    sample=(pa.int32(), "as in ROWS"),
+    sequence=(pa.int32(), "number of the sequence in its trajectory; mostly 0"),
+    text=(pa.string(), "the decoded sequence"),
+    ids=(pa.list_(pa.int32()), "token ids"),
+    offsets=(pa.list_(pa.int32()), "place in `text` at which each token begins, in characters"),
+    mask=(pa.list_(pa.bool_()), "whether the model wrote the token and it is trained on"),
+    versions=(pa.list_(pa.int32()), "policy version that made the token; -1 if the model only read it"),
+    logprobs=(pa.list_(pa.float32()), "log-probability by the engine"),
+    trainer_logprobs=(
+        pa.list_(pa.float32()),
+        "log-probability by the trainer before all updates of the step if the step computes it, else before the update "
+        "of the token's minibatch; null if unknown",
+    ),
+    advantages=(pa.list_(pa.float32()), "advantage; null if it is in no batch"),
+    entropy=(
+        pa.list_(pa.float32()),
+        "entropy of the trainer's distribution before the update of the token's minibatch, after earlier updates of "
+        "the step; null if unknown",
+    ),
+)
+"""one row for each sequence whose tokens are recorded; the lists have one entry for each token"""
+NOT_NULL = ("step", "group", "sample", "sequence", "item", "status", "reason")
+"""columns of ROWS and TOKENS that have a value in every row"""
+
 
 FOLDER = RECORD
 TRAIN = "train"
@@ -57,8 +131,7 @@ Kind = Literal["rows", "tokens"]
 _NAME = re.compile(r"(train|eval\.[\w.-]+)-([0-9]{8,})(?:_([0-9]{8,}))?\.(rows|tokens)\.parquet")
 
 
-@dataclass(frozen=True)
-class RecordFile:
+class RecordFile(NamedTuple):
     """One file of a record."""
 
     path: Path
@@ -89,16 +162,11 @@ def all_files(folder: Path) -> list[RecordFile]:
     return found
 
 
-def record_files(folder: Path) -> Iterator[RecordFile]:
-    """Yield the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
+def record_files(folder: Path) -> list[RecordFile]:
+    """Return the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
     found = all_files(folder)
     compacted = [file for file in found if file.first < file.last]
-    yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
-
-
-def damaged_files(folder: Path) -> list[Path]:
-    """Return the damaged files that a resumed run has set aside, by name."""
-    return sorted((folder / FOLDER).glob(f"*{DAMAGED}"))
+    return [file for file in found if not any(wide.covers(file) for wide in compacted)]
 
 
 def used_bytes(folder: Path) -> int:
@@ -285,9 +353,7 @@ def strip(file: RecordFile) -> bool:
     """
     if file.kind == "tokens":
         return delete([file.path])
-    if not _has_texts(file.path):
-        return False
-    return _rewrite([file.path], file.path, _without_texts)
+    return _has_texts(file.path) and _rewrite([file.path], file.path, _without_texts)
 
 
 def delete(paths: Iterable[Path]) -> bool:
@@ -316,10 +382,8 @@ def _has_texts(path: Path) -> bool:
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
-    for place, name in enumerate(table.column_names):
-        if name in TEXTS:
-            field = ROWS.field(name)
-            table = table.set_column(place, field, pa.nulls(len(table), field.type))
+    for field in map(ROWS.field, {*TEXTS}.intersection(table.column_names)):
+        table = table.set_column(table.column_names.index(field.name), field, pa.nulls(len(table), field.type))
     return table
 
 
@@ -350,7 +414,7 @@ def _rewrite(
 
 
 def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    schemas: list[pa.Schema] = []
+    schemas = []
     for source in sources:
         with _reading(source):
             schemas.append(pq.read_schema(source))
@@ -426,12 +490,8 @@ class RecordWriter:
         self._gap: Gap | None = None
         self._is_noted = False
         self._size = used_bytes(folder)
-        self._removed = threading.Event()
-
-    @property
-    def has_removed(self) -> bool:
-        """True as soon as something was removed because of the limit."""
-        return self._removed.is_set()
+        self.has_removed = False
+        """true as soon as something was removed because of the limit"""
 
     def write(self, source: str, step: int, make: Callable[[], Tables]) -> None:
         """Write the tables of a step. An older table of the same step is replaced, or deleted if the new one is empty.
@@ -479,13 +539,8 @@ class RecordWriter:
 
     def _end(self, step: int, reason: str) -> None:
         self._gap = Gap(step, None, reason)
-        logger.warning(
-            "%s: the record ends before step %d: %s. The run goes on without it. Free space if the disk is full; a run "
-            "that is resumed is recorded again",
-            self._folder / FOLDER,
-            step,
-            reason,
-        )
+        message = f"{self._folder / FOLDER}: the record ends before step {step}: {reason}. The run goes on without it. "
+        logger.warning("%sFree space if the disk is full; a run that is resumed is recorded again", message)
 
     # -- called in the background --------------------------------------------------------------------------------
 
@@ -510,13 +565,10 @@ class RecordWriter:
 
     def _compact(self, before: int) -> None:
         try:
-            compact(self._folder, before, self._has_room)
+            compact(self._folder, before, lambda size: used_bytes(self._folder) + size <= self._limit)
         except StorageError as error:  # nothing is lost: the next checkpoint tries again
             logger.warning("the files of the record are not merged: %s", error)
         self._size = used_bytes(self._folder)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return used_bytes(self._folder) + num_bytes <= self._limit
 
     def _write(self, source: str, step: int, tables: Tables) -> None:
         for kind, table in tables.items():
@@ -540,11 +592,12 @@ class RecordWriter:
             before = size_of(path)
             if before and remove():
                 self._size -= before - size_of(path)
-                self._removed.set()
+                self.has_removed = True
 
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""
         oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        yield from ((path, partial(delete, [path])) for path in damaged_files(self._folder))
+        damaged = sorted((self._folder / FOLDER).glob(f"*{DAMAGED}"))
+        yield from ((path, partial(delete, [path])) for path in damaged)
         yield from ((file.path, partial(strip, file)) for file in oldest)
         yield from ((file.path, partial(delete, [file.path])) for file in oldest)

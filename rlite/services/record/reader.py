@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pyarrow as pa
@@ -27,19 +27,22 @@ from rlite.errors import DataError
 from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
-from rlite.services.record.files import FOLDER, Kind, RecordFile, record_files
-from rlite.services.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.services.record.files import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY, RecordFile, record_files
 
 LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
 SEGMENTS = pa.schema([ROWS.field(name) for name in ("step", "group", "sample", "segments")])
+Steps = Sequence[int] | None
+"""steps to read; None for all"""
 Place = tuple[int, int]
 """group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
 """time of change and size of a file"""
-PartReader = Callable[[Path, pa.Schema, pc.Expression | None, bool, int], tuple[pa.Table, int | None]]
-"""signature of `read_file_part`"""
+Rows = tuple[pa.Table, int | None]
+"""rows of a file, and the place after them; None at the end"""
+ALL = pc.scalar(True)
+"""condition that all rows meet"""
 PART = 16 << 20
 """bytes after which a part of a file ends, with its last row group"""
 MAX_PART = 128 << 20
@@ -52,6 +55,20 @@ MAX_FOOTERS = 16
 """files whose footers are kept: each takes about 5 kB for each row group"""
 
 
+class Part(NamedTuple):
+    """The next rows of a file, from some of its row groups."""
+
+    path: Path
+    schema: pa.Schema
+    """columns of the table; columns that the file lacks are null"""
+    chosen: pc.Expression = ALL
+    """condition of the rows. Row groups without such rows have no place"""
+    last_first: bool = False
+    """begin with the last row group"""
+    start: int = 0
+    """place of the first row group to read; 0 is there always"""
+
+
 class RecordReader:
     """Reader of the record in one run's folder. One thread at a time may use it.
 
@@ -60,14 +77,14 @@ class RecordReader:
         read_part: reads a part of a file; default: in this process.
     """
 
-    def __init__(self, folder: Path, read_part: PartReader | None = None) -> None:
+    def __init__(self, folder: Path, read_part: Callable[[Part], Rows] | None = None) -> None:
         self.folder = folder
         self._read_part = read_part or read_file_part
         self.problems: dict[str, str] = {}
         """file name -> why the file, or a part of it, is not shown"""
         self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
-        self._kept: dict[Path, pa.Table | None] = {}
-        """rows of files without their texts; None for rows that cannot be kept, and for files of tokens"""
+        self._kept: dict[Path, pa.Table] = {}
+        """rows of files without their texts; none of rows that cannot be kept, and of files of tokens"""
         self._tables: dict[str, pa.Table] = {}
         self._has_news = False
 
@@ -82,7 +99,7 @@ class RecordReader:
         return has_news
 
     def _look(self) -> None:
-        found: dict[Path, tuple[RecordFile, Stamp]] = {}
+        found = {}
         self.problems = {name: text for name, text in self.problems.items() if text != files.LEADS_OUT}
         for file in record_files(self.folder):
             if not files.is_inside(file.path, self.folder):
@@ -102,7 +119,7 @@ class RecordReader:
         """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
         for path, (file, _) in self._files.items():
             if file.kind == "tokens" and path not in self._kept:
-                self._kept[path] = None
+                self._kept[path] = SCALARS.empty_table()
                 list(self._read(file, TOKENS, pc.scalar(False)))
 
     @property
@@ -119,14 +136,11 @@ class RecordReader:
                     self._keep(file)
             if self._files is not files:  # some were merged meanwhile
                 return self.table(source)
-            parts = [part for file in own if (part := self._kept[file.path]) is not None]
-            joined = pa.concat_tables([SCALARS.empty_table(), *parts])
+            joined = pa.concat_tables([SCALARS.empty_table(), *(self._kept[file.path] for file in own)])
             self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
         return self._tables[source]
 
-    def segments(
-        self, source: str, steps: Sequence[int] | None = None, newest_first: bool = False
-    ) -> Iterator[pa.Table]:
+    def segments(self, source: str, steps: Steps = None, newest_first: bool = False) -> Iterator[pa.Table]:
         """Yield tables of step, group, sample and segments, one for each row group that may have the steps.
 
         Args:
@@ -134,7 +148,7 @@ class RecordReader:
             steps: steps to read; None for all.
             newest_first: True for the order from the last step to the first.
         """
-        yield from self._chosen(source, "rows", SEGMENTS, steps, newest_first=newest_first)
+        yield from self._chosen(source, SEGMENTS, steps, newest_first=newest_first)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.
@@ -144,7 +158,7 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout to return; None for all.
         """
-        return _rows(self._chosen(source, "rows", ROWS, [step], place))
+        return _rows(self._chosen(source, ROWS, [step], place))
 
     def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return the recorded sequences of a step, in the order of their numbers.
@@ -154,31 +168,25 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout whose sequences to return; None for all.
         """
-        found = self._chosen(source, "tokens", TOKENS, [step], place)
-        return sorted(_rows(found), key=lambda sequence: sequence["sequence"])
+        found = _rows(self._chosen(source, TOKENS, [step], place))
+        return sorted(found, key=lambda sequence: sequence["sequence"])
 
-    def token_table(self, source: str, steps: Sequence[int] | None = None) -> pa.Table:
+    def token_table(self, source: str, steps: Steps = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
-        return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, "tokens", TOKENS, steps)])
+        return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, TOKENS, steps)])
 
     def _chosen(
-        self,
-        source: str,
-        kind: Kind,
-        schema: pa.Schema,
-        steps: Sequence[int] | None,
-        place: Place | None = None,
-        newest_first: bool = False,
+        self, source: str, schema: pa.Schema, steps: Steps, place: Place | None = None, newest_first: bool = False
     ) -> Iterator[pa.Table]:
         """Yield tables of the rows of some steps, or of one rollout in them."""
-        chosen = None if steps is None else pc.field("step").isin(list(steps))
+        chosen = ALL if steps is None else pc.field("step").isin(list(steps))
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
-        own = self._holders(source, kind, steps)
+        own = self._holders(source, "tokens" if schema is TOKENS else "rows", steps)
         for file in reversed(own) if newest_first else own:
             yield from self._read(file, schema, chosen, newest_first)
 
-    def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
+    def _holders(self, source: str, kind: str, steps: Steps = None) -> list[RecordFile]:
         """Return the files that may have some steps."""
         own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
         if steps is not None:
@@ -187,24 +195,19 @@ class RecordReader:
 
     def _keep(self, file: RecordFile) -> None:
         """Read and keep the rows of a file without their texts, if there is room for them."""
-        found: list[pa.Table] = []
-        others = sum(own.nbytes for own in self._kept.values() if own is not None)
+        found, room = [SCALARS.empty_table()], MAX_KEPT - sum(own.nbytes for own in self._kept.values())
         for table in self._read(file, SCALARS):
             found.append(table)
-            if others + sum(own.nbytes for own in found) > MAX_KEPT:
+            if (room := room - table.nbytes) < 0:
                 problem = f"not shown: with its rows, more than {MAX_KEPT >> 20} MiB would be kept"
                 self.problems[file.path.name] = problem
-                found.clear()
+                del found[1:]
                 break
         if file.path in self._files:  # else it was merged meanwhile, and no look would find a change in it
-            self._kept[file.path] = pa.concat_tables(found) if found else None
+            self._kept[file.path] = pa.concat_tables(found)
 
     def _read(
-        self,
-        file: RecordFile,
-        schema: pa.Schema,
-        chosen: pc.Expression | None = None,
-        last_first: bool = False,
+        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression = ALL, last_first: bool = False
     ) -> Iterator[pa.Table]:
         """Yield columns of a file in the form of `schema`, one table for each row group that may have the chosen rows.
 
@@ -212,24 +215,21 @@ class RecordReader:
         """
         num_read = 0
         with suppress(FileNotFoundError):
-            for table in self._read_file(file, schema, chosen, last_first):
+            for table in self._read_file(Part(file.path, schema, chosen, last_first)):
                 num_read += 0 if last_first else len(table)  # in that order, the parts of both files differ
                 yield table
             return
         self._look()
-        own = (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
-        chosen = own if chosen is None else chosen & own
+        chosen &= (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
         for wide in self._holders(file.source, file.kind, [file.first]):
             with suppress(FileNotFoundError):
-                for table in self._read_file(wide, schema, chosen, last_first):
+                for table in self._read_file(Part(wide.path, schema, chosen, last_first)):
                     yield table.slice(num_read)
                     num_read = max(num_read - len(table), 0)
                 return
 
-    def _read_file(
-        self, file: RecordFile, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool
-    ) -> Iterator[pa.Table]:
-        """Yield the tables of `_read`.
+    def _read_file(self, part: Part) -> Iterator[pa.Table]:
+        """Yield the tables of `_read`, from a part on.
 
         Raises:
             FileNotFoundError: the file was merged, or deleted.
@@ -237,45 +237,33 @@ class RecordReader:
         try:
             place: int | None = 0
             while place is not None:
-                table, place = self._read_part(file.path, schema, chosen, last_first, place)
+                table, place = self._read_part(part._replace(start=place))
                 if len(table):
                     yield table
         except DataError as error:
-            self.problems[file.path.name] = str(error)
+            self.problems[part.path.name] = str(error)
 
 
-def read_file_part(
-    path: Path, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool, start: int
-) -> tuple[pa.Table, int | None]:
-    """Return the next rows of a file, from some of its row groups, and the place after them; None at the end.
-
-    Args:
-        path: the file.
-        schema: columns of the table. Columns that the file lacks are null.
-        chosen: condition of the rows; None for all rows. Row groups without such rows have no place.
-        last_first: True to begin with the last row group.
-        start: place of the first row group to read; 0 is there always.
+def read_file_part(part: Part) -> Rows:
+    """Return the next rows of a file.
 
     Raises:
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, with the reason.
     """
-    tables, size, end = [schema.empty_table()], 0, start
+    tables, size, end = [part.schema.empty_table()], 0, part.start
     try:
-        footer = _footer(path)
-        if reason := _refusal(footer.physical_schema):
-            raise DataError(reason)
-        groups = [part.id for part in (footer if chosen is None else footer.subset(chosen)).row_groups]
-        if last_first:
-            groups.reverse()
-        for group in groups[start:]:
+        footer = _footer(part.path)
+        _check_version(footer.physical_schema)
+        groups = [group.id for group in footer.subset(part.chosen).row_groups][:: -1 if part.last_first else 1]
+        for group in groups[part.start :]:
             end += 1
-            for table in _batches(path, footer, group, schema):
+            for table in _batches(part.path, footer, group, part.schema):
                 size += table.nbytes
                 if size > MAX_PART:
                     raise DataError(TOO_LARGE)
-                tables.append(table if chosen is None else table.filter(chosen))
-            if size >= PART or last_first:  # the caller stops as soon as it has enough
+                tables.append(table.filter(part.chosen))
+            if size >= PART or part.last_first:  # the caller stops as soon as it has enough
                 break
     except FileNotFoundError:
         raise
@@ -310,11 +298,6 @@ def _rows(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
     return [row for table in tables for row in table.to_pylist()]
 
 
-def is_recorded(folder: Path) -> bool:
-    """Return True if a folder holds a record."""
-    return (folder / FOLDER).is_dir()
-
-
 def _footer(path: Path) -> ParquetFileFragment:
     """Return the schema, the row groups and the statistics of a file; those of the files read last are kept.
 
@@ -333,24 +316,24 @@ def _footer_of(path: Path, stamp: Stamp) -> ParquetFileFragment:
     return footer
 
 
-def _refusal(schema: pa.Schema) -> str:
-    """Return why a file cannot be read, by its version; an empty text if it can."""
-    version = (schema.metadata or {}).get(VERSION_KEY)
-    if version is None:
-        return "no table of a record: it has no version"
-    if version != str(VERSION).encode():
-        written = version.decode(errors="replace")
-        return f"written in version {written} of the format; this rlite reads version {VERSION}"
-    return ""
+def _check_version(schema: pa.Schema) -> None:
+    """Check that a file is of a record, and of the version that this library reads.
+
+    Raises:
+        DataError: it is not.
+    """
+    if (version := (schema.metadata or {}).get(VERSION_KEY)) is None:
+        raise DataError("no table of a record: it has no version")
+    if (written := version.decode(errors="replace")) != str(VERSION):
+        raise DataError(f"written in version {written} of the format; this rlite reads version {VERSION}")
 
 
 def _conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return a table with exactly the columns of a schema. Missing columns are null, invalid UTF-8 is replaced."""
-    columns = []
-    for field in schema:
-        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
-        columns.append(_valid(column.cast(field.type)))
-    return pa.table(columns, schema=schema)
+    missing = [field for field in schema if field.name not in table.column_names]
+    for field in missing:
+        table = table.append_column(field, pa.nulls(len(table), field.type))
+    return pa.table([_valid(table[field.name].cast(field.type)) for field in schema], schema=schema)
 
 
 def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
@@ -393,33 +376,23 @@ SECONDS = 60.0
 """time for one part"""
 
 
-def read_part_aside(
-    path: Path, schema: pa.Schema, chosen: pc.Expression | None, last_first: bool, start: int
-) -> tuple[pa.Table, int | None]:
+def read_part_aside(part: Part) -> Rows:
     """Return what `read_file_part` returns, from another process.
-
-    Args:
-        path: the file.
-        schema: columns of the table.
-        chosen: condition of the rows; None for all rows.
-        last_first: True to begin with the last row group.
-        start: place of the first row group to read.
 
     Raises:
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, or its reader was killed, with the reason.
     """
-    arguments = {"path": path, "schema": schema, "chosen": chosen, "last_first": last_first, "start": start}
-    call = Call(_CODE, cloudpickle.dumps({"arguments": arguments}), SECONDS, MEMORY)
+    call = Call(_CODE, cloudpickle.dumps({"part": part}), SECONDS, MEMORY)
     try:
         match shared_pool(1).submit(call).result():
             case ["read", int() | None as place, bytes() as content]:
                 table = pa.ipc.open_stream(content).read_all()
                 table.validate(full=True)
-                if table.schema == schema:
+                if table.schema == part.schema:
                     return table, place
             case ["gone"]:
-                raise FileNotFoundError(path)
+                raise FileNotFoundError(part.path)
             case ["damaged", str() as text]:
                 raise DataError(printable(text))
     except (SandboxError, pa.ArrowException) as error:
@@ -428,10 +401,10 @@ def read_part_aside(
     raise DataError("cannot be read: its reader answered something else")
 
 
-def read_in_process(arguments: dict[str, Any]) -> list[Any]:
+def read_in_process(part: Part) -> list[Any]:
     """Return the answer of the process: a part in Arrow's stream format, or why there is none."""
     try:
-        table, place = read_file_part(**arguments)
+        table, place = read_file_part(part)
     except FileNotFoundError:
         return ["gone"]
     except DataError as error:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from functools import cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,7 @@ from rlite.batch import NAMED_REWARD
 from rlite.rollout.collector.ended import Ended, seconds
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
-from rlite.services.record.files import TRAIN, RecordWriter, Tables
-from rlite.services.record.schema import ROWS, TOKENS
+from rlite.services.record.files import ROWS, TOKENS, TRAIN, RecordWriter, Tables
 from rlite.types import Status
 
 WIDEST = 4
@@ -45,7 +45,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-        self._pieces: dict[int, str] = {}
+        self._piece = cache(lambda token: self._decode([token]))
 
     def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Return the text of a sequence, and the place at which each token begins, in characters.
@@ -55,16 +55,7 @@ class TokenTexts:
         pieces = [self._piece(token) for token in ids]
         if "".join(pieces) != self._decode(ids):  # text that depends on neighbours, such as parts of a character
             pieces = self._in_context(ids)
-        offsets, end = [], 0
-        for piece in pieces:
-            offsets.append(end)
-            end += len(piece)
-        return "".join(pieces), offsets
-
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = self._decode([token])
-        return self._pieces[token]
+        return "".join(pieces), [*accumulate(map(len, pieces), initial=0)][:-1]
 
     def _in_context(self, ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds to the text before it."""
@@ -106,12 +97,17 @@ TRAINED = {
     "entropies": "entropy",
 }
 """columns of tokens that the trainer makes, by the keys of a batch; a later key counts more than an earlier one"""
+TOKEN_TYPES = {field.name: field.type.value_type.to_pandas_dtype() for field in TOKENS if pa.types.is_list(field.type)}
+"""types of the columns of tokens, for NumPy"""
 SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
 """columns of tokens that a trajectory has, by their keys"""
 INTEGERS = ("turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "version_min", "version_max")
 """columns of rows that are made of numbers of a trajectory, in 32 bits"""
-OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
-"""further keys of a trajectory that are recorded, beside the parts of its reward"""
+RECORDED = {
+    *SEQUENCE.values(),
+    *("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated"),
+}
+"""keys of a trajectory that are recorded, beside the parts of its reward"""
 
 
 class TrainedBatch:
@@ -124,7 +120,7 @@ class TrainedBatch:
     def __init__(self, batch: TensorDict) -> None:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
-        self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
+        self._loss_mask = as_array(batch["loss_mask"].bool())
         self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
@@ -132,8 +128,6 @@ class TrainedBatch:
         for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
             samples[group] += sequence == 0
             self._rows[group, samples[group]].append(row)
-        self.groups = frozenset(samples)
-        """numbers of the groups that the batch holds"""
 
     def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
         """Return the trainer's columns of a sequence, one value for each token; {} if it was not trained on.
@@ -156,15 +150,14 @@ class TrainedBatch:
         rows = self._rows[group, sample]
         if not self._is_skipped[rows].all():
             return "trained", ""
-        return "skipped", NOT_FINITE if self._columns["loss_mask"][rows].any() else NO_TOKENS
+        return "skipped", NOT_FINITE if self._loss_mask[rows].any() else NO_TOKENS
 
     def advantage(self, group: int, sample: int) -> float | None:
         """Return the mean advantage of a trajectory's tokens to train on; None if there are none."""
         rows = self._rows.get((group, sample))
-        if rows is None or "advantages" not in self._columns:
+        if rows is None or "advantages" not in self._columns or not self._loss_mask[rows].any():
             return None
-        values = self._columns["advantages"][rows][self._columns["loss_mask"][rows]]
-        return float(values.mean()) if len(values) else None
+        return float(self._columns["advantages"][rows][self._loss_mask[rows]].mean())
 
 
 def as_array(values: Tensor) -> np.ndarray:
@@ -181,23 +174,15 @@ class Arrays:
     """
 
     def __init__(self, episode: Episode) -> None:
-        self.columns: dict[str, np.ndarray] = {}
-        """recorded keys of the trajectory"""
-        self.sequences: list[dict[str, np.ndarray]] = []
-        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
-        if episode.trajectory is None:
-            self.sequences = episode.attempt.arrays()
-        else:
-            self._read(episode.trajectory)
-
-    def _read(self, trajectory: TensorDict) -> None:
-        recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
-        self.columns = {
+        trajectory = episode.trajectory
+        self.columns: dict[str, np.ndarray] = {
             key: as_array(value)
-            for key, value in trajectory.items()
-            if isinstance(value, Tensor) and (key in recorded or key.startswith(NAMED_REWARD))
+            for key, value in (() if trajectory is None else trajectory.items())
+            if isinstance(value, Tensor) and (key in RECORDED or key.startswith(NAMED_REWARD))
         }
-        self.sequences = list(self._sequences())
+        """recorded keys of the trajectory"""
+        self.sequences = episode.attempt.arrays() if trajectory is None else list(self._sequences())
+        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
 
     def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
         columns = {name: self.columns[key] for name, key in SEQUENCE.items() if key in self.columns}
@@ -249,11 +234,10 @@ def make_tables(
         data = [(_clean(name), _clean(value)) for name, value in group.columns.items()]
         for number, episode in enumerate(group.episodes):
             key = {"step": step, "group": group.group, "sample": group.first_sample + number}
-            columns: dict[str, Any] = {}
-            own: list[dict[str, Any]] = []
             try:
                 columns, own = _read(key, episode, place in shown, texts, trained)
             except Exception as error:  # a workflow's keys may hold anything
+                columns, own = {}, []
                 place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
                 warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
@@ -315,7 +299,7 @@ def _of_trajectory(made: Arrays) -> dict[str, Any]:
         "reward": made.total("rewards"),
         "reward_parts": made.parts(),
         "score": made.total("scores"),
-        "turns": sum(map(_num_runs, masks)) if turns is None else turns,
+        "turns": sum(int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum()) for mask in masks) if turns is None else turns,
         "tool_calls": made.count("num_tool_calls"),
         "tool_errors": made.count("num_tool_errors"),
         "prompt_tokens": int(first.argmax()) if first.any() else len(first),
@@ -326,22 +310,14 @@ def _of_trajectory(made: Arrays) -> dict[str, Any]:
     }
 
 
-def _num_runs(mask: np.ndarray) -> int:
-    """Return the number of runs of ones."""
-    return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
-
-
 def _times(episode: Episode) -> dict[str, Any]:
-    started, ended = episode.started, episode.ended
-    if started is None:
+    if episode.started is None:
         return {}
-    environment = None
-    if ended is not None:
-        environment = max(0.0, ended - started - seconds(episode, "generate", "reward"))
+    rest = None if episode.ended is None else episode.ended - episode.started - seconds(episode, "generate", "reward")
     return {
-        "seconds_queue": started,
+        "seconds_queue": episode.started,
         "seconds_generate": seconds(episode, "generate"),
-        "seconds_environment": environment,
+        "seconds_environment": None if rest is None else max(0.0, rest),
         "seconds_reward": seconds(episode, "reward"),
         "ended": episode.ended_at,
         "events": [{"name": name, "start": start, "end": end} for name, start, end in _events(episode)[:MAX_EVENTS]],
@@ -369,17 +345,10 @@ def _tokens(
     rows: list[dict[str, Any]] = []
     for number, sequence in enumerate(trajectory.sequences):
         text, offsets = texts.decode(sequence["ids"].tolist())
-        place = key["group"], key["sample"], number, len(offsets)
-        made = {} if trained is None else trained.columns(*place)
-        made.pop("loss_mask", None)
-        rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **_typed(sequence | made)})
+        made = {} if trained is None else trained.columns(key["group"], key["sample"], number, len(offsets))
+        typed = {name: column.astype(TOKEN_TYPES[name]) for name, column in (sequence | made).items()}
+        rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **typed})
     return rows
-
-
-def _typed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        name: column.astype(TOKENS.field(name).type.value_type.to_pandas_dtype()) for name, column in columns.items()
-    }
 
 
 def _segments(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -416,20 +385,10 @@ class NoRecorder:
 
     has_removed = False
 
-    def record(self, *of_step: object) -> None:
+    def record(self, *arguments: object) -> None:
         """Do nothing."""
 
-    def record_evaluation(self, *of_set: object) -> None:
-        """Do nothing."""
-
-    def compact(self, before: int) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    record_evaluation = compact = flush = close = record
 
 
 class FileRecorder(RecordWriter):
@@ -469,8 +428,8 @@ class FileRecorder(RecordWriter):
             step: finished steps of the run.
             episodes: what `RolloutCollector.evaluate` returned.
         """
-        is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
-        shown = {place for place, is_one in enumerate(is_shown) if is_one}
+        limit = math.inf if self._is_whole else NUM_PROMPTS
+        shown = {place for place, episode in enumerate(episodes) if episode.group < limit}
         self.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn))
 
     def _warn(self, message: str) -> None:
@@ -490,13 +449,10 @@ def sampled(step: int, groups: Sequence[Ended]) -> set[int]:
     """
     if step % WHOLE_EVERY == 1:
         return set(range(len(groups)))
-    seen: Counter[str | None] = Counter()
-    shown = set()
+    places: dict[str | None, list[int]] = defaultdict(list)
     for place, group in enumerate(groups):
-        seen[group.status] += 1
-        if seen[group.status] <= NUM_GROUPS:
-            shown.add(place)
-    return shown
+        places[group.status].append(place)
+    return {place for own in places.values() for place in own[:NUM_GROUPS]}
 
 
 def make_recorder(folder: Path, tokenizer: Any, amount: Amount, limit: int) -> Recorder:

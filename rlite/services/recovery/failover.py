@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 Level = Literal["ignore", "workload", "role", "job"]
 """scopes of a recovery, by rising extent"""
@@ -50,8 +50,13 @@ class WorkloadId:
 class Event:
     """Event of a job."""
 
+    words: ClassVar[str]
+    """text of the event, with the names of its fields"""
     at: float
     """seconds since the epoch"""
+
+    def __str__(self) -> str:
+        return self.words.format_map(vars(self))
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,7 @@ class RecoveryEvent(Event):
 class JobSubmitted(Event):
     """A new job."""
 
-    def __str__(self) -> str:
-        return "job submitted"
+    words = "job submitted"
 
 
 @dataclass(frozen=True)
@@ -98,86 +102,73 @@ class WorkloadsFailed(Event):
 class TrainerBegun(TrainerEvent):
     """The trainer's `init` begins."""
 
+    words = "trainer begins (run {run})"
     is_recoverable: bool = False
     """`init` and `fit` may run again beside the same workloads"""
-
-    def __str__(self) -> str:
-        return f"trainer begins (run {self.run})"
 
 
 @dataclass(frozen=True)
 class TrainerFailed(TrainerEvent):
     """The trainer raised, or its process ended."""
 
+    words = "trainer failed: {detail}"
     detail: str
     trace: str = ""
     """the remote traceback"""
     is_final: bool = False
     """every restart would repeat the error"""
 
-    def __str__(self) -> str:
-        return f"trainer failed: {self.detail}"
-
 
 @dataclass(frozen=True)
 class TrainerFinished(TrainerEvent):
     """The trainer's `fit` returned."""
 
-    def __str__(self) -> str:
-        return "trainer finished"
+    words = "trainer finished"
 
 
 @dataclass(frozen=True)
 class Recovered(RecoveryEvent):
     """The recovery with this ticket, or the creation of the job, is done."""
 
-    def __str__(self) -> str:
-        return f"workloads are ready (ticket {self.ticket})"
+    words = "workloads are ready (ticket {ticket})"
 
 
 @dataclass(frozen=True)
 class RecoveryFailed(RecoveryEvent):
     """The recovery with this ticket, or the creation of the job, failed."""
 
+    words = "workloads could not be made (ticket {ticket}): {detail}"
     detail: str
     is_raised: bool = False
     """a constructor raised, or devices are missing; the same error twice in a row ends the job"""
     has_lost_node: bool = False
     """a node died on which a process started; Ray gives its devices on another node"""
 
-    def __str__(self) -> str:
-        return f"workloads could not be made (ticket {self.ticket}): {self.detail}"
-
 
 @dataclass(frozen=True)
 class RendezvousLost(RecoveryEvent):
     """The workload of this recovery cannot come back alone, because the rendezvous that its peers know is not valid."""
 
+    words = "the workload cannot come back alone (ticket {ticket}): {detail}"
     detail: str
-
-    def __str__(self) -> str:
-        return f"the workload cannot come back alone (ticket {self.ticket}): {self.detail}"
 
 
 @dataclass(frozen=True)
 class MasterRestarted(Event):
     """The master was killed and takes over the job."""
 
-    def __str__(self) -> str:
-        return "master restarted"
+    words = "master restarted"
 
 
 @dataclass(frozen=True)
 class StopRequested(Event):
     """A user requests the end of the job."""
 
+    words = "{why}"
     why: str = "stopped on request"
     may_save: bool = False
     """a running trainer is asked to save and to end first, unless it was asked before"""
     is_failure: bool = False
-
-    def __str__(self) -> str:
-        return self.why
 
 
 # Actions
@@ -401,14 +392,14 @@ def _on_workloads(state: JobState, event: WorkloadsFailed, policy: FailoverPolic
     state, delay_s = _back_off(state, event.at, policy)
     actions: list[Action] = []
     for role, level in levels.items():
-        ranks = [workload.rank for workload in failed if workload.role == role]
+        own = [workload for workload in failed if workload.role == role]
+        restarts: list[Action] = []
         if level == "ignore":
-            state = _lose(state, [workload for workload in failed if workload.role == role])
-            continue
-        if level == "role":
+            state = _lose(state, own)
+        elif level == "role":
             state, restarts = _restart_role(state, role, delay_s)
         else:
-            state, restarts = _restart_workloads(state, role, ranks, delay_s)
+            state, restarts = _restart_workloads(state, role, [workload.rank for workload in own], delay_s)
         actions += restarts
     what = "; ".join(f"restart {_scope(role, level)}" for role, level in levels.items() if level != "ignore")
     return Decision(replace(state, stage="FAILOVER"), tuple(actions), f"{what} after {delay_s:g} s")
@@ -429,12 +420,9 @@ def _scope(role: str, level: Level) -> str:
 
 
 def _lose(state: JobState, failed: Iterable[WorkloadId]) -> JobState:
-    ranks: dict[str, list[int]] = {}
     for workload in failed:
-        ranks.setdefault(workload.role, []).append(workload.rank)
-    for role, lost in ranks.items():
-        known = state.roles.get(role, _UNTOUCHED)
-        state = _with_role(state, role, replace(known, lost=(*known.lost, *lost)))
+        known = state.roles.get(workload.role, _UNTOUCHED)
+        state = _with_role(state, workload.role, replace(known, lost=(*known.lost, workload.rank)))
     return state
 
 
@@ -453,11 +441,12 @@ def _restart_workloads(
     known = state.roles.get(role, _UNTOUCHED)
     renewed = {rank: known.incarnations.get(rank, 0) + 1 for rank in ranks}
     restarted = replace(known, incarnations={**known.incarnations, **renewed}, restarts=known.restarts + 1)
-    tickets = {rank: state.tickets + number for number, rank in enumerate(ranks, start=1)}
-    labels = {f"{role}/{rank}": ticket for rank, ticket in tickets.items()}
     state = _with_role(state, role, restarted)
-    state = replace(state, tickets=state.tickets + len(ranks), recoveries={**state.recoveries, **labels})
-    return state, [RestartWorkload(tickets[rank], state.life(role, rank), delay_s) for rank in ranks]
+    actions: list[Action] = []
+    for rank in ranks:
+        state, ticket = _issue(state, f"{role}/{rank}")
+        actions.append(RestartWorkload(ticket, state.life(role, rank), delay_s))
+    return state, actions
 
 
 def _on_trainer(state: JobState, event: TrainerFailed, policy: FailoverPolicy) -> Decision:

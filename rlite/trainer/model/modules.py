@@ -23,7 +23,7 @@ from rlite.nn import HuggingFaceFsdp2ScoreModule, HuggingFaceFsdp2TrainModule, L
 from rlite.nn.pretrained import causal_lm_class, opening, score_class
 from rlite.trainer.model.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.model.options import FrozenModelOptions, ModelOptions, OptimizerOptions, frozen_build_options
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 
 
 class _Optimized(LoraTrainModule):
@@ -92,8 +92,7 @@ def policy_module(
         lora: train adapters beside the weights, and only the adapters.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    cls = causal_lm_class(path, _carrier(PolicyModule, disable_dropout))
-    return _optimized(cls, path, optimizer_options, lora)
+    return _made(causal_lm_class, PolicyModule, path, optimizer_options, lora, disable_dropout)
 
 
 def critic_module(
@@ -110,8 +109,7 @@ def critic_module(
         lora: train the head, and adapters beside the other weights.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    cls = score_class(path, _carrier(CriticModule, disable_dropout))
-    return _optimized(cls, path, optimizer_options, lora)
+    return _made(score_class, CriticModule, path, optimizer_options, lora, disable_dropout)
 
 
 def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
@@ -126,15 +124,13 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
 
 
-def _carrier(carrier: Any, disable_dropout: bool) -> Any:
-    """Return the class with another dropout setting under the same name.
-
-    Checkpoints identify their module by this name.
-    """
-    return carrier if disable_dropout else type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
-
-
-def _optimized(cls: Any, path: str | Path, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:
+def _made(
+    class_of: Callable[..., Any], carrier: Any, path: str | Path, optimizer_options: Any, lora: Any, no_dropout: bool
+) -> Any:
+    """Return a module of a class with the carrier's methods. Checkpoints identify a module by the carrier's name."""
+    if not no_dropout:
+        carrier = type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
+    cls = class_of(path, carrier)
     with init_empty_weights(), opening(path, "config of a model"):
         module = cls.from_pretrained(path)
     if lora is not None:

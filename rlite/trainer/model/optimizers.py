@@ -11,7 +11,7 @@ from torch import nn
 
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
-from rlite.runtime.parallel.muon import CombinedOptimizer, ShardedMuon
+from rlite.runtime.parallel.fsdp import CombinedOptimizer, ShardedMuon
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 
 REST = ParameterGroupOptions(pattern="")
@@ -75,9 +75,7 @@ def make_optimizer(module: nn.Module, groups: Sequence[ParameterGroup]) -> torch
     for group in groups:
         own = [module.get_parameter(name) for name in group.names]
         (muon if group.is_muon else adamw).append({"params": own, "lr": group.lr, "weight_decay": group.weight_decay})
-    optimizers: list[torch.optim.Optimizer] = []
-    if muon:
-        optimizers.append(ShardedMuon(muon, adjust_lr_fn="match_rms_adamw"))
+    optimizers: list[torch.optim.Optimizer] = [ShardedMuon(muon, adjust_lr_fn="match_rms_adamw")] if muon else []
     if adamw:
         # fused: each parameter's memory is passed over once instead of ten times
         optimizers.append(torch.optim.AdamW(adamw, fused=True))

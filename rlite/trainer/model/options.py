@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
-from rlite.data.microbatch_plan import BalanceBy, PackingMethod
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.types import Aggregation, KLEstimator, Schedule
+from rlite.types import Aggregation, BalanceBy, KLEstimator, PackingMethod, Schedule
 
 OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
 
+from tensordict import TensorDict
+
+from rlite.data.packs import with_keys
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.engine.train_state import MemorySnapshot
 from rlite.engine.weights import SyncReport
+from rlite.observability import stats_tracker
 from rlite.runtime.replicas.engine import Engine
+from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.statistics import report_off_policy
 
 
+@dataclass(eq=False)
 class Engines:
     """The actor, the rollout engine and, if the algorithm needs them, a critic and a reference.
 
@@ -20,31 +24,24 @@ class Engines:
     others share the rest. Engines that take turns are on the device one at a time: `move_to_device` moves one there and
     the previous one away. The rollout engine drops its weights, which the next `sync` writes again; the other engines
     move to host memory.
-
-    Args:
-        rollout: serves the policy.
-        actor: the policy that is trained.
-        critic: predicts returns, if the algorithm needs it.
-        reference: the policy to stay near, if it is a model of its own.
-        evaluation: serves evaluations with weights of its own; None: the rollout engine serves them.
     """
 
-    def __init__(
-        self,
-        rollout: RliteInferenceEngine,
-        actor: RliteTrainEngine,
-        critic: RliteTrainEngine | None = None,
-        reference: RliteTrainEngine | None = None,
-        evaluation: RliteInferenceEngine | None = None,
-    ) -> None:
-        self.rollout, self.actor, self.critic, self.reference = rollout, actor, critic, reference
-        self.evaluation = evaluation
-        self.is_apart = False
-        """the rollout engine has devices of its own"""
-        self.takes_turns: dict[Engine, bool] = {}
-        """engines, and true for each that leaves the device to others"""
-        self.resident: Engine | None = None
-        """the engine that is on the device, of those that take turns"""
+    rollout: RliteInferenceEngine
+    """serves the policy"""
+    actor: RliteTrainEngine
+    """the policy that is trained"""
+    critic: RliteTrainEngine | None = None
+    """predicts returns, if the algorithm needs it"""
+    reference: RliteTrainEngine | None = None
+    """the policy to stay near, if it is a model of its own"""
+    evaluation: RliteInferenceEngine | None = None
+    """serves evaluations with weights of its own; None: the rollout engine serves them"""
+    is_apart: bool = False
+    """the rollout engine has devices of its own"""
+    takes_turns: dict[Engine, bool] = field(default_factory=dict)
+    """engines, and true for each that leaves the device to others"""
+    resident: Engine | None = None
+    """the engine that is on the device, of those that take turns"""
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:
@@ -57,31 +54,9 @@ class Engines:
         return [self.actor, *self.other_trained.values()]
 
     @property
-    def has_lost_training(self) -> bool:
-        """True if a worker of the actor, the critic or the reference has died."""
-        return any(engine.has_died for engine in self._workers)
-
-    @property
-    def _workers(self) -> list[RliteTrainEngine]:
+    def workers(self) -> list[RliteTrainEngine]:
+        """Trained engines, and the reference if it is a model of its own."""
         return [*self.trained, *([] if self.reference is None else [self.reference])]
-
-    def recover(self, snapshots: Mapping[RliteTrainEngine, MemorySnapshot], version: int) -> None:
-        """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots.
-
-        Args:
-            snapshots: one for each trained engine.
-            version: policy version that the rollout engine goes back to.
-        """
-        if self.resident is self.rollout:
-            self.rollout.meta()
-        self.resident = None
-        for engine in self._workers:
-            if engine in snapshots or engine.has_died:
-                engine.recover(snapshots.get(engine))
-                if self.takes_turns[engine]:
-                    engine.cpu()
-        if self.rollout.get_version() != version:
-            self.rollout.set_version(version)
 
     def begin_turns(self) -> None:
         """Move the engines that take turns to the host; before this call, all of them are on the device."""
@@ -104,21 +79,6 @@ class Engines:
             self.resident.cpu()
         self.resident = None
 
-    @contextmanager
-    def trained_on_device(self) -> Iterator[None]:
-        """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host."""
-        trained = [engine for engine in self.trained if self.takes_turns[engine]]
-        if self.resident is self.rollout:
-            self.rollout.cpu()
-        for engine in trained:
-            engine.cuda()
-        yield
-        for engine in trained:
-            if engine is not self.resident:
-                engine.cpu()
-        if self.resident is self.rollout:
-            self.rollout.cuda()
-
     def sync(self) -> SyncReport:
         """Write the actor's weights into the rollout engine, and leave that engine on the device.
 
@@ -138,15 +98,57 @@ class Engines:
         self.resident = self.rollout
         return report
 
-    def sync_evaluation(self, version: int) -> None:
-        """Write the actor's weights into the engine of evaluations, which is idle, as this policy version."""
-        assert self.evaluation is not None
-        with self.trained_on_device():
-            self.actor.p2p_weight_sync(self.evaluation)
-        self.evaluation.set_version(version)
 
-    def load_evaluation(self, model: Path, version: int) -> None:
-        """Load a saved model into the engine of evaluations, which is idle, as this policy version."""
-        assert self.evaluation is not None
-        self.evaluation.load(model)
-        self.evaluation.set_version(version)
+@dataclass(frozen=True, kw_only=True)
+class LogprobPasses:
+    """The forward passes that compute log-probabilities of rollouts under other policies."""
+
+    engines: Engines
+    """take turns on the device"""
+    temperature: float
+    """temperature of the log-probabilities that are trained"""
+    has_reference: bool = False
+    """leaving the reference policy costs something"""
+    is_base_reference: bool = False
+    """the reference is the actor without its adapters"""
+    has_old: bool = False
+    """something compares with the policy before the updates of a batch"""
+    longest: tuple[int | None, int | None] = (None, None)
+    """tokens of one microbatch of the actor and of the reference; None is the engine's default"""
+    reports_off_policy: bool = False
+    """report `off_policy/*`"""
+    tis_coef: float | None = None
+    """cap of the importance weights there"""
+
+    def with_reference(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `ref_logprobs` [N, L] in the whole vocabulary, if leaving the reference costs something.
+
+        The reference is a model of its own, or the actor without its adapters.
+        """
+        if not self.has_reference:
+            return batch
+        with stats_tracker.record_timing("reference"):
+            engine = self.engines.reference or self.engines.actor
+            self.engines.move_to_device(engine)
+            hook = OwnLogprobs(temperature=self.temperature, is_full=True)
+            logprobs = engine.forward(batch, hook, self.longest[1], without_adapters=self.is_base_reference)
+        return with_keys(batch, ref_logprobs=logprobs)
+
+    def with_old(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them.
+
+        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
+        """
+        if not self.has_old:
+            return batch
+        with stats_tracker.record_timing("old_logprobs"):
+            self.engines.move_to_device(self.engines.actor)
+            hook = BothLogprobs(temperature=self.temperature)
+            found = self.engines.actor.forward(batch, hook, self.longest[0])
+        columns = {"old_logprobs": found[..., 0].contiguous()}
+        if "kept_counts" in batch:
+            columns["full_old_logprobs"] = found[..., 1].contiguous()
+        batch = with_keys(batch, **columns)
+        if self.reports_off_policy:
+            report_off_policy(batch, self.tis_coef)
+        return batch

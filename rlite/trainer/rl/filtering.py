@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.data.packs import check_one_per_row
+from rlite.data.packs import check_one_per_row, first_rows, layout
 from rlite.observability import stats_tracker
 from rlite.rollout.joined import join_batches
-from rlite.rollout.trajectories import first_rows, layout
 
 
 def replace_uniform_groups(
@@ -43,8 +42,7 @@ def replace_uniform_groups(
             stats_tracker.count(**{"rollout/num_lost": num_odd, "rollout/lost/unlike_the_first_batch": num_odd})
         if num_missing <= 0 or rounds == max_rounds:
             break
-        rounds += 1
-        found = generate(num_missing)
+        found, rounds = generate(num_missing), rounds + 1
     if num_missing > 0 and num_dropped:
         spare = join_batches([part for part in uniform if len(part)])
         ids = list(dict.fromkeys(spare["group_ids"].tolist()))[:num_missing]
@@ -67,11 +65,6 @@ def num_uniform(batch: TensorDict) -> int:
     return len(batch["group_ids"].unique()) - len(varied_groups(batch))
 
 
-def is_varied(group: TensorDict) -> bool:
-    """Return whether the trajectories of one group have different rewards."""
-    return len(group["rewards"][first_rows(group)].unique()) > 1
-
-
 class VariedGroups:
     """Accepts groups with different rewards, and every group once the budget of one batch is spent.
 
@@ -81,14 +74,14 @@ class VariedGroups:
     """
 
     def __init__(self, budget: int, refused: Callable[[TensorDict], None]) -> None:
-        self._budget = budget
-        self._refused = refused
+        self._budget, self._refused = budget, refused
         self._num_refused = self._num_before = 0  # the first is written by the collector's thread alone
 
     def __call__(self, group: TensorDict) -> bool:
         """Return whether the group is accepted."""
         check_one_per_row(group, "rewards")
-        if is_varied(group) or self._num_refused - self._num_before >= self._budget:
+        is_varied = len(group["rewards"][first_rows(group)].unique()) > 1
+        if is_varied or self._num_refused - self._num_before >= self._budget:
             return True
         self._num_refused += 1
         self._refused(group)

@@ -12,12 +12,12 @@ import rlite
 from rlite import config
 from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
+from rlite.help import single_or_named
 from rlite.nn.options import LoraOptions
 from rlite.registry import algorithms
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
-from rlite.suggestions import single_or_named
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.model.options import (
     FrozenModelOptions,
@@ -263,33 +263,6 @@ class EqualRewards(NamedTuple):
     """why they may, in words"""
 
 
-def what_equal_rewards_teach(adv: AdvantageOptions, kl: KlOptions, group_size: int) -> EqualRewards:
-    """Return whether groups of equal rewards may teach something: an advantage depends on more than their rewards.
-
-    Args:
-        adv: the way from rewards to advantages.
-        kl: the price of leaving the reference.
-        group_size: responses to each prompt.
-    """
-    is_wider = adv.estimator in ("gdpo", *WHITENED)
-    reasons = {
-        "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
-        "train_data.responses_per_prompt=1 the baseline is the mean of the batch": group_size == 1,
-        "adv.global_norm=true the baseline is the mean of the batch": adv.global_norm,
-        f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
-        f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
-    }
-    if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
-        return EqualRewards(True, f"with {reason}")
-    if adv.estimator == "reinforce":
-        return EqualRewards(False)
-    if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
-        return EqualRewards(False)
-    return EqualRewards(
-        True, f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
-    )
-
-
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
@@ -478,12 +451,8 @@ class PpoConfig(LaunchOptions):
     @property
     def sources_of_rewards(self) -> list[str]:
         """Options that name a source of rewards; a run needs one."""
-        sources = {
-            "reward": self.reward,
-            "rollout.env_path": self.rollout.env_path,
-            "rollout.workflow": self.rollout.workflow,
-        }
-        return [key for key, value in sources.items() if value]
+        own = [f"rollout.{name}" for name in ("env_path", "workflow") if getattr(self.rollout, name)]
+        return ["reward", *own] if self.reward else own
 
     @property
     def has_critic(self) -> bool:
@@ -504,11 +473,8 @@ class PpoConfig(LaunchOptions):
     @property
     def is_base_reference(self) -> bool:
         """True if the reference is the actor without its adapters: no other model, layout or kernel is asked for."""
-        own = self.ref_actor
-        plain = ReferenceOptions(
-            model_name=own.model_name, max_inference_length_per_device=own.max_inference_length_per_device
-        )
-        is_same = own == plain and own.model_name in (None, self.actor.model_name)
+        own, may_differ = self.ref_actor, {"model_name", "max_inference_length_per_device"}
+        is_same = own.model_name in (None, self.actor.model_name) and may_differ.issuperset(_changed(own))
         return self.has_reference and self.actor.lora is not None and is_same
 
     @property
@@ -535,8 +501,24 @@ class PpoConfig(LaunchOptions):
 
     @property
     def equal_rewards(self) -> EqualRewards:
-        """Effect of groups of equal rewards."""
-        return what_equal_rewards_teach(self.adv, self.kl, self.responses_per_prompt)
+        """Effect of groups of equal rewards: they may teach if an advantage depends on more than their rewards."""
+        adv, kl, group_size = self.adv, self.kl, self.responses_per_prompt
+        reasons = {
+            "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
+            "train_data.responses_per_prompt=1 the baseline is the mean of the batch": group_size == 1,
+            "adv.global_norm=true the baseline is the mean of the batch": adv.global_norm,
+            f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
+            f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
+        }
+        if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
+            return EqualRewards(True, f"with {reason}")
+        is_wider = adv.estimator in ("gdpo", *WHITENED)
+        if adv.estimator == "reinforce":
+            return EqualRewards(False)
+        if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
+            return EqualRewards(False)
+        wider = f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+        return EqualRewards(True, wider)
 
     def collector_options(self) -> CollectorOptions:
         """Return the options of the rollout engine's collector."""
@@ -551,18 +533,17 @@ class PpoConfig(LaunchOptions):
 
     def without_effect(self) -> str:
         """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
-        groups = {"critic": self.critic, "ref_actor": self.ref_actor, "kl": self.kl}
         defaults = {name: option.default for name, option in type(self).model_fields.items()}
-        critic, reference, kl = (
-            [f"{name}.{field}" for field in _changed(group, defaults[name]) if field != "type"]
-            for name, group in groups.items()
-        )
-        unread = []
-        if critic and not self.has_critic:
-            unread.append(f"{', '.join(critic)} (adv.estimator={self.adv.estimator} has no critic)")
-        if (reference or kl) and not self.has_reference:
-            unread.append(f"{', '.join(reference + kl)} (kl.type=null has no reference)")
-        return "; ".join(unread)
+
+        def changed(*groups: str) -> str:
+            fields = ((group, field) for group in groups for field in _changed(getattr(self, group), defaults[group]))
+            return ", ".join(f"{group}.{field}" for group, field in fields if field != "type")
+
+        critic = "" if self.has_critic else changed("critic")
+        reference = "" if self.has_reference else changed("ref_actor", "kl")
+        found = [f"{critic} (adv.estimator={self.adv.estimator} has no critic)"] if critic else []
+        found += [f"{reference} (kl.type=null has no reference)"] if reference else []
+        return "; ".join(found)
 
     @property
     def temperature(self) -> float:
@@ -595,14 +576,9 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
         ConfigError: an option contradicts the workflow.
     """
     group, gconfig = getattr(rollout, name), GenerationHyperparameters.from_mapping(sampling)
-    said = {
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "max_new_tokens": gconfig.max_new_tokens,
-        "top_p": gconfig.top_p,
-        "top_k": max(gconfig.top_k, 0),
-        "stop": list(gconfig.stop),
-        "stop_token_ids": list(gconfig.stop_token_ids),
-    }
+    said = {option: getattr(gconfig, option) for option in type(group).model_fields}
+    said |= {"temperature": 0.0 if gconfig.greedy else gconfig.temperature, "top_k": max(gconfig.top_k, 0)}
+    said |= {option: list(said[option]) for option in ("stop", "stop_token_ids")}
     for option in _changed(group):
         if getattr(group, option) != said[option]:
             raise ConfigError(

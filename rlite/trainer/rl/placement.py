@@ -134,13 +134,9 @@ class Placement:
             critic = trained_engine(critic_module, own, trainer.total_steps * actor.update_per_rollout)
         if options.has_reference and not options.is_base_reference:
             reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
-        self.engines = Engines(
-            rollout,
-            trained_engine(policy_module, actor, num_updates),
-            critic,
-            reference,
-            None if trainer.evaluate == "in_turns" else self._inference_engine(),
-        )
+        evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
+        trained = trained_engine(policy_module, actor, num_updates)
+        self.engines = Engines(rollout, trained, critic, reference, evaluation)
 
     def build(self) -> None:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""

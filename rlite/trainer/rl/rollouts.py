@@ -13,14 +13,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.batch import NAMED_REWARD
-from rlite.data.packs import check_has, check_one_per_row
+from rlite.data.packs import check_has, check_one_per_row, first_rows, trajectory_index
 from rlite.data.prompts import Prompt, PromptStream
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.saved import plain
-from rlite.rollout.trajectories import first_rows, trajectory_index
 from rlite.trainer.rl.filtering import num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import RolloutOptions
 from rlite.trainer.rl.placement import check_kept, truncation

@@ -8,7 +8,7 @@ from rlite.algorithms import importance_weights, off_policy_metrics, weight_metr
 from rlite.data.packs import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
-from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss
+from rlite.trainer.rl.objective import OwnLogprobs, PolicyLoss
 
 
 def report_off_policy(batch: TensorDict, tis_coef: float | None) -> None:

@@ -40,6 +40,7 @@ class BestModel:
     def __init__(self, options: RunOptions, folder: Path) -> None:
         self._metric = options.best_metric
         self._is_lowest = self._metric is not None and is_lowest_best(options, self._metric)
+        self._goal = {"metric": self._metric, "is_lowest": self._is_lowest}
         self._folder = folder
         self._missed: set[str] = set()
         self.value: float | None = None
@@ -62,10 +63,6 @@ class BestModel:
             self.value, self.step = facts["value"], facts["step"]
             return ""
         return f"{BEST}/ has been chosen by {_described(facts)}, and trainer.best_metric is {_described(wanted)} now"
-
-    @property
-    def _goal(self) -> dict[str, Any]:
-        return {"metric": self._metric, "is_lowest": self._is_lowest}
 
     def see(self, step: int, metrics: Mapping[str, float], save: Callable[[Path], None]) -> None:
         """Save the model if its evaluation is the best so far.

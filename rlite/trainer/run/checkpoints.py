@@ -28,14 +28,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, wanted: str | None, is_asynchronous: bool) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._wanted = wanted
-        self._is_asynchronous = is_asynchronous
+        self._folder, self._keep, self._wanted, self._is_asynchronous = folder, keep, wanted, is_asynchronous
         self.under_way: list[StateWriting] = []
-        self._newest = -1
-        self._resumed = -1
-        self._good = -1
+        self._newest = self._resumed = self._good = -1
         self._own: list[int] = []
         self.found = self._find(wanted)
 
@@ -52,11 +47,10 @@ class Checkpoints:
             steps = steps_of(self._folder)
             if not steps:
                 return None
-            if wanted == "latest":
-                return steps[max(steps)]
-            if (good := self._last_good(steps)) is None:
+            found = steps[max(steps)] if wanted == "latest" else self._last_good(steps)
+            if found is None:
                 raise DamagedCheckpointError(f"trainer.load_ckpt_from=latest_good: all in {self._folder} are damaged")
-            return good
+            return found
         path = Path(wanted)
         if not path.is_dir():
             raise CheckpointError(

@@ -10,9 +10,8 @@ from typing import Any
 from rlite.arguments import differences, read_saved, shown, some_of
 from rlite.errors import ConfigError
 from rlite.observability.trace import earlier_traces
-from rlite.runtime.owner import LOCK
+from rlite.runtime.owner import LOCK, FolderLock, lock_folder
 from rlite.runtime.storage.atomic import discard
-from rlite.runtime.storage.lock import FolderLock, lock_folder
 from rlite.trainer.run.best import BEST, EVALUATED
 
 CONFIG = "config.yaml"

@@ -10,6 +10,7 @@ This module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlite.trainer.callbacks import Callback, Metrics
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
     from rlite.trainer.run.training_run import TrainingRun
 
 Rows = Mapping[str, Any] | Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedMetrics:
+    """The names of the metrics that a run shows."""
+
+    of_steps: Sequence[str] = ()
+    """metrics of every step for the console, the most important first"""
+    headlines: Sequence[str] = ()
+    """metrics of evaluations for the console"""
+    compared: Sequence[str] = ()
+    """metrics of evaluations for the comparison at the end"""
+    evaluated: Sequence[str] = ()
+    """metrics of evaluations from which `best_metric` and `stop_at` choose"""
 
 
 class Observer(Callback):
@@ -66,9 +81,11 @@ class Console:
 
     def alarm(self, title: str, rows: Rows) -> None:
         """Show that something is wrong with the run."""
+        self.report(title, rows, style="red")
 
     def warn(self, title: str, rows: Rows) -> None:
         """Show that something was lost, and the run goes on."""
+        self.report(title, rows, style="yellow")
 
     def note(self, text: str) -> None:
         """Show how far the work under way is."""

@@ -134,9 +134,8 @@ class SavedState:
         try:
             yield
         except OSError as error:
-            raise ConfigError(
-                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
-            ) from error
+            why = why_not_written(error)
+            raise ConfigError(f"trainer.save_dir={self.folder}: cannot be written to: {why}") from error
 
     @property
     def begins_empty(self) -> bool:

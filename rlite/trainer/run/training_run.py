@@ -7,50 +7,26 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from tensordict import TensorDict
 
 from rlite.data.packs import sequence_lengths
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import (
-    CallbackError,
-    DivergedError,
-    NonFiniteError,
-    RolloutError,
-    StreamedDataError,
-)
-from rlite.observability import stats_tracker, trace
+from rlite.errors import DivergedError, RolloutError, StreamedDataError
+from rlite.observability import stats_tracker
 from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
+from rlite.trainer.run import lifecycle
 from rlite.trainer.run.best import EVALUATED, BestModel, EvaluationTime, Thresholds
 from rlite.trainer.run.interruption import INTERRUPTION
+from rlite.trainer.run.lifecycle import NOT_FINITE, WATCHED
 from rlite.trainer.run.observer import Console, Observer
 from rlite.trainer.run.saved_state import SavedState
 
 T = TypeVar("T")
-WATCHED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
-EXPLOSION = 10.0
-"""times the first loss (at least 1) beyond which a loss has exploded"""
-NOT_FINITE = "the loss or the gradients are not finite, the weights are"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportedMetrics:
-    """The names of the metrics that a run shows."""
-
-    of_steps: Sequence[str] = ()
-    """metrics of every step for the console, the most important first"""
-    headlines: Sequence[str] = ()
-    """metrics of evaluations for the console"""
-    compared: Sequence[str] = ()
-    """metrics of evaluations for the comparison at the end"""
-    evaluated: Sequence[str] = ()
-    """metrics of evaluations from which `best_metric` and `stop_at` choose"""
 
 
 class Judged(NamedTuple):
@@ -106,7 +82,7 @@ class TrainerLoop(ABC):
                         learnt = self._repeated(lambda: self.learn(batch), is_counted=False)
                     metrics = self._finish(learnt)
             except StreamedDataError:
-                self.run.save_before_bad_data(self._save_after_evaluations)
+                lifecycle.save_before_bad_data(self.run, self._save_after_evaluations)
                 raise
             discard(self.run.folder / EVALUATED)  # an evaluated model that was not the best
             self.run.close()
@@ -241,7 +217,6 @@ class TrainingRun:
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
         callbacks: callbacks besides the callbacks that the config names.
-        observers: observers, which may also be set before `open`.
 
     Raises:
         ConfigError: the folder holds another run, or an object is not a callback.
@@ -249,39 +224,35 @@ class TrainingRun:
     """
 
     def __init__(
-        self,
-        resolved: Any,
-        total_steps: int,
-        has_absolute_loss: bool = False,
-        callbacks: Sequence[Callback] = (),
-        observers: Sequence[Observer] = (),
+        self, resolved: Any, total_steps: int, has_absolute_loss: bool = False, callbacks: Sequence[Callback] = ()
     ) -> None:
         options: RunOptions = resolved.trainer
-        self._options, self.config, self.total_steps = options, resolved, total_steps
-        self._callbacks = Callbacks([*options.callbacks, *callbacks])
-        self.observers = observers
-        self._started: list[Observer] = []
+        self.options, self.config, self.total_steps = options, resolved, total_steps
+        self.callbacks = Callbacks([*options.callbacks, *callbacks])
+        self.observers: Sequence[Observer] = ()
+        """set before `open`"""
+        self.started: list[Observer] = []
         self.saved = SavedState(resolved)
         self.folder = self.saved.folder
         self.console = Console()
         self.step = 0
         self.batch: TensorDict | None = None
         """batch of the last step, as it was trained on"""
-        self._metrics: Mapping[str, float] = {}
+        self.metrics: Mapping[str, float] = {}
         self.stop_reason = ""
         """reason, in words, for which the run ends early"""
         self.evaluation_time = EvaluationTime()
-        self.best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
-        self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
-        self._is_unconfirmed = True
-        self._replaced_best = ""
+        self.best, self.thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
+        self.watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
+        self.is_unconfirmed = True
+        self.replaced_best = ""
 
     # -- in every step -------------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
         """True if no step is left, or if a callback has ended the run."""
-        return self.step >= self.total_steps or bool(self.stop_reason) or self._callbacks.failure is not None
+        return self.step >= self.total_steps or bool(self.stop_reason) or self.callbacks.failure is not None
 
     def is_due(self, every: int) -> bool:
         """Return whether an action is due that happens every `every` steps, and at the end."""
@@ -289,7 +260,7 @@ class TrainingRun:
 
     def is_save_due(self) -> bool:
         """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
-        return self.is_due(self._options.save_freq) or self.is_interrupted
+        return self.is_due(self.options.save_freq) or self.is_interrupted
 
     @property
     def is_interrupted(self) -> bool:
@@ -310,15 +281,15 @@ class TrainingRun:
             each.on_step(self, metrics)
         if self.saved.checkpoints.under_way:
             self.saved.checkpoints.look()
-        if self._watch.see(metrics):
-            if self._is_unconfirmed:
+        if self.watch.see(metrics):
+            if self.is_unconfirmed:
                 self.saved.checkpoints.confirm()
-                self._is_unconfirmed = False
-        elif self._watch.num_bad == 1 or self._watch.has_diverged:
-            self._alarm(metrics)
-        self._metrics = metrics
+                self.is_unconfirmed = False
+        elif self.watch.num_bad == 1 or self.watch.has_diverged:
+            lifecycle.alarm(self, metrics)
+        self.metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
-            self._notify("on_step", metrics)
+            self.notify("on_step", metrics)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -336,12 +307,8 @@ class TrainingRun:
         try:
             yield
         except (DivergedError, RolloutError) as error:
-            failure = error if isinstance(error, DivergedError) else error.__cause__
-            is_named = isinstance(failure, DivergedError | NonFiniteError)
-            cause = str(failure) if is_named else self.saved.nonfinite_weights()
-            if not cause or not self.step:
-                raise
-            raise self._diverged(cause) from error
+            lifecycle.explain(self, error)
+            raise
 
     # -- begin and end -------------------------------------------------------------------------------------------
 
@@ -355,14 +322,7 @@ class TrainingRun:
         Returns:
             The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
         """
-        facts = self.saved.restore(engine, others)
-        self.step = facts.get("step", 0)
-        self._replaced_best = self.best.restore() if facts and not self.saved.begins_empty else ""
-        self._thresholds.latest = facts.get("evaluated", {})
-        has_same_callbacks = self._callbacks.load_state_dict(facts.get("callbacks", {}))
-        if has_same_callbacks and facts.get("stop_at", {}) == self._options.stop_at:  # else the run goes on
-            self.stop_reason = facts.get("stopped", "")
-        return facts
+        return lifecycle.restore(self, engine, others)
 
     def open(self) -> None:
         """Write the resolved config, and start the observers and the callbacks.
@@ -373,28 +333,14 @@ class TrainingRun:
             ConfigError: the folder cannot be written to.
             CallbackError: a callback raised an exception.
         """
-        stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
-        self.saved.open()
-        for each in self.observers:
-            each.on_start(self, {})
-            self._started.append(each)
-        if self._replaced_best:
-            self.console.warn("the best model is chosen anew", {"reason": self._replaced_best})
-        INTERRUPTION.begin(f"{self.saved.way_on} goes on from the newest checkpoint, or starts over if there is none.")
-        if self.is_over:
-            self._callbacks = Callbacks(())  # they were notified when the run ended
-        self._notify("on_start", {})
-        if self._callbacks.failure is not None:
-            self.close()
+        lifecycle.open_run(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close the observers in their order, then the folder."""
-        started, self._started = self._started, []
+        started, self.started = self.started, []
         with ExitStack() as stack:  # calls the last one first, and all of them
             stack.callback(self.saved.held.close)
             for each in reversed(started):
@@ -408,27 +354,7 @@ class TrainingRun:
             DivergedError: the last steps were bad.
             errors: the error of a callback that raised one, if it ended the run.
         """
-        try:
-            with self:
-                self.saved.checkpoints.finish()
-                if self._watch.num_bad and not self.is_interrupted and self.failure is None:
-                    raise self._diverged(f"the last steps were bad: {self._watch.cause}")
-                self.saved.checkpoints.confirm()
-                self._notify("on_end", self._metrics)
-                if self.failure is not None:
-                    raise self.failure
-        finally:
-            INTERRUPTION.end()
-
-    @property
-    def failure(self) -> CallbackError | None:
-        """First error that a callback raised."""
-        return self._callbacks.failure
-
-    @property
-    def oldest_checkpoint(self) -> int | None:
-        """Step of the oldest checkpoint from which the run can be resumed; None if there is none."""
-        return self.saved.checkpoints.oldest
+        lifecycle.close(self)
 
     # -- events that decide --------------------------------------------------------------------------------------
 
@@ -449,8 +375,8 @@ class TrainingRun:
             metrics: metrics of the evaluation.
             is_trained: whether the evaluated model has been trained.
         """
-        self._notify("on_evaluate", metrics)
-        if is_trained and (reason := self._thresholds.see(metrics)):
+        self.notify("on_evaluate", metrics)
+        if is_trained and (reason := self.thresholds.see(metrics)):
             self.stop(reason)
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
@@ -463,44 +389,11 @@ class TrainingRun:
         for each in self.observers:
             each.on_answers(self, step, evaluations)
 
-    def _notify(self, event: Event, metrics: Mapping[str, float]) -> None:
+    def notify(self, event: Event, metrics: Mapping[str, float]) -> None:
         """Call the callbacks, and log the metrics that they add."""
-        if self._callbacks.by_name and (added := self._callbacks.call(event, self, metrics)):
+        if self.callbacks.by_name and (added := self.callbacks.call(event, self, metrics)):
             for each in self.observers:
                 each.on_added(self, added)
-
-    def _alarm(self, metrics: Mapping[str, float]) -> None:
-        """Report the first of several bad steps.
-
-        Raises:
-            DivergedError: there were too many bad steps, or the weights are not finite.
-        """
-        damage = self.saved.nonfinite_weights()
-        cause = damage or self._watch.cause
-        if damage or self._watch.has_diverged:
-            raise self._diverged(cause)
-        values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
-        remedy = "look at the data and the loss" if self.step <= 1 else "a lower lr is the usual remedy"
-        self.console.alarm(
-            f"ALARM at step {self.step}: "
-            + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
-            {
-                "cause": f"{cause} ({values}); {remedy}",
-                "from here": f"no checkpoint is written until a step is good, and the run stops after "
-                f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
-            },
-        )
-
-    def _diverged(self, cause: str) -> DivergedError:
-        """Return the error that ends the run. `latest` now ignores checkpoints that no good step followed."""
-        aside, good = self.saved.checkpoints.set_aside()
-        bad = "an earlier one, if the metrics were bad before"
-        way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start over"
-        moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
-        return DivergedError(
-            f"training diverged at step {self.step}: {cause}. Bad steps: {self._watch.describe()}.{moved} "
-            f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
-        )
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -518,30 +411,7 @@ class TrainingRun:
             DivergedError: the weights are not finite. Nothing is written.
             KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
         """
-        is_suspect = self._watch.num_bad > 0
-        if not is_suspect and (damage := self.saved.nonfinite_weights()):
-            raise self._diverged(damage)
-        for each in self.observers:
-            each.before_save(self)
-        with trace.span("checkpoint", step=self.step):
-            # in this order: a run that is killed in between makes these steps again, and then both
-            if not is_suspect:
-                self.saved.write_models()
-            if not is_suspect or (self.is_over and self.failure is None):
-                own = {
-                    "stopped": self.stop_reason,
-                    "evaluated": self._thresholds.latest,
-                    "stop_at": self._options.stop_at,
-                    "callbacks": self._callbacks.state_dict(),
-                }
-                self.saved.write_state(self.step, {**own, **facts}, kept)
-                self._is_unconfirmed = True
-        if not is_suspect:
-            for each in self.observers:
-                each.on_save(self, self._metrics)
-            self._notify("on_save", self._metrics)
-        saved = f"Step {self.step} is saved. {self.saved.way_on} goes on from there."
-        self.end_if_interrupted("" if is_suspect else saved)
+        lifecycle.save(self, kept, facts)
 
     def end_if_interrupted(self, advice: str = "") -> None:
         """End the run if a signal asks for it. What is not saved is lost.
@@ -557,20 +427,6 @@ class TrainingRun:
             INTERRUPTION.advice = advice or INTERRUPTION.advice
             INTERRUPTION.obey()
 
-    def save_before_bad_data(self, save: Callable[[], object]) -> None:
-        """Save the finished steps of a run that ends because streamed data cannot be used.
-
-        Args:
-            save: saves the run.
-        """
-        if not self.step:
-            return
-        if not self.is_save_due():  # else it is saved already
-            save()
-        self.saved.checkpoints.finish()
-        way = f"repair the data. {self.saved.way_on} goes on from there, if the rows before are the same"
-        self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
-
 
 class DivergenceWatch:
     """Decision, from the metrics of each step, whether training still learns.
@@ -583,8 +439,7 @@ class DivergenceWatch:
 
     def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
         self._max = max_bad
-        self._has_absolute_loss = has_absolute_loss
-        self._first_loss: float | None = None
+        self._explosion = lifecycle.Explosion() if has_absolute_loss else None
         self._recent: deque[bool] = deque(maxlen=4 * max_bad)
         self.num_bad = 0
         """bad steps in a row, up to the last one"""
@@ -594,23 +449,12 @@ class DivergenceWatch:
     def see(self, metrics: Mapping[str, float]) -> bool:
         """Return True if this step was a good one, as far as the metrics show."""
         is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
-        self.cause = self._explosion(metrics) if is_finite else NOT_FINITE
+        self.cause = "" if is_finite else NOT_FINITE
+        if is_finite and self._explosion is not None:
+            self.cause = self._explosion(metrics)
         self._recent.append(bool(self.cause))
         self.num_bad = self.num_bad + 1 if self.cause else 0
         return not self.cause
-
-    def _explosion(self, metrics: Mapping[str, float]) -> str:
-        """Return how a finite loss shows that training no longer learns; an empty text if it does not."""
-        if not self._has_absolute_loss or not {"loss", "grad_norm"} <= metrics.keys():
-            return ""
-        loss = metrics["loss"]
-        if self._first_loss is None:
-            self._first_loss = loss
-        if loss > EXPLOSION * max(self._first_loss, 1.0):
-            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
-        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
-            return "the gradient is 0, and the loss is not below that of the first step"
-        return ""
 
     @property
     def has_diverged(self) -> bool:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlite.algorithms.log_ratios import kl_penalty
+from rlite.algorithms.logprobs import kl_penalty
 from rlite.algorithms.off_policy import BinaryDivergence, binary_divergence
-from rlite.algorithms.policy_losses.base import POLICY_LOSSES, LossInputs, is_selective, policy_loss, select_tokens
+from rlite.algorithms.policy_losses.base import POLICY_LOSSES, LossInputs, policy_loss
+from rlite.algorithms.policy_losses.selection import is_selective, select_tokens
 from rlite.algorithms.reduce import aggregate, masked_mean, masked_variance, sequence_means
 from rlite.algorithms.token_losses import value_loss
 from rlite.types import KLEstimator

@@ -39,13 +39,13 @@ def trained():
 def save(step):
     module, optimizer = trained()
     torch.nn.init.constant_(module.weight, step)
-    state = sharded.snapshot(module, optimizer, None, is_copied=True)
+    state = sharded.snapshot(sharded.Trained(module, optimizer), is_copied=True)
     sharded.start_writing(state, staging(path), path, {"step": step}, 0, dist.group.WORLD).result()
 
 
 def load():
     module, optimizer = trained()
-    sharded.load(path, module, optimizer, None, 0, dist.group.WORLD)
+    sharded.load(path, sharded.Trained(module, optimizer), 0, dist.group.WORLD)
     assert module.weight.eq(verify(path)["step"]).all()
 
 

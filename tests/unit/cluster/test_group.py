@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,6 +58,11 @@ class ThreadHandle:
                 answer.set_result(outcome)
 
 
+def contexts_of(group: WorkerGroup, ranks: Sequence[int]) -> list[WorkerContext]:
+    everyone = tuple(range(len(group)))
+    return [WorkerContext(rank, len(group), group.devices[rank], "cpu", 1, everyone) for rank in ranks]
+
+
 class Stubborn(Exception):
     """Does not survive pickling."""
 
@@ -99,7 +104,7 @@ class Counter:
 def make_group(name: str = "train-0", size: int = 3) -> WorkerGroup:
     devices = [Device("node", i, "10.0.0.1") for i in range(size)]
     group = WorkerGroup(name, devices, [ThreadHandle(i) for i in range(size)], call_timeout=20.0)
-    group.create(Counter, ["cpu"] * size, [1] * size, range(size), timeout=20.0)
+    group.create(Counter, contexts_of(group, range(size)), timeout=20.0)
     return group
 
 
@@ -200,7 +205,7 @@ def test_a_death_in_one_group_stops_the_other_only_if_it_hangs() -> None:
 
 def test_a_death_stops_its_replica_alone_and_calls_to_all_name_it() -> None:
     group = make_group("inference-0", 4)
-    group.divide(2)
+    group.replica_size = 2
     threading.Timer(0.05, group.handles[1].die).start()
     with pytest.raises(WorkerDied, match="Replica 0 of inference-0 was stopped, the others go on") as caught:
         group.call("sleep", [(([1.0] * 4,), {})] * 2, ranks=[0, 1])
@@ -218,7 +223,7 @@ def test_a_death_stops_its_replica_alone_and_calls_to_all_name_it() -> None:
 
 def test_with_its_last_replica_the_group_has_failed_and_names_all_who_died() -> None:
     group = make_group("inference-0", 2)
-    group.divide(1)
+    group.replica_size = 1
     for rank in (1, 0):
         group.handles[rank].die()
         with pytest.raises(WorkerDied, match=f"rank {rank}"):
@@ -231,7 +236,7 @@ def test_with_its_last_replica_the_group_has_failed_and_names_all_who_died() -> 
 
 def test_a_replica_does_not_wait_for_another_that_raises() -> None:
     group = make_group("inference-0", 2)
-    group.divide(1)
+    group.replica_size = 1
     may_end = threading.Event()
     with pytest.raises(KeyError, match="lost"):
         broadcast(group, "stumble_first", 0, may_end)
@@ -245,7 +250,7 @@ def test_waiting_for_one_replica_after_another_has_returned_unevenly_costs_no_cp
 ) -> None:
     monkeypatch.setattr(group_module, "UNEVEN_S", 0.05)
     group = make_group("inference-0", 4)
-    group.divide(2)
+    group.replica_size = 2
     started = time.thread_time()
     assert broadcast(group, "sleep", [0.0, 0.2, 1.0, 1.0]) == [0, 1, 2, 3]
     assert time.thread_time() - started < 0.2
@@ -256,14 +261,13 @@ def started_again(group: WorkerGroup, first: int, size: int) -> None:
     devices = [Device("node", rank, "10.0.0.1") for rank in range(first, first + size)]
     handles = [ThreadHandle(100 + rank) for rank in range(first, first + size)]
     candidate = group.with_replica(first, devices, handles)
-    num = len(candidate)
-    candidate.create(Counter, ["cpu"] * num, [1] * num, range(num), 20.0, ranks=range(first, first + size))
+    candidate.create(Counter, contexts_of(candidate, range(first, first + size)), timeout=20.0)
     group.take_replica(first, devices, handles)
 
 
 def test_a_replica_that_is_started_again_serves_beside_the_others() -> None:
     group = make_group("inference-0", 4)
-    group.divide(2)
+    group.replica_size = 2
     old = group.handles[1]
     group.mark_lost([1], WorkerDied("gone", ("rank 1",)))
     with pytest.raises(WorkerDied):
@@ -287,7 +291,7 @@ def test_a_group_that_has_failed_comes_back_with_its_replica_and_a_released_one_
 
 def test_an_offered_replica_serves_only_after_its_start() -> None:
     group = make_group("inference-0", 2)
-    group.divide(1)
+    group.replica_size = 1
     group.offer(2, [Device("node", 2, "10.0.0.1")])
     assert len(group) == 3
     assert [group.is_serving(rank) for rank in range(3)] == [True, True, False]

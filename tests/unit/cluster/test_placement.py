@@ -202,11 +202,6 @@ def test_a_ledger_without_devices_refuses_everything() -> None:
         place(Ledger(()), "x", 1)
 
 
-def test_a_device_is_in_a_ledger_once() -> None:
-    with pytest.raises(PlacementError, match="twice"):
-        Ledger((Device("a", 0), Device("a", 0)))
-
-
 # Properties
 
 OWNERS = ("p", "q", "r", "s", "t")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlite.engine.start import init
+from rlite.engine.registry import init
 from rlite.errors import ConfigError, RliteError, WorkerError
 from rlite.runtime.cluster import session as session_module
 from rlite.runtime.cluster.launcher import GroupRequest, default_cpu_slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -11,11 +12,11 @@ import pytest
 
 from rlite.control.role_group import RoleGroup, UnboundGroup, hold_port, role_groups
 from rlite.control.spec import RLRoleType
-from rlite.control.workers import BaseWorkload, WorkloadFactory
+from rlite.control.workers import BaseWorkload, make_workload
 from rlite.data.dispatch import NeedParallel
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerDied
 from rlite.runtime.cluster.group import WorkerGroup
-from rlite.runtime.cluster.host import WorkerHost
+from rlite.runtime.cluster.host import WorkerContext, WorkerHost
 from rlite.runtime.cluster.placement import Device
 from tests.unit.control.programs import Actor, Trainer
 from tests.unit.control.threads import ThreadHandle
@@ -27,12 +28,12 @@ CONFIG = {"lr": 0.5}
 def group() -> Iterator[WorkerGroup]:
     devices = [Device("local", index) for index in range(3)]
     group = WorkerGroup("ACTOR", devices, [ThreadHandle() for _ in devices], 10.0)
-    group.divide(1)
+    group.replica_size = 1
     ranks = tuple((rank, 3) for rank in range(3))
-    factory = WorkloadFactory(
-        cloudpickle.dumps(Actor), RLRoleType.ACTOR, CONFIG, "master", ranks, ("127.0.0.1", 1234), "ACTOR,ROLLOUT"
-    )
-    group.create(factory, ["cpu"] * 3, [0] * 3, range(3), 10.0)
+    place = ("127.0.0.1", 1234), "ACTOR,ROLLOUT"
+    factory = partial(make_workload, cloudpickle.dumps(Actor), RLRoleType.ACTOR, CONFIG, "master", ranks, *place)
+    contexts = [WorkerContext(rank, 3, device, "cpu", 0, (0, 1, 2)) for rank, device in enumerate(group.devices)]
+    group.create(factory, contexts, 10.0)
     yield group
     group.stop()
 

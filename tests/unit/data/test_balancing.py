@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.balancing import balanced_partitions, karmarkar_karp
 from rlite.errors import DataError
+from rlite.runtime.parallel.balancing import balanced_partitions, karmarkar_karp
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles/07a_length_balanced_partitions.json").read_text())
 
@@ -79,5 +79,5 @@ def test_no_parts_are_refused() -> None:
 
 
 def test_balancing_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, rlite.data.balancing; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, rlite.runtime.parallel.balancing; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

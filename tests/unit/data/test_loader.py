@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.loader import BatchLoader
-from rlite.data.order import ShuffledOrder
-from rlite.data.tokens import TokenRows, tokenise
+from rlite.data.prompts import ShuffledOrder
+from rlite.data.tokens import BatchLoader, TokenRows, tokenise
 from rlite.errors import CheckpointError
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.microbatch_plan import Plan, first_fit_decreasing, plan_microbatches, sequence_flops
 from rlite.errors import DataError
+from rlite.runtime.parallel.microbatch_plan import Plan, first_fit_decreasing, plan_microbatches, sequence_flops
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles/07b_capacity_packing.json").read_text())
 

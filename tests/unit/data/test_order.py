@@ -10,11 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlite.data.loader import BatchLoader
 from rlite.data.mixture import MixedOrder, Mixture
-from rlite.data.order import ShuffledOrder
-from rlite.data.prompts import PromptStream
-from rlite.data.tokens import TokenRows, mixed, tokenise
+from rlite.data.prompts import ShuffledOrder
+from rlite.data.rows import prompt_stream
+from rlite.data.tokens import BatchLoader, TokenRows, mixed, tokenise
 from rlite.errors import CheckpointError, ConfigError, DataError
 
 SOURCES = st.dictionaries(
@@ -123,10 +122,10 @@ def test_sources_with_and_without_a_margin_are_not_mixed() -> None:
 def test_a_stream_of_prompts_mixes_and_resumes() -> None:
     rows = [{"prompt": f"{name}{n}"} for name, count in (("a", 3), ("b", 9)) for n in range(count)]
     made = Mixture({"a": 3, "b": 9}, {"a": 2, "b": 1})
-    stream = PromptStream(rows, 6, 0, made)
+    stream = prompt_stream(rows, 6, 0, made)
     first = [row["prompt"][0] for _ in range(2) for row in stream.next()]
     assert Counter(first) == {"a": 8, "b": 4}
     state = json.loads(json.dumps(stream.state_dict()))
-    resumed = PromptStream(rows, 6, 5, made)
+    resumed = prompt_stream(rows, 6, 5, made)
     resumed.load_state_dict(state)
     assert resumed.next() == stream.next()

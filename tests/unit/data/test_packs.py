@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.packs import check_batch, lazy_pack, sequence_lengths
-from rlite.engine.microbatches import split_batch
+from rlite.data.packs import check_batch, lazy_pack, sequence_lengths, split_batch
 from rlite.errors import DataError
 
 CPU = torch.device("cpu")

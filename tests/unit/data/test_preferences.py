@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
-from rlite.data.microbatch_plan import plan_microbatches
 from rlite.data.packs import sequence_lengths
 from rlite.data.sft import labelled_rows, preference_rows
 from rlite.errors import DataError
+from rlite.runtime.parallel.microbatch_plan import plan_microbatches
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]

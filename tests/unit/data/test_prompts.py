@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlite.data.prompts import PromptStream
-from rlite.data.rows import Rows, check_prompts, mixed_rows, streamed_source
+from rlite.data.rows import Rows, check_prompts, mixed_rows, prompt_stream, streamed_source
 from rlite.data.source import Source
 from rlite.errors import CheckpointError, ConfigError, DataError, StreamedDataError
 
@@ -41,36 +40,36 @@ def test_a_row_without_a_prompt_is_named(row: Any, message: str) -> None:
 
 def test_stream_yields_every_row_once_per_epoch_and_resumes_from_a_position() -> None:
     rows = [{"prompt": str(number)} for number in range(5)]
-    stream = PromptStream(rows, 3, seed=1)
+    stream = prompt_stream(rows, 3, seed=1)
     dealt = [row["prompt"] for _ in range(5) for row in stream.next()]
     for epoch in range(3):
         assert sorted(dealt[5 * epoch : 5 * epoch + 5]) == list("01234")
     assert dealt[:5] != dealt[5:10]
-    resumed = PromptStream(rows, 3, seed=1)
+    resumed = prompt_stream(rows, 3, seed=1)
     resumed.order.take(6)
     assert [row["prompt"] for row in resumed.next()] == dealt[6:9]
-    again = PromptStream(rows, 3, seed=2)
+    again = prompt_stream(rows, 3, seed=2)
     again.load_state_dict(resumed.state_dict())
     assert [row["prompt"] for row in again.next()] == dealt[9:12]
 
 
 def test_a_batch_larger_than_the_table_is_refused() -> None:
     with pytest.raises(ConfigError, match="prompts_per_rollout=4: "):
-        PromptStream([{"prompt": str(number)} for number in range(3)], 4, seed=0)
+        prompt_stream([{"prompt": str(number)} for number in range(3)], 4, seed=0)
 
 
 def test_a_stream_of_other_rows_is_refused_and_one_of_the_same_goes_on() -> None:
     rows = [{"prompt": str(number), "extra_info": {"at": object(), 3: number}} for number in range(6)]
-    stream = PromptStream(rows, 2, seed=0)
+    stream = prompt_stream(rows, 2, seed=0)
     stream.next()
     state = stream.state_dict()
-    same = PromptStream([{**row, "extra_info": {"at": object(), 3: row["extra_info"][3]}} for row in rows], 2, seed=0)
+    same = prompt_stream([{**row, "extra_info": {"at": object(), 3: row["extra_info"][3]}} for row in rows], 2, seed=0)
     same.load_state_dict(state)
     assert same.order.position == 2
     for others in ([{**rows[0], "prompt": "x"}, *rows[1:]], rows[::-1]):
         with pytest.raises(CheckpointError, match="another content"):
-            PromptStream(others, 2, seed=0).load_state_dict(state)
-    PromptStream(rows[::-1], 2, seed=0).load_state_dict({key: state[key] for key in state if key != "content"})
+            prompt_stream(others, 2, seed=0).load_state_dict(state)
+    prompt_stream(rows[::-1], 2, seed=0).load_state_dict({key: state[key] for key in state if key != "content"})
 
 
 def test_streamed_rows_fill_batches_that_span_epochs_and_go_on_from_a_state(tmp_path: Path) -> None:
@@ -78,26 +77,26 @@ def test_streamed_rows_fill_batches_that_span_epochs_and_go_on_from_a_state(tmp_
     path.write_text("".join(json.dumps({"question": str(number)}) + "\n" for number in range(5)))
     source = Source(str(path), "train_data", {"prompt": "question"})
     rows = streamed_source(source, "prompts", buffer_size=3)
-    stream = PromptStream(rows, 4, seed=1)
+    stream = prompt_stream(rows, 4, seed=1)
     dealt = [row["prompt"] for _ in range(5) for row in stream.next()]
     for epoch in range(4):
         assert sorted(dealt[5 * epoch : 5 * epoch + 5]) == list("01234")
     state = json.loads(json.dumps(stream.state_dict()))
     expected = [stream.next() for _ in range(3)]
-    resumed = PromptStream(streamed_source(source, "prompts", buffer_size=3), 4, seed=2)
+    resumed = prompt_stream(streamed_source(source, "prompts", buffer_size=3), 4, seed=2)
     resumed.load_state_dict(state)
     assert [resumed.next() for _ in range(3)] == expected
     with pytest.raises(CheckpointError, match="made with streaming"):
-        PromptStream(rows.rows, 4, seed=1).load_state_dict(state)
+        prompt_stream(rows.rows, 4, seed=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="there are 5 rows"):
-        PromptStream(rows, 6, seed=1)
+        prompt_stream(rows, 6, seed=1)
 
 
 def test_no_prompt_is_left_out_if_the_next_epoch_meets_a_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     rows = [json.dumps({"prompt": str(number)}) + "\n" for number in range(5)]
     path.write_text("".join(rows))
-    stream = PromptStream(streamed_source(Source(str(path), "train_data"), "prompts", buffer_size=1), 3, seed=1)
+    stream = prompt_stream(streamed_source(Source(str(path), "train_data"), "prompts", buffer_size=1), 3, seed=1)
     assert [row["prompt"] for row in stream.next()] == ["0", "1", "2"]
     path.write_text("{\n" * 5)
     with pytest.raises(StreamedDataError):

@@ -10,6 +10,7 @@ import pytest
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.readers.formats import normalise
 from rlite.data.sft import sft_rows
+from rlite.data.source import Source
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
 from tests.tiny import tokenizer_with_bos
@@ -128,7 +129,9 @@ def test_a_weight_that_is_neither_0_nor_1_is_refused(value: Any) -> None:
 
 def test_weights_of_sharegpt_messages_are_kept() -> None:
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "0", "weight": 0}]
-    rows, _ = normalise([{"conversations": [*turns, turns[0], {"from": "gpt", "value": "1"}]}], "demonstrations", "x")
+    rows, _ = normalise(
+        [{"conversations": [*turns, turns[0], {"from": "gpt", "value": "1"}]}], "demonstrations", Source("x")
+    )
     assert learnt(sft_rows(rows, TOKENIZER, 200)) == "1<|im_end|>"
 
 
@@ -146,7 +149,7 @@ CALL = {"name": "clock", "arguments": {"zone": "UTC"}}
 )
 def test_calls_in_sharegpt_values_keep_their_arguments(value: Any, call: dict[str, Any]) -> None:
     turns = [{"from": "human", "value": "?"}, {"from": "function_call", "value": json.dumps(value)}]
-    rows, _ = normalise([{"conversations": turns}], "demonstrations", "x")
+    rows, _ = normalise([{"conversations": turns}], "demonstrations", Source("x"))
     assert rows[0]["messages"][1]["tool_calls"] == [{"type": "function", **call}]
 
 
@@ -154,7 +157,7 @@ def test_other_keys_of_sharegpt_messages_are_kept() -> None:
     answer = {"tool_calls": [{"type": "function", "function": CALL}], "reasoning_content": "hm", "markdown": None}
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "", **answer}]
     turns.append({"from": "tool", "value": "12:00", "tool_call_id": "c1"})
-    rows, _ = normalise([{"conversations": turns}], "demonstrations", "x")
+    rows, _ = normalise([{"conversations": turns}], "demonstrations", Source("x"))
     assert [message.keys() - {"role", "content"} for message in rows[0]["messages"]] == [
         *(set(), {"tool_calls", "reasoning_content"}, {"tool_call_id"})
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import Kind, build_model_dir

@@ -12,14 +12,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from rlite.backends.embedded.attention import DecodePlan
-from rlite.backends.embedded.cuda_graphs import (
-    DecodeGraphs,
-    Replay,
-    Shape,
-    bucket,
-    logits_of_fixed_step,
-)
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.passes import DecodeGraphs, Replay, Shape, bucket, logits_of_fixed_step
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.backends.models.architecture import rope_limit
 from rlite.types import GenerationHyperparameters, SequenceRequest

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError, DivergedError
 from rlite.types import GenerationHyperparameters, SequenceRequest
@@ -40,7 +40,7 @@ def serve(worker: EmbeddedWorker) -> dict:
         for chunk in chunks:
             tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
             logprobs.setdefault(chunk.request_id, []).extend(chunk.logprobs)
-        if not worker.num_unfinished:
+        if not (worker._scheduler.waiting or worker._scheduler.running):
             break
         chunks = worker.advance([], [], 8)
     shards = {n: (s.tensor.clone(), s.offset, s.global_shape) for n, s in worker.parameter_shards().items()}

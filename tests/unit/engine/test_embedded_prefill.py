@@ -90,10 +90,11 @@ def test_one_call_attends_to_the_chunks_of_all_prompts_whether_or_not_they_conti
         for index, (start, num) in enumerate(zip(starts, lengths, strict=True))
     ]
     query, key, value = (x.to(dtype) for x in rows(sum(lengths)))
-    on_cuda = PrefillPlan(filled_cache(dtype), chunks, CPU, attention.varlen)
+    on_cuda = PrefillPlan(filled_cache(dtype), chunks, is_flash=True, is_invariant=False)
     found = on_cuda.attend(0, query, key, value, 0.3, window)
     assert varlen_of_torch_2_11.num_calls == 1
-    expected = PrefillPlan(filled_cache(dtype), chunks, CPU).attend(0, query, key, value, 0.3, window)
+    by_chunk = PrefillPlan(filled_cache(dtype), chunks, is_flash=False, is_invariant=False)
+    expected = by_chunk.attend(0, query, key, value, 0.3, window)
     torch.testing.assert_close(found, expected)
 
 

@@ -142,7 +142,7 @@ def serve_random_traffic(rng: random.Random, num_slots: int, budget: int) -> int
     for _ in range(12):
         ask([])
     for _ in range(400):
-        if not scheduler.num_unfinished:
+        if not (scheduler.waiting or scheduler.running):
             break
         apply(scheduler.admit())
         while True:

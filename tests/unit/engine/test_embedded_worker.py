@@ -12,7 +12,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, DivergedError, ResidencyError
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
@@ -58,7 +58,7 @@ def run(worker: EmbeddedWorker, requests: list[SequenceRequest], max_steps: int 
         for chunk in chunks:
             before = joined.get(chunk.request_id)
             joined[chunk.request_id] = chunk if before is None else join(before, chunk)
-        if not worker.num_unfinished:
+        if not (worker._scheduler.waiting or worker._scheduler.running):
             return joined
         chunks = worker.advance([], [], max_steps)
 
@@ -278,7 +278,7 @@ def test_abort_ends_requests_with_what_they_have_and_leaves_the_others_alone(mod
     assert undisturbed[2][5:] == chunks[2].token_ids
     worker.advance(requests, [], 5)
     assert sorted(c.request_id for c in worker.advance([], list(range(4)), 0)) == [0, 1, 2, 3]
-    assert worker.num_unfinished == 0
+    assert not worker._scheduler.running
     assert worker.advance([], [], 5) == []
 
 

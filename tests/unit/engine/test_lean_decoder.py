@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite.backends.embedded.attention import NativeDecodePlan
-from rlite.backends.embedded.cache import CacheShape, SlotCache
-from rlite.backends.embedded.lean_decoder import ROWS
-from rlite.backends.embedded.model import ShardedModel
+from rlite.backends.embedded.cache import CacheShape, EmbeddedOptions, SlotCache
+from rlite.backends.embedded.model import ROWS, ShardedModel
 from rlite.backends.models.linear import MIN_ROWS
 from tests.tiny import build_model_dir
 
@@ -24,7 +23,7 @@ def test_logits_are_those_of_transformers_and_many_rows_are_filled_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = build_model_dir(tmp_path / "m", "qwen3", hidden=64)
-    model = ShardedModel(str(path), "float32", CPU, None)
+    model = ShardedModel(str(path), EmbeddedOptions(dtype="float32"), CPU, None)
     model.load()
     model.specialise(max_len=8)
     head, seen = model.model.lm_head, []

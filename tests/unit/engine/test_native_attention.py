@@ -69,10 +69,10 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(NativeDecodePlan(cache, positions).attend(0, query, key, value, 0.1))
+            found.append(NativeDecodePlan(cache, positions).attend(0, query, key, value, 0.1, None))
     finally:
         torch.set_num_threads(num_threads)
-    fewer = NativeDecodePlan(cache, positions[:, :7]).attend(0, query[:7], key[:7], value[:7], 0.1)
+    fewer = NativeDecodePlan(cache, positions[:, :7]).attend(0, query[:7], key[:7], value[:7], 0.1, None)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[0][:7], fewer)
@@ -88,7 +88,7 @@ def test_values_that_are_not_finite_show_in_their_row_alone(what: str, bad: floa
         dict(zip(("query", "key", "value"), new_tokens(rows, shape), strict=True)),
     )
     tokens[what][2] = bad
-    found = NativeDecodePlan(cache, torch.tensor([[5, 70, 90, 11]])).attend(0, **tokens, scale=0.1)
+    found = NativeDecodePlan(cache, torch.tensor([[5, 70, 90, 11]])).attend(0, **tokens, scale=0.1, window=None)
     is_finite = found.isfinite().flatten(1).all(1)
     assert is_finite.tolist() == [True, True, False, True]
 
@@ -101,8 +101,8 @@ def test_large_scores_do_not_overflow() -> None:
     caches[1].values.copy_(caches[0].values)
     lengths, (query, key, value) = [300, 17, 130], new_tokens(rows, shape)
     positions = torch.tensor([lengths]) - 1
-    theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, 100.0)
-    ours = NativeDecodePlan(caches[1], positions).attend(0, query, key, value, 100.0)
+    theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, 100.0, None)
+    ours = NativeDecodePlan(caches[1], positions).attend(0, query, key, value, 100.0, None)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 

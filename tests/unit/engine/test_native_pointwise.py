@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlite.backends.embedded.lean_decoder import Pointwise
+from rlite.backends.embedded.model import Pointwise
 from rlite.backends.serving.native import compiled
 
 MAX_LEN = 50

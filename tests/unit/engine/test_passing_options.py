@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from rlite.errors import ConfigError, UnknownOptionError
-from rlite.runtime.replicas.options import PassingOptions
+from rlite.runtime.replicas.replica import PassingOptions
 
 
 class OtherOptions(PassingOptions):

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlite.backends.embedded.options import EmbeddedOptions
-from rlite.backends.embedded.prompt_logprobs import pieces
-from rlite.backends.embedded.worker import EmbeddedWorker
+from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.worker import EmbeddedWorker, pieces
 from rlite.errors import DataError, NonFiniteError, ResidencyError
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms import gather_logprobs, next_token
-from rlite.backends.embedded.options import EmbeddedOptions
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.data.packs import lazy_pack as pack
 from rlite.nn import HuggingFaceFsdp2TrainModule

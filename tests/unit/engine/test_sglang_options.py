@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlite import RliteInferenceEngine
-from rlite.backends.sglang.options import SglangOptions
+from rlite.backends.sglang.server import SglangOptions
 from rlite.errors import ConfigError, UnknownOptionError
 from tests.tiny import build_model_dir
 

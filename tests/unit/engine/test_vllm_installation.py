@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from rlite import RliteInferenceEngine
-from rlite.backends.vllm import options
+from rlite.backends.vllm import release
 from rlite.errors import ConfigError
 from tests.tiny import build_model_dir
 
 
 @pytest.fixture(autouse=True)
 def fresh_look() -> Iterator[None]:
-    options.installed.cache_clear()
+    release.installed.cache_clear()
     importlib.invalidate_caches()
     yield
-    options.installed.cache_clear()
+    release.installed.cache_clear()
 
 
 def fake_release(folder: Path, version: str) -> None:
@@ -43,11 +43,11 @@ def test_a_vllm_that_is_too_old_is_told_with_both_versions(monkeypatch: pytest.M
     fake_release(tmp_path, "0.19.1")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.20\.2 or newer, found 0\.19\.1"):
-        options.installed()
+        release.installed()
 
 
 def test_a_supported_vllm_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_release(tmp_path, "0.33.0+cpu")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert options.installed() == ("0.33.0+cpu", tmp_path / "vllm")
-    assert options.is_cpu_build()
+    assert release.installed() == ("0.33.0+cpu", tmp_path / "vllm")
+    assert release.is_cpu_build()

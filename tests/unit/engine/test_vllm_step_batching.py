@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rlite.backends.vllm import step_batching
+from rlite.backends.vllm import release
 
 
 class PauseState(Enum):
@@ -50,7 +50,7 @@ class Script:
         return by_client
 
 
-class Scheduler(step_batching.Holding, Script):
+class Scheduler(release.Holding, Script):
     pass
 
 
@@ -82,7 +82,7 @@ def step(on: Scheduler, *made: tuple[str, int], client: int = 0, width: int = 2)
 
 def told(outputs: list[Any]) -> Told:
     """Return the tokens of each request, with their log-probabilities and kept ids as the server reads them."""
-    whole, _, kept_ids = step_batching.take_table(outputs)
+    whole, _, kept_ids = release.take_table(outputs)
     found, row = {}, 0
     for output in outputs:
         end = row + len(output.new_token_ids)
@@ -97,17 +97,17 @@ def plain(*tokens: int) -> tuple[list[int], list[float], list[list[int]]]:
 
 def test_tokens_leave_together_after_some_steps() -> None:
     on = new()
-    for number in range(1, step_batching.HOLD_STEPS):
+    for number in range(1, release.HOLD_STEPS):
         assert step(on, ("a", 1), ("b", 2 + number % 2)) == {}
     assert on.has_requests()
     sent = step(on, ("b", 5), ("a", 4))
-    assert sent[0]["a"] == plain(*[1] * (step_batching.HOLD_STEPS - 1), 4)
+    assert sent[0]["a"] == plain(*[1] * (release.HOLD_STEPS - 1), 4)
     assert sent[0]["b"][0][-1] == 5
     assert step(on, ("a", 7)) == {}  # nothing is sent twice
 
 
 def test_an_old_token_leaves_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_batching, "HOLD_S", -1.0)
+    monkeypatch.setattr(release, "HOLD_S", -1.0)
     assert step(new(), ("a", 3)) == {0: {"a": plain(3)}}
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.engine.weights import make_plan
+from rlite.engine.weight_plan import make_plan
 from rlite.errors import WeightSyncError
 from rlite.runtime.replicas.transport import Layout, Place, make_buckets
 
@@ -107,10 +107,10 @@ def test_buckets_hold_every_box_of_every_source_once_within_their_size(data: st.
     sources = data.draw(engines(shapes))
     most = data.draw(st.integers(64, 4096))
     buckets = make_buckets(sources, most)
-    carried = [(bucket.source, name) for bucket in buckets for name in bucket.names]
+    carried = [(bucket.source, name) for bucket in buckets for name in bucket.places]
     assert sorted(carried) == sorted((i, name) for i, source in enumerate(sources) for name in source.places)
-    assert all(bucket.nbytes <= most or len(bucket.names) == 1 for bucket in buckets)
-    assert all(sources[b.source].places[n] == p for b in buckets for n, p in zip(b.names, b.places, strict=True))
+    assert all(bucket.nbytes <= most or len(bucket.places) == 1 for bucket in buckets)
+    assert all(sources[b.source].places[n] == p for b in buckets for n, p in b.places.items())
 
 
 def test_workers_of_one_copy_may_hold_different_tensors_but_all_of_them_together() -> None:

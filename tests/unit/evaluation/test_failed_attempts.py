@@ -12,8 +12,7 @@ from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.evaluation.metrics import Sample, selection_of, summary
-from rlite.evaluation.record import row_of
-from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
+from rlite.evaluation.sets import EvaluationSet, evaluate, row_of, run_episodes
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,

@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.backends.embedded.backend import refusal as embedded_refusal
+from rlite.backends.embedded.worker import refusal as embedded_refusal
 from rlite.backends.models.architecture import attention_widths, check_gpu_kernels, miniature, refusal, rope_limit
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError, StorageError

@@ -11,7 +11,7 @@ from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from rlite.trainer.rl.policy_loss import OwnLogprobs
+from rlite.trainer.rl.objective import OwnLogprobs
 from tests.integration.modules import Qwen2Policy, make_batch, on_meta
 from tests.tiny import build_model_dir
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rlite
-from rlite.backends.models.liger import check_liger
+from rlite.backends.models.linear import check_liger
 from rlite.errors import ConfigError
 from rlite.trainer.model.modules import policy_module
 from tests.tiny import build_model_dir

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import ShardedModel
 from rlite.errors import CheckpointError, ConfigError, RliteError
 from rlite.nn.pretrained import end_ids, load_config, load_model, load_tokenizer, make_model
@@ -177,4 +178,4 @@ def test_an_index_names_files_beside_it(model: Path, place: str) -> None:
 def test_a_cut_file_is_refused(model: Path) -> None:
     os.truncate(model / "model.safetensors", 5000)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        ShardedModel(str(model), "float32", torch.device("cpu"), None).load()
+        ShardedModel(str(model), EmbeddedOptions(dtype="float32"), torch.device("cpu"), None).load()

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, StorageError, UnknownOptionError
-from rlite.services.console.sinks.base import MetricSinks, Run, open_sinks
-from rlite.services.console.sinks.jsonl import JsonlSink, drop_later_lines, read_metrics
+from rlite.services.console.sinks import JsonlSink, MetricSinks, Run, drop_later_lines, open_sinks, read_metrics
 
 
 def read(path: Path) -> list[dict]:
@@ -65,7 +64,7 @@ def test_an_absent_package_is_an_error_that_names_its_extra(name: str, tmp_path:
         "import sys, pathlib\n"
         f"sys.modules[{name!r}] = None\n"
         "from rlite.errors import ConfigError\n"
-        "from rlite.services.console.sinks.base import Run, open_sinks\n"
+        "from rlite.services.console.sinks import Run, open_sinks\n"
         f"try: open_sinks(['jsonl', {name!r}], Run(directory=pathlib.Path({str(tmp_path)!r})))\n"
         "except ConfigError as error: print(error)\n"
     )
@@ -102,7 +101,7 @@ def test_trackio_goes_on_with_the_run_that_is_resumed_and_with_no_other_of_its_n
     """Folders a and b hold runs of one name. The run in a starts, the run in b starts, both are resumed, c is old."""
     program = (
         "import pathlib, trackio\n"
-        "from rlite.services.console.sinks.base import Run, open_sinks\n"
+        "from rlite.services.console.sinks import Run, open_sinks\n"
         "for folder, resume_after in [('a', None), ('b', -1), ('a', 1), ('b', 1), ('c', 2)]:\n"
         "    run = Run(directory=pathlib.Path(folder), project='p', name='r', resume_after=resume_after)\n"
         "    sinks = open_sinks(['trackio'], run)\n"

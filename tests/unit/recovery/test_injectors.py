@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.injectors import FileSizeFault, HalfOpenFault, NoTarget, SignalFault, hold_half_open, inject
-from rlite.runtime.cluster.process_tree import find
+from benchmarks.injectors import FileSizeFault, HalfOpenFault, NoTarget, SignalFault, find, hold_half_open, inject
 
 DRIVER = """
 import sys, time

@@ -210,7 +210,7 @@ def test_an_async_tool_that_ignores_its_deadline_is_a_result_at_its_deadline(stu
         return [(await tools.call(call)).text for call in calls]
 
     results: list[str] = []
-    loop = LoopThread("tools", lambda death: None)
+    loop = LoopThread("tools")
     results = loop.result(loop.submit(both()))
     assert results == ["Error: rest took too long", "Error: SystemExit: bye"]
     stubborn.end()
@@ -309,7 +309,7 @@ def test_code_that_ends_while_it_is_cancelled_is_late_and_not_abandoned() -> Non
             asyncio.run(by_deadline(late(), 0.01, "the code"))
         assert not isinstance(overdue.value, Abandoned)
     assert asyncio.run(by_deadline(asyncio.sleep(0, "early"), None, "the code")) == "early"
-    loop = LoopThread("exits", lambda death: None)
+    loop = LoopThread("exits")
     with pytest.raises(UserExit, match=r"the code raised SystemExit\(3\)"):
         loop.result(loop.submit(by_deadline(leave(), 1, "the code")))
     loop.stop()

@@ -75,7 +75,7 @@ def test_rewards_outside_of_episodes_are_not_counted() -> None:
 
 def test_an_episode_comes_back_from_its_state() -> None:
     made = episode(("generate", 1.0, 2.0))
-    made.begin()
+    made.started = made.now()
     made.failure, made.answer = "broken", "42"
     made.end()
     back = saved_episode(episode_state(made), None)

@@ -14,11 +14,14 @@ def test_a_workflow_that_blocks_the_loop_is_pointed_at(caplog: pytest.LogCapture
     def compute_instead_of_await() -> None:
         time.sleep(1)
 
-    loop = LoopThread("blocked", lambda death: None, look_interval=0.1)
+    loop = LoopThread("blocked")
+    loop.look_interval = 0.1
     changed = threading.Condition()
     loop.call(compute_instead_of_await)
     with caplog.at_level(logging.WARNING), changed:
-        loop.wait(changed, None)
+        loop.look()
+        changed.wait(loop.look_interval)
+        loop.look()
     loop.stop()
     loop.join()
     assert "blocked the rollouts' event loop" in caplog.text
@@ -39,12 +42,13 @@ def test_a_workflow_that_swallows_its_cancellation_is_pointed_at(caplog: pytest.
     async def episode() -> None:
         await sleep_on()
 
-    loop = LoopThread("stubborn", lambda death: None, close_timeout=0.1)
+    loop = LoopThread("stubborn")
+    loop.close_timeout = 0.1
     loop.call(lambda: loop.start_task(episode()))
     assert is_running.wait(timeout=100)
     with caplog.at_level(logging.WARNING):
         loop.stop()
-        loop.join()
+        loop._thread.join(timeout=100)  # `join` gives up after twice the limit
     is_over = True
     assert "1 task did not end in 0.1 s" in caplog.text
     assert "in sleep_on" in caplog.text

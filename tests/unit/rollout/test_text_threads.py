@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.chat.prompt_tokens import TooManyTokens
+from rlite.data.prompts import TooManyTokens
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.runtime.event_loop import NUM_THREADS, SHORT_TEXT, beside_loop
 

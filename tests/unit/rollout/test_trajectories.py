@@ -6,10 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.data.packs import TokenHistory, check_alike, layout
 from rlite.errors import DataError
 from rlite.rollout import check_trajectory, pad_trajectories
 from rlite.rollout.joined import join_batches
-from rlite.rollout.trajectories import TokenHistory, check_alike, layout
 
 
 def row(length: int, **columns: Any) -> TensorDict:

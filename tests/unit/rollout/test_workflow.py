@@ -10,6 +10,7 @@ import pytest
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.data.readers.formats import normalise
 from rlite.data.sft import sft_rows
+from rlite.data.source import Source
 from rlite.errors import DataError
 from rlite.rollout import (
     GenerationHyperparameters,
@@ -23,8 +24,8 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
-from rlite.rollout.chat.conversation import Conversation
-from rlite.rollout.rewards.signatures import adapt
+from rlite.rollout.conversation import Conversation
+from rlite.rollout.rewards.configured_rewards import adapt
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.rollout.workflow import prompt_ids, prompt_text
 from rlite.types import OnChunk
@@ -231,7 +232,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]], ids=["list", "text", "texts"])
 def test_the_tools_of_an_item_are_in_its_prompt(prompt: str, tools: Any) -> None:
     tokenizer = tokenizer_with(TOOLED)
-    [item], _ = normalise([{prompt: [{"role": "user", "content": "q"}], "tools": tools}], "prompts", "x")
+    [item], _ = normalise([{prompt: [{"role": "user", "content": "q"}], "tools": tools}], "prompts", Source("x"))
     assert prompt_text(item, tokenizer).startswith(json.dumps(TOOLS))
     assert tokenizer.decode(prompt_ids(item, tokenizer)) == prompt_text(item, tokenizer)
     assert Conversation(tokenizer, item).prompt == prompt_text(item, tokenizer)
@@ -240,6 +241,6 @@ def test_the_tools_of_an_item_are_in_its_prompt(prompt: str, tools: Any) -> None
 
 @pytest.mark.parametrize("tools", [["add"], "calculator", [], {"add": 1}, None])
 def test_another_column_named_tools_is_the_rewards(tools: Any) -> None:
-    [item], _ = normalise([{"messages": [{"role": "user", "content": "q"}], "tools": tools}], "prompts", "x")
+    [item], _ = normalise([{"messages": [{"role": "user", "content": "q"}], "tools": tools}], "prompts", Source("x"))
     assert item["tools"] == tools
     assert "add" not in prompt_text(item, tokenizer_with(TOOLED))

@@ -34,7 +34,7 @@ def test_a_process_that_does_not_start_in_time_fails_no_call() -> None:
     assert time_failure(starting, 100.0 + LOAD_TIMEOUT - 1) is None
     failure = time_failure(starting, 100.0 + LOAD_TIMEOUT)
     assert failure is not None
-    assert failure.outcome == ""
+    assert failure[0] == ""
 
 
 def test_an_idle_process_has_no_limit() -> None:

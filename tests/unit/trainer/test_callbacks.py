@@ -10,9 +10,10 @@ import pytest
 from rlite.assembly.observers import run_observers
 from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
-from rlite.services.console.sinks.jsonl import read_metrics
+from rlite.services.console.sinks import read_metrics
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
-from rlite.trainer.run.training_run import ReportedMetrics, TrainingRun
+from rlite.trainer.run.observer import ReportedMetrics
+from rlite.trainer.run.training_run import TrainingRun
 from rlite.trainer.supervised_options import SftConfig
 
 

@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from rlite import config
 from rlite.assembly.evaluate import answers
-from rlite.assembly.evaluate.answers import code_of, context_limit, digest_of, find_tasks, item_ids, unknown_context
+from rlite.assembly.evaluate.answers import EvaluationRequest, digest_of, item_ids
 from rlite.assembly.evaluate.command import (
     advice,
     difference,
@@ -38,7 +39,7 @@ from rlite.evaluation.metrics import (
     task_metrics,
     task_values,
 )
-from rlite.evaluation.record import task_rows
+from rlite.evaluation.sets import task_rows
 from rlite.evaluation.statistics import clustered_standard_error
 from rlite.files import file_name
 from rlite.rollout import RewardFunction, from_trl
@@ -49,6 +50,10 @@ from tests.unit.trainer.test_evaluate_folder import row, write
 
 def options(*arguments: str) -> EvalConfig:
     return load(EvalConfig, EvalConfig.arguments(arguments))
+
+
+def evaluated(models: Sequence[Answered], own: EvalConfig) -> EvaluationResult:
+    return result_of(models, own.k, own.solved_at, own.confidence, own.seed)
 
 
 def test_arguments_are_spelled_as_flags_as_keys_and_without_key() -> None:
@@ -316,7 +321,7 @@ def of_tasks(name: str, scores: dict[str, list[float]], lowest: list[str]) -> An
 
 def test_a_lower_perplexity_is_better(capsys: pytest.CaptureFixture[str]) -> None:
     models = [of_tasks("a", {"wiki": [9.0, 8.0, 7.0]}, ["wiki"]), of_tasks("b", {"wiki": [5.0, 9.0, 6.0]}, ["wiki"])]
-    found = result_of(models, options("a", "b"))
+    found = evaluated(models, options("a", "b"))
     assert found.comparison is not None
     assert (found.comparison.difference, found.comparison.better, found.comparison.worse) == (
         pytest.approx(-4 / 3),
@@ -331,7 +336,7 @@ def test_a_lower_perplexity_is_better(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_scores_of_different_directions_are_not_pooled() -> None:
     scores = {"wiki": [9.0, 8.0], "arc": [1.0, 0.0]}
-    found = result_of([of_tasks(name, scores, ["wiki"]) for name in ("a", "b")], options("a", "b"))
+    found = evaluated([of_tasks(name, scores, ["wiki"]) for name in ("a", "b")], options("a", "b"))
     assert found.comparison is None
     reason = "lower is better in wiki, and higher in arc; compare tasks of one direction in a command"
     assert difference(found) == f"no difference of a and b: {reason}"
@@ -358,8 +363,8 @@ def test_a_score_from_which_an_answer_is_solved_is_an_option() -> None:
     settings = {"sampling": {"samples": 2, "temperature": 1.0, "max_new_tokens": 8}}
     lines = [row(0, sample=sample, score=score) for sample, score in enumerate((0.5, 0.25))]
     model = Answered("a", "a", settings, lines)
-    assert result_of([model], options("a")).metrics["pass@2"] == 0.0
-    assert result_of([model], options("a", "solved_at=0.5")).metrics["pass@2"] == 1.0
+    assert evaluated([model], options("a")).metrics["pass@2"] == 0.0
+    assert evaluated([model], options("a", "solved_at=0.5")).metrics["pass@2"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -376,8 +381,9 @@ def test_an_explicit_max_model_len_is_bound_by_the_model_alone(
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 40960}')
     chosen = options("a", *given)
-    assert context_limit(str(tmp_path), chosen) == limit
-    assert unknown_context(str(tmp_path), chosen, limit) == unknown
+    request = EvaluationRequest(chosen, NOTHING)
+    assert request.context_limit(str(tmp_path)) == limit
+    assert request.unknown_context(str(tmp_path), limit) == unknown
     printed = capsys.readouterr().err
     assert told in printed
     assert len(printed.splitlines()) == bool(told)
@@ -393,7 +399,7 @@ def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="needs the package lm_eval"):
-        find_tasks(options("a", "tasks=x"))
+        EvaluationRequest(options("a", "tasks=x"), NOTHING).find_tasks()
 
 
 def program_function(body: str, file: str = "<program>", module: str = "__main__") -> Any:
@@ -417,7 +423,8 @@ def program_function(body: str, file: str = "<program>", module: str = "__main__
 def test_changed_code_of_a_programs_reward_has_another_digest(wrapped: Any) -> None:
     first, same, changed = (wrapped(program_function(f"return {score}")) for score in ("1.0", "1.0", "0.5"))
     config = options("a", "data=t.jsonl", "reward=__main__:own")
-    digests = [code_of(config, ProgramObjects(rewards={"reward": {"own": each}})) for each in (first, same, changed)]
+    programs = [ProgramObjects(rewards={"reward": {"own": each}}) for each in (first, same, changed)]
+    digests = [EvaluationRequest(config, program).code() for program in programs]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
 
@@ -429,18 +436,18 @@ def test_changed_code_of_a_module_or_a_registered_name_has_another_digest(
     module = tmp_path / "scores_of_module.py"
     module.write_text("def own(completions, **row):\n    return 1.0\n")
     config = options("a", "data=t.jsonl", "reward=scores_of_module:own")
-    before = code_of(config, NOTHING)
+    before = EvaluationRequest(config, NOTHING).code()
     function = sys.modules["scores_of_module"].own
     monkeypatch.setitem(REWARDS, "registered", function)
     monkeypatch.setitem(WORKFLOWS, "registered", function)
     named = [options("a", "data=t.jsonl", "reward=registered"), options("a", "workflow=registered")]
-    registered = [code_of(each, NOTHING) for each in named]
+    registered = [EvaluationRequest(each, NOTHING).code() for each in named]
     module.write_text("def own(completions, **row):\n    return 0.5\n")
     assert before.keys() == {"scores_of_module:own"}
-    assert code_of(config, NOTHING) != before
+    assert EvaluationRequest(config, NOTHING).code() != before
     for each, digests in zip(named, registered, strict=True):
         assert digests.keys() == {"registered"}
-        assert code_of(each, NOTHING) != digests
+        assert EvaluationRequest(each, NOTHING).code() != digests
 
 
 def test_code_that_cannot_be_read_equals_no_other() -> None:
@@ -448,8 +455,8 @@ def test_code_that_cannot_be_read_equals_no_other() -> None:
 
 
 def test_an_interrupted_command_is_not_advised_to_overwrite_its_samples() -> None:
-    assert advice(options("a", "out=x")) == "Finished samples are in x; the same command continues."
-    assert "x; the same command without overwrite=true continues" in advice(options("a", "out=x", "overwrite=true"))
+    assert advice(Path("x"), overwrites=False) == "Finished samples are in x; the same command continues."
+    assert "x; the same command without overwrite=true continues" in advice(Path("x"), overwrites=True)
 
 
 def test_a_log_file_has_a_line_of_progress_every_few_seconds(

@@ -18,8 +18,8 @@ from rlite.algorithms import (
 from rlite.config import load
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.trainer.losses import DpoLoss, KtoLoss, RewardModelLoss, SftLoss, ValueLoss, own_values
+from rlite.trainer.rl.objective import OwnLogprobs, PolicyLoss, predicts_counted
 from rlite.trainer.rl.options import ActorOptions, PpoConfig
-from rlite.trainer.rl.policy_loss import OwnLogprobs, PolicyLoss, predicts_counted
 from rlite.trainer.supervised_options import PreferenceLossOptions
 
 

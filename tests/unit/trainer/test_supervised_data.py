@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.assembly.supervised import read_tokens
 from rlite.config import load
-from rlite.data.loader import StreamLoader
 from rlite.data.readers.streaming import WINDOW
 from rlite.data.sft import labelled_rows, preference_rows, sft_rows
+from rlite.data.tokens import StreamLoader
 from rlite.errors import ConfigError, StreamedDataError, UnknownOptionError
 from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from tests.agents import tokenizer_with
@@ -49,7 +49,7 @@ def test_every_source_of_a_mixture_has_its_own_format_and_columns(tmp_path: Path
             *("test_data.columns.prompt=question", "test_data.columns.response=answer"),
         ],
     )
-    rows, test_rows = read_tokens(options, str(tmp_path / "model"), sft_rows, "demonstrations")
+    rows, test_rows = read_tokens(options.data, options.test_data, str(tmp_path / "model"), sft_rows, "demonstrations")
     texts = [TOKENIZER.decode(rows.batch([item])["input_ids"][0]) for item in range(len(rows))]
     assert texts[:2] == ["q0<|im_end|>", "q1<|im_end|>"]
     assert texts[2].startswith("<|im_start|>user\nq<|im_end|>")
@@ -65,11 +65,11 @@ def test_template_options_reach_demonstrations(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"messages": talk}])
     given = [f"actor.model_name={tmp_path / 'model'}", f"data.path={path}"]
     options = load(SftConfig, [*given, "data.chat_template_options.loud=true"])
-    rows, _ = read_tokens(options, str(tmp_path / "model"), sft_rows, "demonstrations")
+    rows, _ = read_tokens(options.data, options.test_data, str(tmp_path / "model"), sft_rows, "demonstrations")
     assert TOKENIZER.decode(rows.input_ids).endswith("a<|im_end|>\n!")
     options = load(SftConfig, [*given, "data.chat_template_options={lout: true}"])
     with pytest.raises(ConfigError, match=r"data\.chat_template_options\.lout: .* or did you mean 'loud'"):
-        read_tokens(options, str(tmp_path / "model"), sft_rows, "demonstrations")
+        read_tokens(options.data, options.test_data, str(tmp_path / "model"), sft_rows, "demonstrations")
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,10 @@ def test_streamed_rows_are_the_rows_of_the_table(kind: Any, tmp_path: Path) -> N
     too_long = {**row(0), "prompt": "q" * 30}  # nothing is left to learn
     path = write(tmp_path / "x.jsonl", [too_long, *(row(n) for n in range(WINDOW + 20)), too_long])
     options = [f"actor.model_name={tmp_path / 'model'}", f"data.path={path}", "data.max_length=16"]
-    whole, _ = read_tokens(load(config, options), str(tmp_path / "model"), tokenise, kind)
+    loaded = load(config, options)
+    whole, _ = read_tokens(loaded.data, loaded.test_data, str(tmp_path / "model"), tokenise, kind)
     streaming = load(config, [*options, "data.streaming=true", "trainer.total_steps=9", "data.shuffle_buffer=1"])
-    rows, _ = read_tokens(streaming, str(tmp_path / "model"), tokenise, kind)
+    rows, _ = read_tokens(streaming.data, streaming.test_data, str(tmp_path / "model"), tokenise, kind)
     assert rows.stream is not None
     assert rows.form == whole.form
     [*batches] = StreamLoader(rows.stream, batch_size=1000, seed=0, num_batches=5)
@@ -150,7 +151,8 @@ def test_a_streamed_row_that_does_not_fit_a_device_is_named(tmp_path: Path) -> N
     save(TOKENIZER, tmp_path / "model")
     path = write(tmp_path / "x.jsonl", [{"text": "a"}] * (WINDOW + 3) + [{"text": "a" * 12}])
     settings = [f"actor.model_name={tmp_path}", f"data.path={path}", "data.streaming=true", "trainer.total_steps=9"]
-    rows, _ = read_tokens(load(SftConfig, settings), str(tmp_path / "model"), sft_rows, "demonstrations")
+    loaded = load(SftConfig, settings)
+    rows, _ = read_tokens(loaded.data, loaded.test_data, str(tmp_path / "model"), sft_rows, "demonstrations")
     assert rows.stream is not None
     rows.stream.check("capacity", lambda window: window.check_capacity(12, "the capacity"))
     with pytest.raises(StreamedDataError, match=rf"x\.jsonl, line {WINDOW + 4} has 13 tokens and the capacity is 12"):

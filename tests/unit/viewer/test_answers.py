@@ -11,10 +11,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import DataError
-from rlite.services.record.files import write_table
-from rlite.services.record.schema import ROWS
-from rlite.viewer.answers import MAX_HITS, MAX_ITEMS, PAGE, QUESTIONS, Query, UnknownPlace, answer, shortened
-from rlite.viewer.arrow import means_by_step
+from rlite.services.record.files import ROWS, write_table
+from rlite.viewer.answers import (
+    MAX_HITS,
+    MAX_ITEMS,
+    PAGE,
+    QUESTIONS,
+    Query,
+    UnknownPlace,
+    answer,
+    means_by_step,
+    shortened,
+)
 from rlite.viewer.export import export
 from rlite.viewer.run import ViewedRun, open_runs
 

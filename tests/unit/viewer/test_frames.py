@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.services.record.files import compact, write_table
-from rlite.services.record.schema import ROWS
+from rlite.services.record.files import ROWS, compact, write_table
 from rlite.viewer import load
 
 

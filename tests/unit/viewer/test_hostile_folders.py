@@ -17,8 +17,8 @@ import pytest
 from rlite.files import MAX_LINE
 from rlite.runtime.sandbox.calls import Code
 from rlite.services.record import reader
-from rlite.services.record.reader import read_file_part, read_part_aside
-from rlite.services.record.schema import ROWS, TOKENS
+from rlite.services.record.files import ROWS, TOKENS
+from rlite.services.record.reader import ALL, Part, read_file_part, read_part_aside
 from rlite.viewer.metrics import MAX_NAMES
 from rlite.viewer.run import open_runs
 from tests.hostile_runs import lead_out, often, texts_often, write_bomb
@@ -57,7 +57,7 @@ def test_files_that_become_huge_are_named_and_the_others_are_shown(run: Path) ->
     assert set(viewed.record.table("train")["step"].to_pylist()) == {1, 2, 4}
 
 
-def die(arguments: Any) -> None:
+def die(part: Any) -> None:
     os._exit(3)
 
 
@@ -65,9 +65,9 @@ def die(arguments: Any) -> None:
     ("answer", "reason"),
     [
         (die, "the process of its reader ended with exit code 3 while it computed"),
-        (lambda arguments: 7, "its reader answered something else"),
-        (lambda arguments: ["read", None, b"no table"], ""),
-        (lambda arguments: ["damaged", "\x1b[2J"], ""),
+        (lambda part: 7, "its reader answered something else"),
+        (lambda part: ["read", None, b"no table"], ""),
+        (lambda part: ["damaged", "\x1b[2J"], ""),
     ],
 )
 def test_a_reader_that_dies_or_answers_anything_is_a_problem_of_the_file(
@@ -96,14 +96,14 @@ def test_the_rows_of_many_files_stay_within_a_budget(run: Path, monkeypatch: pyt
 def test_the_process_reads_what_this_process_would_read(run: Path, schema: pa.Schema, last_first: bool) -> None:
     kind = "rows" if schema is ROWS else "tokens"
     path = run / "record" / f"train-00000001.{kind}.parquet"
-    for chosen in (None, pa.compute.field("sample") == 1):
+    for chosen in (ALL, pa.compute.field("sample") == 1):
         place: int | None = 0
         while place is not None:
-            arguments = (path, schema, chosen, last_first, place)
-            (table, place), expected = read_part_aside(*arguments), read_file_part(*arguments)
+            part = Part(path, schema, chosen, last_first, place)
+            (table, place), expected = read_part_aside(part), read_file_part(part)
             assert (table, place) == expected
     with pytest.raises(FileNotFoundError):
-        read_part_aside(run / "none", schema, None, last_first, 0)
+        read_part_aside(Part(run / "none", schema, ALL, last_first))
 
 
 @pytest.mark.parametrize(

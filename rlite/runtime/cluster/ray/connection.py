@@ -58,14 +58,11 @@ class ControlService:
     """Ray's control service (GCS), watched through a connection that ends with it."""
 
     def __init__(self, address: str, patience_s: float, on_end: Callable[[], None]) -> None:
-        self._address = _parts(address)
-        self._patience_s = patience_s
-        self._on_end = on_end
+        self._address, self._patience_s, self._on_end = _parts(address), patience_s, on_end
         self._line: socket.socket | None = None
-        self._is_closed = False
+        self._is_closed = self.is_gone = False
         self._uses = 0
         self._use = threading.Condition()
-        self.is_gone = False
         threading.Thread(target=self._watch, name="rlite-ray-control", daemon=True).start()
 
     @contextmanager

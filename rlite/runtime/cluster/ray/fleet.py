@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +90,16 @@ class Fleet:
         """
         deadline = time.monotonic() + timeout
         known = self._placements(name)
-        selector = {NODE_LABEL: f"!in({','.join(avoid)})"} if avoid else None
+        selector = [{NODE_LABEL: f"!in({','.join(avoid)})"}] if avoid else []
+        names = {number: f"{self._job}/{name}/{number}" for number in bundles}
         for number, part in bundles.items():
-            full_name = f"{self._job}/{name}/{number}"
-            if full_name not in known:
-                selectors = None if selector is None else [selector] * len(part)
+            if (full_name := names[number]) not in known:
+                selectors = selector * len(part) or None
                 with self._open():
                     known[full_name] = placement_group(
                         part, "STRICT_PACK", full_name, lifetime="detached", bundle_label_selector=selectors
                     )
-        groups = {number: known[f"{self._job}/{name}/{number}"] for number in bundles}
+        groups = {number: known[full_name] for number, full_name in names.items()}
         for number, group in groups.items():
             if not group.wait(timeout_seconds=max(1, round(deadline - time.monotonic()))):
                 self.release(lambda _: True)
@@ -192,17 +191,15 @@ class Fleet:
 
     def names(self) -> list[str]:
         """Return the names of the job's actors."""
-        named = ray.util.list_named_actors(all_namespaces=True)
-        prefix = f"{self._job}/"
+        named, prefix = ray.util.list_named_actors(all_namespaces=True), f"{self._job}/"
         ours = [each["name"] for each in named if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)]
         return [name.removeprefix(prefix) for name in ours]
 
     def find(self, name: str) -> Any | None:
         """Return the actor of a name, or None."""
-        try:
+        with suppress(ValueError):
             return ray.get_actor(f"{self._job}/{name}", NAMESPACE)
-        except ValueError:
-            return None
+        return None
 
     def kill(self, is_chosen: Callable[[str], bool]) -> None:
         """End actors, by name."""
@@ -216,11 +213,9 @@ class Fleet:
     def _placements(self, name: str) -> dict[str, PlacementGroup]:
         """Return the job's reservations that exist, by their full name."""
         prefix = f"{self._job}/{name}"
-        found = {}
-        for key, each in placement_group_table().items():
-            if each["name"].startswith(prefix) and each["state"] != "REMOVED":
-                found[each["name"]] = PlacementGroup(PlacementGroupID(bytes.fromhex(key)))
-        return found
+        held = {key: each["name"] for key, each in placement_group_table().items() if each["state"] != "REMOVED"}
+        groups = ((name, PlacementGroupID(bytes.fromhex(key))) for key, name in held.items() if name.startswith(prefix))
+        return {name: PlacementGroup(group) for name, group in groups}
 
 
 class Service:
@@ -236,10 +231,9 @@ class Service:
         Raises:
             JobNotFound: the job has no service.
         """
-        try:
-            return ray.get_actor(f"{self._job}/master", NAMESPACE)
-        except ValueError:
-            raise JobNotFound(f"job {self._job!r} does not run on this cluster") from None
+        if (actor := Fleet(self._job).find("master")) is None:
+            raise JobNotFound(f"job {self._job!r} does not run on this cluster")
+        return actor
 
     def ask(self, method: str, *args: Any, timeout: float = PATIENCE_S) -> Any:
         """Call a method of the service, again if the service is restarted meanwhile.
@@ -268,9 +262,7 @@ class Service:
                 raise error if died is None else JobNotFound(f"{error}: {died}") from died
             except GetTimeoutError:
                 break
-            if outcome.error is not None:
-                outcome.raise_error(f"{self._job}/master")
-            return outcome.value
+            return outcome.result(f"{self._job}/master")
         raise CallTimeout(f"the master of job {self._job!r} did not answer {method} within {timeout:g} s")
 
     def tell(self, method: str, *args: Any) -> None:
@@ -358,11 +350,3 @@ def own_node() -> str:
 def cluster_address() -> str:
     """Return the address of the cluster, for programs that join it."""
     return ray.get_runtime_context().gcs_address
-
-
-def value_of(answer: Future[Outcome], worker: str) -> Any:
-    """Return the value of a finished answer, or raise its error."""
-    outcome = answer.result()
-    if outcome.error is not None:
-        outcome.raise_error(worker)
-    return outcome.value

@@ -16,10 +16,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import AbsentHandle
-from rlite.runtime.cluster.guard import end_at_sigterm
+from rlite.runtime.cluster.guard import TerminationNotice, end_at_sigterm
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
 from rlite.runtime.cluster.launcher import Interface, Method
-from rlite.runtime.cluster.preemption import TerminationNotice
 from rlite.runtime.cluster.ray.connection import ControlService
 
 STOP_TIMEOUT_S = 10.0
@@ -109,10 +108,6 @@ class RayHost:
         outcome = self._host.call(key, method, (), {})
         return replace(outcome, value=None), outcome.value
 
-    def host_worker(self) -> Any:
-        """Return the worker of a process that has one."""
-        return self._host.only_worker()
-
 
 HOST_OPTIONS: dict[str, Any] = {"max_restarts": 0, "num_cpus": 0, "concurrency_groups": GROUPS}
 HostActor = ray.remote(**HOST_OPTIONS)(RayHost)
@@ -155,7 +150,7 @@ def hosting(interface: Interface, options: Mapping[str, Any]) -> Any:
 
 def _forward(name: str, method: Method) -> Callable[..., Any]:
     def forward(self: RayHost, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.host_worker(), name)(*args, **kwargs)
+        return getattr(self._host.only_worker(), name)(*args, **kwargs)
 
     # Ray checks arguments against the signature
     vars(forward).update(__signature__=method.signature, **method.marks)
@@ -166,8 +161,7 @@ class RayHandle:
     """Handle of a worker that is an actor: calls are its tasks, and its death is the end of `host_pulse`."""
 
     def __init__(self, actor: Any, name: str, control: ControlService | None = None, has_notice: bool = False) -> None:
-        self.actor = actor
-        self._name = name
+        self.actor, self._name = actor, name
         self._using = nullcontext if control is None else control.using
         self.process = actor._actor_id.hex()
         self.death = self._call(actor.host_pulse)
@@ -253,10 +247,7 @@ class RayHandle:
         return answer
 
 
-AnyHandle = RayHandle | AbsentHandle
-
-
-def handle_of(actor: Any | None, name: str) -> AnyHandle:
+def handle_of(actor: Any | None, name: str) -> RayHandle | AbsentHandle:
     """Return the handle of an actor that may be gone.
 
     Args:

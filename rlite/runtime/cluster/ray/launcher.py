@@ -23,10 +23,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.errors import CallTimeout, ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes, worker_name
-from rlite.runtime.cluster.host import WorkerFactory
+from rlite.runtime.cluster.host import WorkerContext, WorkerFactory
 from rlite.runtime.cluster.launcher import GroupRequest, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, DeviceKind
 from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
+from rlite.runtime.cluster.ray.fleet import capacities
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle
 from rlite.runtime.parallel.processes import join, keep_for_ever, open_store
 
@@ -81,8 +82,8 @@ class RayLauncher:
         """Return a group of one actor per device, after joining each replica in a torch.distributed world."""
         name, devices = request.name, request.devices
         grace_s = self._grace_s[name] = GRACE_S if request.replica_size else 0.0
-        group = WorkerGroup(name, devices, self._actors(name, 0, devices, grace_s), self._options.call_timeout)
-        group.divide(request.replica_size or len(devices))
+        handles, size = self._actors(name, 0, devices, grace_s), request.replica_size or 0
+        group = WorkerGroup(name, devices, handles, self._options.call_timeout, replica_size=size)
         self._groups.append(group)
         try:
             self._make_workers(group, range(len(group)), request.factory)
@@ -101,15 +102,14 @@ class RayLauncher:
             factory: makes a worker from its context, in its process.
         """
         handles = self._actors(group.name, first, devices, self._grace_s[group.name])
-        candidate = group.with_replica(first, devices, handles)
         ranks = range(first, first + len(devices))
         try:
             devices = self._located(devices, handles)
-            candidate = group.with_replica(first, devices, handles)
-            self._make_workers(candidate, ranks, factory)
+            self._make_workers(group.with_replica(first, devices, handles), ranks, factory)
             group.take_replica(first, devices, handles)
         except BaseException:
-            candidate.mark_lost(ranks, WorkerError(f"{group.name}: this replica could not be started"))
+            why = WorkerError(f"{group.name}: this replica could not be started")
+            group.with_replica(first, devices, handles).mark_lost(ranks, why)
             raise
 
     def _located(self, devices: Sequence[Device], handles: Sequence[RayHandle]) -> list[Device]:
@@ -126,14 +126,13 @@ class RayLauncher:
                 f"no process started for {', '.join(late)} within {timeout:g} s. If its node has died, the cluster "
                 "needs another one with as many free devices"
             )
-        return [self._at(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
-
-    def _at(self, device: Device, node: str) -> Device:
-        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
         with self._moving:
-            return device if node == device.node else self._moved(device, node)
+            return [self._moved(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
 
     def _moved(self, device: Device, node: str) -> Device:
+        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
+        if node == device.node:
+            return device
         bundle = self._bundles[device]
         known = [each for each, its_bundle in self._bundles.items() if each.node == node and its_bundle == bundle]
         if known:  # another owner's worker came first
@@ -150,32 +149,25 @@ class RayLauncher:
 
     def _actors(self, name: str, first: int, devices: Sequence[Device], grace_s: float) -> list[RayHandle]:
         assert self._control is not None  # since the constructor
+        handles = []
         with self._control.using():
-            return [
-                RayHandle(
-                    self._actor(device, grace_s),
-                    worker_name(name, rank, device),
-                    self._control,
-                    has_notice=grace_s > 0,
-                )
-                for rank, device in enumerate(devices, first)
-            ]
-
-    def _actor(self, device: Device, grace_s: float) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._placement,
-            placement_group_bundle_index=self._bundles[device],
-            placement_group_capture_child_tasks=False,
-        )
-        num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
-        return HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
+            for rank, device in enumerate(devices, first):
+                num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
+                strategy = PlacementGroupSchedulingStrategy(self._placement, self._bundles[device], False)
+                actor = HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
+                handles.append(RayHandle(actor, worker_name(name, rank, device), self._control, grace_s > 0))
+        return handles
 
     def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: WorkerFactory) -> None:
-        torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in group.devices]
-        num_threads = [self._num_threads[device.node] for device in group.devices]
-        world_ranks = [rank % group.replica_size for rank in range(len(group))]
+        torch_device = "cpu" if self._options.device == "cpu" else "cuda:0"
+        world_ranks = tuple(rank % group.replica_size for rank in range(len(group)))
+        contexts = [
+            WorkerContext(rank, len(group), device, torch_device, self._num_threads[device.node], world_ranks)
+            for rank, device in enumerate(group.devices)
+            if rank in ranks
+        ]
         self._meet(group, ranks)
-        group.create(factory, torch_devices, num_threads, world_ranks, self._options.start_timeout, ranks)
+        group.create(factory, contexts, self._options.start_timeout)
 
     def _meet(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Join each replica among these ranks in a world of its own."""
@@ -270,7 +262,7 @@ def _reserve(options: SessionOptions) -> Any:
         PlacementError: the cluster has too few devices, or other jobs hold them.
     """
     resource = "CPU" if options.device == "cpu" else "GPU"
-    by_node = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    by_node = capacities(options.device)
     present = sum(by_node)
     usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present
     count = usable if options.num_devices is None else options.num_devices

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.chat.prompt_tokens import CHARACTERS_PER_TOKEN, TooManyTokens, bounded_tokens, raw_prompts, raw_tokens
+from rlite.data.prompts import CHARACTERS_PER_TOKEN, TooManyTokens, bounded_tokens, raw_prompts, raw_tokens
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()

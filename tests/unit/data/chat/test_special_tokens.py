@@ -124,5 +124,6 @@ def test_trainers_escape_if_they_are_told_to(tmp_path: Path) -> None:
     for escapes in (False, True):
         data = DataOptions(path=str(tmp_path / "rows.json"), escape_special_tokens=escapes)
         options = SupervisedConfig(data=data)
-        counts.append(len(special(read_tokens(options, str(path), sft_rows, "demonstrations")[0].input_ids.tolist())))
+        rows, _ = read_tokens(options.data, options.test_data, str(path), sft_rows, "demonstrations")
+        counts.append(len(special(rows.input_ids.tolist())))
     assert counts == [7, 4]

@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.chat import template_limits
+from rlite.data.chat import forms
+from rlite.data.chat.forms import TemplateLimit, limited
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, check_template_limits
-from rlite.data.chat.template_limits import TemplateLimit, limited
 
 QUESTION = [{"role": "user", "content": "hello"}]
 
@@ -53,7 +53,7 @@ def test_text_and_keyword_arguments_are_no_powers(template: str) -> None:
 
 
 def test_a_long_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_CHARACTERS", 2**20)
+    monkeypatch.setattr(forms, "MAX_CHARACTERS", 2**20)
     with pytest.raises(TemplateRefusal, match="it writes 2000000 characters, expected at most 1048576"):
         render("{{ ('a' * 2000) * 1000 }}")
 

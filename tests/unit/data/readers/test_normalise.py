@@ -36,7 +36,7 @@ RESULT = {"from": "observation", "value": "2"}
 
 
 def one(kind: RowKind, row: dict[str, Any], **options: Any) -> dict[str, Any]:
-    return normalise([row], kind, "data.path=x", **options)[0][0]
+    return normalise([row], kind, Source("x", **options))[0][0]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_prompts_are_recognised_and_keep_their_columns_for_rewards(
 
 
 def test_rows_without_a_prompt_are_left_to_environments() -> None:
-    assert normalise([{"seed": 1}], "prompts", "x") == ([{"seed": 1}], "rows without a prompt")
+    assert normalise([{"seed": 1}], "prompts", Source("x")) == ([{"seed": 1}], "rows without a prompt")
 
 
 def test_a_completion_alone_is_learnt_and_a_text_as_a_whole() -> None:
@@ -257,7 +257,7 @@ def test_a_first_row_of_no_known_format_names_the_option_for_its_columns() -> No
 def test_rows_that_disagree_are_named_with_their_columns(row: dict[str, Any], message: str) -> None:
     good = {"prompt": "q", "response": "a", "extra": 1}
     with pytest.raises(DataError, match=f"data.path=x, {message}"):
-        normalise([good, good, row], "demonstrations", "data.path=x")
+        normalise([good, good, row], "demonstrations", Source("x"))
 
 
 # -- the system prompt -------------------------------------------------------------------------------------------------
@@ -369,10 +369,10 @@ VALUES = LEAVES | st.lists(LEAVES | OBJECTS | st.lists(LEAVES, max_size=2), max_
 
 @given(st.sampled_from(sorted(FORMATS)), st.data())
 def test_any_row_is_converted_or_refused(kind: RowKind, data: st.DataObject) -> None:
-    names = sorted({name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)})
+    names = sorted({name for entry in FORMATS[kind] for name in entry.known})
     row = data.draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=5))
     try:
-        made, form = normalise([row], kind, "x", system_prompt=data.draw(st.none() | st.just("s")))
+        made, form = normalise([row], kind, Source("x", system_prompt=data.draw(st.none() | st.just("s"))))
     except (DataError, ConfigError):
         return
     assert form
@@ -420,7 +420,7 @@ def test_a_null_is_called_a_null_in_the_first_row_and_in_others(
     for rows in ([{**row, column: null}, row], [row, row, {**row, column: null}]):
         number = 0 if len(rows) == 2 else 2
         with pytest.raises(DataError, match=told.format(number)) as error:
-            check_prompts(normalise(rows, kind, "data.path=x")[0], "data.path=x")
+            check_prompts(normalise(rows, kind, Source("x"))[0], "data.path=x")
         assert "columns." not in str(error.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlite.errors import ConfigError
 from rlite.restarts import RestartBudget
-from rlite.runtime.replicas.scaling import EngineLoad, SlowToShrink, TargetInFlight
+from rlite.runtime.replicas.replica_set import EngineLoad, SlowToShrink, TargetInFlight
 
 
 def test_the_target_is_met_within_the_bounds() -> None:

@@ -55,7 +55,7 @@ def in_flight(number: int, num_prompt: int = 10, max_new_tokens: int = 90) -> In
 def router_of(num: int, **options: Any) -> tuple[Router, list[IdleReplica]]:
     router, replicas = Router("engine", **options), [IdleReplica(index) for index in range(num)]
     for replica in replicas:
-        router.add(replica.workers.index, replica)  # type: ignore[arg-type]
+        router.add(replica)  # type: ignore[arg-type]
     return router, replicas
 
 

@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.dataset import dataset
 
-from rlite.services.record.files import write_table
-from rlite.services.record.reader import RecordReader, _footer_of, read_file_part
-from rlite.services.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.services.record.files import ROWS, TOKENS, VERSION, VERSION_KEY, write_table
+from rlite.services.record.reader import Part, RecordReader, _footer_of, read_file_part
 
 
 def row(step: int, sample: int = 0, **values: Any) -> dict[str, Any]:
@@ -262,10 +261,10 @@ def test_a_file_that_is_merged_between_two_parts_is_read_once_and_whole(tmp_path
     path = write_table(tmp_path, "train", 1, "rows", rows(*given[:1]))
     pq.write_table(rows(*given), path, row_group_size=2)
 
-    def read_part(file: Path, *arguments: Any) -> Any:
-        if file == path and arguments[-1] > 0:
+    def read_part(part: Part) -> Any:
+        if part.path == path and part.start > 0:
             path.rename(path_of(tmp_path, "train-00000001_00000100.rows.parquet"))
-        return read_file_part(file, *arguments)
+        return read_file_part(part)
 
     reader = RecordReader(tmp_path, read_part)
     reader.refresh()

@@ -12,6 +12,9 @@ import pytest
 
 from rlite.errors import StorageError
 from rlite.services.record.files import (
+    ROWS,
+    TOKENS,
+    VERSION_KEY,
     Gap,
     compact,
     drop_later,
@@ -22,7 +25,6 @@ from rlite.services.record.files import (
     write_gaps,
     write_table,
 )
-from rlite.services.record.schema import ROWS, TOKENS, VERSION_KEY
 from tests.recorded import recorded
 
 

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 
 from rlite.services.record import files as module
-from rlite.services.record.files import RecordWriter, Tables, path_of, read_gaps
-from rlite.services.record.schema import ROWS, TOKENS
+from rlite.services.record.files import ROWS, TOKENS, RecordWriter, Tables, path_of, read_gaps
 from tests.recorded import recorded
 
 

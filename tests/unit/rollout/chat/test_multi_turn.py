@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.data.packs import first_rows
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import (
     GenerationHyperparameters,
@@ -17,7 +18,6 @@ from rlite.rollout import (
     ScriptedEngine,
 )
 from rlite.rollout.joined import pad_trajectories
-from rlite.rollout.trajectories import first_rows
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlite.data.packs import check_trajectory, first_rows, last_rows
 from rlite.errors import DataError
 from rlite.rollout import (
     GenerationHyperparameters,
@@ -15,7 +16,6 @@ from rlite.rollout import (
     ScriptedEngine,
     Transcript,
 )
-from rlite.rollout.trajectories import check_trajectory, first_rows, last_rows
 
 SAMPLING = GenerationHyperparameters(max_new_tokens=4)
 

@@ -1,6 +1,6 @@
 import random
 
-from rlite.rollout.collector.ledger import FailureStreaks
+from rlite.rollout.collector.lost_groups import FailureStreaks
 
 
 def test_a_run_of_failures_is_counted_in_the_order_of_the_starts() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, OnChunk

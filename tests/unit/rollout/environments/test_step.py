@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.data.packs import first_rows, trajectory_index
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import (
     CollectorOptions,
@@ -24,7 +25,6 @@ from rlite.rollout import (
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.joined import join_batches, pad_trajectories
-from rlite.rollout.trajectories import first_rows, trajectory_index
 from rlite.runtime.sandbox.pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
 

@@ -12,14 +12,14 @@ import torch
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.data.packs import TokenHistory, check_trajectory
 from rlite.rollout.collector.ended import MAX_COLUMNS, MAX_VALUE, Ended
 from rlite.rollout.collector.runner import Group
 from rlite.rollout.collector.saved import ended_state, saved_ended
 from rlite.rollout.joined import join_histories, pad_trajectories
-from rlite.rollout.trajectories import TokenHistory, check_trajectory, of_trajectory
-from rlite.rollout.workflow import RolloutWorkflow
+from rlite.rollout.workflow import RolloutWorkflow, of_trajectory
+from rlite.services.record.files import ROWS, TOKENS
 from rlite.services.record.recorder import MAX_EVENTS, NUM_GROUPS, FileRecorder, TokenTexts, make_tables, sampled
-from rlite.services.record.schema import ROWS, TOKENS
 from rlite.types import Status, TokenChunk
 from tests.recorded import recorded
 
@@ -53,7 +53,7 @@ def ended(number: int, *trajectories: TensorDict | None, status: Status = "train
     group = Group(number, {}, Unused(), len(trajectories), item=f"item {number}")
     for episode, trajectory in zip(group.episodes, trajectories, strict=True):
         episode.trajectory = trajectory
-    return group.ended(status, reason)
+    return Ended.of(group, status, reason)
 
 
 def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
@@ -118,7 +118,7 @@ def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
 def test_columns_of_the_data_item_stand_beside_its_text_and_are_bounded(texts: TokenTexts) -> None:
     item = {"id": "a", "answer": "4", "level": 2, "tests": [list(range(100))] * 100, "prompt": "x" * 1000}
     group = Group(1, item | {f"more {n}": n for n in range(100)}, Unused(), 1)
-    shown, other = make_tables(1, [group.ended("failed")] * 2, texts, shown=[0])["rows"]["data"].to_pylist()
+    shown, other = make_tables(1, [Ended.of(group, "failed")] * 2, texts, shown=[0])["rows"]["data"].to_pylist()
     assert other is None
     columns = dict(shown)
     assert {name: columns[name] for name in ("answer", "level")} == {"answer": "4", "level": "2"}
@@ -220,7 +220,7 @@ def test_a_group_that_never_started_has_rows(texts: TokenTexts) -> None:
 
 def test_hostile_texts_and_endless_episodes_can_be_written(texts: TokenTexts) -> None:
     group = ended(0, turns("a", "b"), status="failed", reason="\ud800 <script>\u202e" + "x" * 10_000)
-    group.episodes[0].begin()
+    group.episodes[0].started = group.episodes[0].now()
     group.episodes[0].spans = [("generate", float(second), second + 0.5) for second in range(1, 2000)]
     group.episodes[0].answer = "\udfff"
     (row,) = make_tables(1, [group], texts, [])["rows"].to_pylist()

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rlite.rollout import GymEnvironment, RewardFunction
-from rlite.rollout.environments.child import MAX_OBSERVATION, read_turn
-from rlite.rollout.environments.step import Environment
+from rlite.rollout.environments.file import MAX_OBSERVATION, read_turn
+from rlite.rollout.environments.workflow import Environment
 from rlite.rollout.failures import EnvironmentFailure, RewardError, RewardInvalid, RewardRaised
 from rlite.rollout.rewards.batches import read_batch
 from rlite.runtime.sandbox import pool as pools

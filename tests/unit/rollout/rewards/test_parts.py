@@ -9,7 +9,7 @@ import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import RewardFunction, RolloutCollector, ScriptedEngine, SingleTurnWorkflow, from_trl
-from rlite.rollout.chat.conversation import MultiTurnWorkflow
+from rlite.rollout.conversation import MultiTurnWorkflow
 from rlite.rollout.rewards.score import read_score
 from rlite.trainer.rl.rollouts import Generated
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import RewardFunction, from_trl, from_verl
-from rlite.rollout.rewards.signatures import adapt, check_columns
+from rlite.rollout.rewards.configured_rewards import adapt, check_columns
 
 CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1], "completion_ids": [2]}
 

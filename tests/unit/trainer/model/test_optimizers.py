@@ -5,7 +5,7 @@ import torch
 
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions
-from rlite.runtime.parallel.muon import CombinedOptimizer
+from rlite.runtime.parallel.fsdp import CombinedOptimizer
 from rlite.trainer.model.modules import critic_module, policy_module
 from rlite.trainer.model.optimizers import make_optimizer, parameter_groups
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions

@@ -15,9 +15,8 @@ import torch
 from tensordict import TensorDict
 
 from rlite.algorithms import TokenLogprobs
-from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.objective import PolicyLoss, compute_advantages
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions
-from rlite.trainer.rl.policy_loss import PolicyLoss
 
 GAMMA, LAMBDA, COEF, WIDTH = 0.9, 0.8, 0.3, 8
 # (group, rows): the mask of each row, whose first token is never an action; the fourth trajectory has no action at all

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from rlite.algorithms import gae, group_advantages
 from rlite.errors import ConfigError, DataError
-from rlite.trainer.rl.advantages import compute_advantages, token_rewards
+from rlite.trainer.rl.objective import compute_advantages, token_rewards
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions
 from tests.oracles.cases import HERE
 

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from rlite.algorithms import next_token
 from rlite.algorithms.kept_ids import KeptIds
-from rlite.backends.serving.requests import Sampling
-from rlite.backends.serving.sampling import SamplingBatch, sample, uniforms
+from rlite.backends.serving.sampling import Sampling, SamplingBatch, sample, uniforms
+from rlite.data.packs import TokenHistory
 from rlite.errors import ConfigError, DataError
 from rlite.nn import linear_logprobs
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.trajectories import TokenHistory
 from rlite.trainer.options import SamplingOptions
-from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs, PolicyLoss, compute_advantages
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions, RolloutOptions
 from rlite.trainer.rl.placement import check_engine, check_kept
-from rlite.trainer.rl.policy_loss import BothLogprobs, OwnLogprobs, PolicyLoss
 from rlite.types import GenerationHyperparameters
 
 NUM_DRAWS = 200_000

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.assembly.workflows import Context, check_lengths, check_openings, context_limit, make_context
-from rlite.data.prompts import PromptStream
+from rlite.assembly.workflows import Context, RunWorkflows, check_openings
 from rlite.data.readers.streaming import WINDOW
-from rlite.data.rows import streamed_source
+from rlite.data.rows import prompt_stream, streamed_source
 from rlite.data.source import Source
 from rlite.errors import ConfigError, DataError, StreamedDataError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
@@ -39,21 +38,23 @@ class Unbounded(RolloutWorkflow):
 
 
 def test_one_turn_serves_the_longest_prompt_and_all_new_tokens(model: Path) -> None:
-    limit = context_limit(options(model))
+    limit = RunWorkflows(options(model)).context_limit
     assert limit == 16384
-    assert make_context(options(model), limit, [(single(5000), 12), (single(6000), 40)]) == Context(6040, 40)
-    assert make_context(options(model), limit, [(single(16380), 12)]) == Context(16384, 12)
+    assert RunWorkflows(options(model)).make_context(limit, [(single(5000), 12), (single(6000), 40)]) == Context(
+        6040, 40
+    )
+    assert RunWorkflows(options(model)).make_context(limit, [(single(16380), 12)]) == Context(16384, 12)
 
 
 def test_unbounded_prompts_get_the_largest_supported_context(model: Path, tmp_path: Path) -> None:
     for prompts in ([(Unbounded(), 12)], [(single(8), 12), (Unbounded(), 0)], [(single(8), 0)]):
-        assert make_context(options(model), 16384, prompts).length == 16384
+        assert RunWorkflows(options(model)).make_context(16384, prompts).length == 16384
     short = build_model_dir(tmp_path / "short", hidden=32, max_position_embeddings=512)
-    assert context_limit(options(short)) == 512
+    assert RunWorkflows(options(short)).context_limit == 512
     reference = ReferenceOptions(model_name=str(short))
-    assert context_limit(options(model, ref_actor=reference, kl=KlOptions(type="loss"))) == 512
-    assert context_limit(options(model, {"max_model_len": 100})) == 100
-    assert make_context(options(model, {"max_model_len": 100}), 100, [(single(8), 12)]) == Context(100, 12)
+    assert RunWorkflows(options(model, ref_actor=reference, kl=KlOptions(type="loss"))).context_limit == 512
+    assert RunWorkflows(options(model, {"max_model_len": 100})).context_limit == 100
+    assert RunWorkflows(options(model, {"max_model_len": 100})).make_context(100, [(single(8), 12)]) == Context(100, 12)
 
 
 def test_the_plan_says_how_much_of_an_answer_fits() -> None:
@@ -79,10 +80,10 @@ def test_streamed_prompts_are_served_at_any_length_and_checked_as_they_come(mode
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     rows = streamed_source(Source(str(path), "train_data"), "prompts", buffer_size=1)
     given = options(model, {"max_model_len": 64})
-    assert check_lengths(given, [(single(8), rows, "train_data")]) == Context(64, 0)
-    assert check_lengths(options(model), [(single(8), rows, "train_data")]) == Context(16384, 0)
-    check_lengths(given, [(single(8), rows, "train_data")])
-    stream = PromptStream(rows, 1000, seed=0)
+    assert RunWorkflows(given).check_lengths([(single(8), rows, "train_data")]) == Context(64, 0)
+    assert RunWorkflows(options(model)).check_lengths([(single(8), rows, "train_data")]) == Context(16384, 0)
+    RunWorkflows(given).check_lengths([(single(8), rows, "train_data")])
+    stream = prompt_stream(rows, 1000, seed=0)
     assert [len(stream.next()) for _ in range(4)] == [1000] * 4
     with pytest.raises(StreamedDataError, match=rf"x\.jsonl, line {WINDOW + 2}: its prompt has 100 tokens, .* in 64 "):
         stream.next()
@@ -95,6 +96,6 @@ def test_more_sequences_than_the_machine_can_hold_are_refused_before_the_start(m
         with pytest.raises(
             ConfigError, match=rf"{32 * many:,} sequences in a step take at least [\d,]+ GiB of host mem"
         ):
-            check_lengths(own, [(single(8), prompts, "train_data")])
-    context = check_lengths(options(model), [(single(8), prompts, "train_data")])
+            RunWorkflows(own).check_lengths([(single(8), prompts, "train_data")])
+    context = RunWorkflows(options(model)).check_lengths([(single(8), prompts, "train_data")])
     assert context.host_gib(2_000_000, context.length) == pytest.approx(2e6 * (4096 + 40 * 12) / 2**30)

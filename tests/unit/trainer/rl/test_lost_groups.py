@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.assembly.rl import make_rollouts
-from rlite.data.prompts import PromptStream
+from rlite.assembly.rl import PartsMaker
+from rlite.data.rows import prompt_stream
 from rlite.observability import stats_tracker
 from rlite.rollout import (
     LLMRequest,
@@ -22,7 +22,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.services.console.alarms import Alarms
+from rlite.services.console.observers import Alarms
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 
@@ -66,9 +66,9 @@ def make() -> Iterator[Callable[..., Any]]:
         collector = RolloutCollector(engine, config.collector_options().model_copy(update=limits))
         collectors.append(collector)
         served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
-        stream = PromptStream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
+        stream = prompt_stream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
         engines: Any = SimpleNamespace(rollout=served)
-        rollouts = make_rollouts(config, engines, workflow, stream)
+        rollouts = PartsMaker(config).rollouts(engines, workflow, stream)
         return SimpleNamespace(engine=engine, rollouts=rollouts, collector=collector)
 
     stats_tracker.export()

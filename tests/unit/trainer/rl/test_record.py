@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +13,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.observers import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.assembly.rl import make_rollouts
-from rlite.assembly.run_record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, Outcome, RunRecord
-from rlite.data.packs import with_keys
-from rlite.data.prompts import Prompt, PromptStream
+from rlite.assembly.rl import PartsMaker
+from rlite.data.packs import TokenHistory, with_keys
+from rlite.data.prompts import Prompt, PromptStream, ShuffledOrder
+from rlite.data.rows import prompt_stream
 from rlite.errors import StreamedDataError
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.collector.runner import Group
-from rlite.rollout.trajectories import TokenHistory, of_trajectory
+from rlite.rollout.workflow import of_trajectory
 from rlite.services.record.files import drop_later, read_gaps
 from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
 from rlite.trainer.options import TrainerOptions
@@ -62,16 +64,30 @@ def made(tmp_path: Path) -> Iterator[Any]:
         engines: Any = SimpleNamespace(rollout=rollout)
         said: list[Any] = []
         console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
-        run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
-        prompts = prompts or PromptStream(ROWS, 2, seed=0)
+        saved = SimpleNamespace(checkpoints=SimpleNamespace(oldest=None))
+        run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, is_interrupted=False, saved=saved)
+        prompts = prompts or prompt_stream(ROWS, 2, seed=0)
         record = RunRecord(options.trainer, run, rollout, options.has_dynamic_filtering)  # type: ignore[arg-type]
         record.begin()
-        rollouts = make_rollouts(options, engines, Ask(), prompts)
+        rollouts = PartsMaker(options).rollouts(engines, Ask(), prompts)
         return SimpleNamespace(run=run, record=record, rollouts=rollouts, engine=engine, said=said)
 
     yield make
     for collector in collectors:
         collector.close()
+
+
+@contextmanager
+def recording(parts: Any) -> Iterator[None]:
+    """Close the record at the end of the block, as a run does."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        parts.record.close(parts.run, error)
 
 
 def train(parts: Any, num_steps: int) -> list[list[int]]:
@@ -89,7 +105,7 @@ def train(parts: Any, num_steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_every_group_has_the_rows_of_one_step_with_its_status(made: Any, tmp_path: Path, ahead: int) -> None:
     parts = made(ahead)
-    with parts.record:
+    with recording(parts):
         trained = train(parts, 5)
     rows = recorded(tmp_path)
     for step, groups in enumerate(trained, start=1):
@@ -113,7 +129,7 @@ def consumed(number: int, rewards: Sequence[float] = (0.0, 1.0), **more: float) 
         history = TokenHistory()
         history.read([65])
         episode.trajectory = history.row().update(of_trajectory(1, rewards=reward, **more))
-    return group.ended(None, "")
+    return Ended.of(group, None)
 
 
 def test_a_group_outside_the_batch_has_the_true_reason() -> None:
@@ -133,7 +149,7 @@ def test_a_group_outside_the_batch_has_the_true_reason() -> None:
 
 def test_rollouts_of_a_skipped_update_are_not_called_trained(made: Any, tmp_path: Path) -> None:
     parts = made(0)
-    with parts.record:
+    with recording(parts):
         batch = parts.rollouts.next_batch()
         parts.run.step += 1
         is_skipped = torch.arange(len(batch)) > 0  # the first row alone is in an update that was made
@@ -162,14 +178,14 @@ def groups_of(rows: list[dict[str, Any]]) -> list[int]:
 def test_a_run_that_no_longer_runs_ahead_records_what_it_does_not_use(made: Any, tmp_path: Path) -> None:
     ahead = made(1)
     train(ahead, 2)
-    ahead.record.before_checkpoint()
+    ahead.record.before_save(ahead.run)
     state = ahead.rollouts.state_dict()
     begun = {group["id"] for group in state["groups"]}
     assert begun
     parts = made(0)
     parts.run.step = 2
     parts.rollouts.load_state_dict(state)
-    with parts.record:
+    with recording(parts):
         train(parts, 1)
     rows = recorded(tmp_path)
     assert groups_of(rows) == list(range(max(groups_of(rows)) + 1)), "every submitted group, once"
@@ -193,13 +209,13 @@ class BadLater(PromptStream):
 
 
 def test_groups_of_a_batch_that_met_bad_data_are_recorded_by_the_run_that_goes_on(made: Any, tmp_path: Path) -> None:
-    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, seed=0))  # equal rewards, which are replaced
+    parts = made(0, prompts=BadLater(ROWS[:1] * 8, 2, ShuffledOrder(8, seed=0)))  # equal rewards, which are replaced
     with pytest.raises(StreamedDataError):
         train(parts, 1)
     state = parts.rollouts.state_dict()
     again = made(0)
     again.rollouts.load_state_dict(state)
-    with again.record:
+    with recording(again):
         train(again, 1)
     rows = recorded(tmp_path)
     assert groups_of(rows) == list(range(max(groups_of(rows)) + 1))
@@ -211,7 +227,7 @@ def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -
     parts = made(0)
 
     def fail() -> None:
-        with parts.record:
+        with recording(parts):
             train(parts, 1)
             parts.rollouts.next_batch()
             raise RuntimeError("broken")
@@ -227,7 +243,7 @@ def test_an_error_of_the_record_does_not_hide_why_a_run_failed(made: Any, caplog
     parts = made(0)
 
     def fail() -> None:
-        with parts.record:
+        with recording(parts):
             parts.record._collector = object()
             raise RuntimeError("broken")
 
@@ -239,12 +255,12 @@ def test_an_error_of_the_record_does_not_hide_why_a_run_failed(made: Any, caplog
 def test_a_full_disk_ends_the_record_and_a_resumed_run_is_recorded_again(made: Any, tmp_path: Path) -> None:
     first = made(0)
     train(first, 1)
-    first.record.before_checkpoint()
+    first.record.before_save(first.run)
     (tmp_path / "record").rename(tmp_path / "aside")
     (tmp_path / "record").touch()  # no folder
-    with first.record:
+    with recording(first):
         train(first, 2)
-        first.record.before_checkpoint()
+        first.record.before_save(first.run)
         (tmp_path / "record").unlink()
         (tmp_path / "aside").rename(tmp_path / "record")
         state = first.rollouts.state_dict()
@@ -252,7 +268,7 @@ def test_a_full_disk_ends_the_record_and_a_resumed_run_is_recorded_again(made: A
     again = made(0)
     again.run.step = 3
     again.rollouts.load_state_dict(state)
-    with again.record:
+    with recording(again):
         train(again, 1)
     assert {row["step"] for row in recorded(tmp_path)} == {1, 4}
     assert [(gap.first, gap.last) for gap in read_gaps(tmp_path)] == [(2, 3)]
@@ -260,14 +276,14 @@ def test_a_full_disk_ends_the_record_and_a_resumed_run_is_recorded_again(made: A
 
 def test_all_texts_are_there_only_if_all_are_asked_for(made: Any, tmp_path: Path) -> None:
     parts = made(0, record="all")
-    with parts.record:
+    with recording(parts):
         train(parts, 2)
     assert all(row["segments"] for row in recorded(tmp_path) if row["status"] != "failed")
 
 
 def test_nothing_is_written_and_nothing_kept_without_a_record(made: Any, tmp_path: Path) -> None:
     parts = made(0, record="none")
-    with parts.record:
+    with recording(parts):
         train(parts, 2)
         assert parts.rollouts._engine.collector.take_ended() == []
     assert list(tmp_path.iterdir()) == []
@@ -275,10 +291,10 @@ def test_nothing_is_written_and_nothing_kept_without_a_record(made: Any, tmp_pat
 
 def test_the_limit_is_told_once(made: Any, tmp_path: Path) -> None:
     parts = made(0, record="all", record_limit=3e-5)
-    with parts.record:
+    with recording(parts):
         for _ in range(4):
             train(parts, 1)
-            parts.record.before_checkpoint()
+            parts.record.before_save(parts.run)
         train(parts, 1)
     assert [title for title, _ in parts.said] == ["step 3: the record has reached its limit"]
     assert parts.said[0][1]["limit"] == "trainer.record_limit=3e-05 GiB"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlite.assembly.rl import make_rollouts
-from rlite.data.prompts import PromptStream
+from rlite.assembly.rl import PartsMaker
+from rlite.data.rows import prompt_stream
 from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
@@ -79,11 +79,11 @@ def rollouts(request: pytest.FixtureRequest) -> Iterator[Any]:
         train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=8),
         rollout=RolloutOptions(max_head_offpolicyness=request.param, max_refills=6),
     )
-    prompts = PromptStream([{"number": number} for number in range(64)], 4, seed=0)
+    prompts = prompt_stream([{"number": number} for number in range(64)], 4, seed=0)
     served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
     engines: Any = SimpleNamespace(rollout=served)
     stats_tracker.export()
-    yield SimpleNamespace(engine=engine, rollouts=make_rollouts(options, engines, Ask(), prompts))
+    yield SimpleNamespace(engine=engine, rollouts=PartsMaker(options).rollouts(engines, Ask(), prompts))
     collector.close()
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlite.assembly.rl import make_rollouts
-from rlite.data.prompts import PromptStream
+from rlite.assembly.rl import PartsMaker
+from rlite.data.rows import prompt_stream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.filtering import VariedGroups
@@ -45,11 +45,11 @@ def rollouts() -> Iterator[Any]:
             train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=1),
             rollout=RolloutOptions(max_head_offpolicyness=ahead),
         )
-        prompts = PromptStream(ROWS, 4, seed=0)
+        prompts = prompt_stream(ROWS, 4, seed=0)
         prompts.order.take(position)
         rollout = collectors[-1]
         rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
-        made = make_rollouts(options, SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
+        made = PartsMaker(options).rollouts(SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
         assert type(made) is (RolloutsAhead if ahead else Rollouts)
         return SimpleNamespace(engine=engine, prompts=prompts, rollouts=made, collector=rollout)
 
@@ -93,7 +93,7 @@ def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same(
             rollout=RolloutOptions(max_refills=3),
         )
         engines: Any = SimpleNamespace(rollout=SimpleNamespace(collector=collector))
-        make_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
+        PartsMaker(options).rollouts(engines, Ask(), prompt_stream(ROWS[:2], 2, seed=0)).next_batch()
         collector.close()
         return drawn
 
@@ -131,7 +131,7 @@ def test_rewards_of_single_tokens_are_refused_before_groups_are_filtered(rollout
 
 
 def test_unfinished_prompts_are_yielded_first_and_once() -> None:
-    prompts = PromptStream(ROWS, 4, seed=0)
+    prompts = prompt_stream(ROWS, 4, seed=0)
     prompts.returned = [{"number": number} for number in range(6)]
     batches = iter(prompts)
     assert [row["number"] for row in next(batches)] == list(range(6))

@@ -11,7 +11,7 @@ import pytest
 
 from rlite.assembly.quickstart.run import CHATML
 from rlite.assembly.rl import read_prompts
-from rlite.assembly.workflows import workflow_maker
+from rlite.assembly.workflows import RunWorkflows
 from rlite.data.rows import Rows
 from rlite.errors import ConfigError
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, ScriptedEngine, SingleTurnWorkflow
@@ -55,7 +55,7 @@ def options(model: str, source: dict[str, Any], **data: Any) -> PpoConfig:
 
 
 def maker(options: PpoConfig) -> Callable[[Any], Any]:
-    return workflow_maker(options, ChosenRewards(options.reward, {}) if options.reward else None, {})
+    return RunWorkflows(options).maker(ChosenRewards(options.reward, {}) if options.reward else None, {})
 
 
 @pytest.mark.parametrize("source", ["env_path", "reward", "workflow"])
@@ -130,7 +130,7 @@ def test_prompts_of_any_format_are_mixed_and_evaluated_alike(model: str, tmp_pat
         },
         test_data={"path": chats},  # type: ignore[arg-type]
     )
-    rows, test_rows = read_prompts(asked)
+    rows, test_rows = read_prompts(asked.train_data, asked.test_data)
     conversation = [{"role": "system", "content": "s"}, *MESSAGES]
     assert rows[0] == {"messages": conversation, "answer": 0}
     assert rows[3] == test_rows[""][0] == {"prompt": conversation, "answer": 0}

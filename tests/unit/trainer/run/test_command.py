@@ -22,7 +22,7 @@ from rlite.errors import (
     WorkerDied,
     WorkerError,
 )
-from rlite.services.recovery import reporting
+from rlite.services.recovery import record
 from rlite.trainer.run.interruption import INTERRUPTION
 
 SLEEP = """
@@ -80,10 +80,10 @@ def test_an_error_that_a_restart_would_repeat_is_reported_as_final(
     def main(arguments: object) -> None:
         raise kind("wrong")
 
-    monkeypatch.setenv(reporting.FILE, str(tmp_path / "report.json"))
+    monkeypatch.setenv(record.FILE, str(tmp_path / "report.json"))
     with pytest.raises(SystemExit):
         run("sft", main, [])
-    report = reporting.read(tmp_path / "report.json")
+    report = record.read(tmp_path / "report.json")
     assert (report.final_error if report else "") == (f"{kind.__name__}: wrong" if is_final else "")
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.assembly.run_record import Recording
-from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationRecord
 from rlite.trainer.options import TrainerOptions
 
 
@@ -18,7 +17,7 @@ from rlite.trainer.options import TrainerOptions
 def failing(tmp_path: Path) -> EvaluationRecord:
     """A record of which nothing can be written."""
     (tmp_path / "record").write_text("no folder")
-    run: Any = SimpleNamespace(folder=tmp_path, step=1)
+    run: Any = SimpleNamespace(folder=tmp_path, step=1, is_interrupted=False)
     record = EvaluationRecord(TrainerOptions(save_dir=str(tmp_path)), run)
     record.open(byte_tokenizer())
     return record
@@ -27,10 +26,10 @@ def failing(tmp_path: Path) -> EvaluationRecord:
 def test_a_record_that_cannot_be_written_ends_with_a_warning_and_the_run_goes_on(
     failing: EvaluationRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with failing:
-        failing.evaluation("math", 1, [])
-        failing.before_checkpoint()
-        failing.evaluation("math", 2, [])
+    failing.evaluation("math", 1, [])
+    failing.before_save(failing._run)
+    failing.evaluation("math", 2, [])
+    failing.close(failing._run, None)
     [warning] = caplog.messages
     assert "record ends before step 1" in warning
     assert "could not be written" in warning
@@ -40,7 +39,5 @@ def test_an_error_of_the_record_does_not_hide_why_training_failed(
     failing: EvaluationRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing._recorder = None  # type: ignore[assignment]  # stands for an error that nobody foresees
-    run: Any = SimpleNamespace(is_interrupted=False)
-    recording = Recording(failing, lambda: None)
-    recording.close(run, RuntimeError("broken"))
+    failing.close(failing._run, RuntimeError("broken"))
     assert "the end of the record could not be written" in caplog.text

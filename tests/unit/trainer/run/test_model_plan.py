@@ -66,14 +66,17 @@ def test_the_system_prompt_and_options_of_the_template_are_shown_if_they_are_set
     ],
 )
 def test_rewards_are_shown_with_their_weights(options: list[str], told: str) -> None:
-    assert reward_plan(load(PpoConfig, ["actor.model_name=m", *options]), workflow(exact)) == told
+    own = load(PpoConfig, ["actor.model_name=m", *options])
+    assert reward_plan(own.reward, own.rollout, workflow(exact)) == told
 
 
 def test_a_reward_of_lists_is_told_that_it_sees_no_group() -> None:
     options = load(PpoConfig, ["actor.model_name=m", "reward.path=my.py:f"])
     trl = RewardFunction(from_trl(exact), in_process=True)
     for reward in (trl, WeightedRewards({"f": Part(trl, 0.5)})):
-        assert reward_plan(options, workflow(reward)).endswith("get lists of one completion, not of a group")
+        assert reward_plan(options.reward, options.rollout, workflow(reward)).endswith(
+            "get lists of one completion, not of a group"
+        )
 
 
 def exact(**columns: Any) -> float:

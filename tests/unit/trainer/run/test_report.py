@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlite.api import TrainedRun
-from rlite.services.console.report import RunReport
+from rlite.services.console.observers import RunReport
 from rlite.trainer.options import RunOptions, TrainerOptions
-from rlite.trainer.run.training_run import ReportedMetrics
+from rlite.trainer.run.observer import ReportedMetrics
 from rlite.trainer.supervised_options import EpochOptions
 
 

@@ -1,1 +1,0 @@
-"""Conversations of several turns as exact token histories."""

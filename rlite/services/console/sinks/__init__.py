@@ -1,1 +1,0 @@
-"""Sinks: places that keep a run's metrics."""
