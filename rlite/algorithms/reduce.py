@@ -422,7 +422,11 @@ def _is_number(value: Any) -> bool:
 
 
 class LossSums:
-    """Sums of a batch's loss and of the means that its loss_fn reports, on one rank."""
+    """Sums of a batch's loss and of the means that its loss_fn reports, on one rank: these are metrics.
+
+    The gradient needs no sum of losses. A backend sums the weights of all packs over the ranks first. It then scales
+    the loss of each pack by its share of that sum before it calls backward (`BatchRunner.forward_backward`).
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, Any]] = {}

@@ -1,4 +1,6 @@
-"""Reinforcement learning with verifiable rewards: Dr. GRPO by default.
+"""Reinforcement learning with verifiable rewards.
+
+By default the baseline is Dr. GRPO's, and the loss is a mean over the batch's tokens.
 
     python -m rlite.trainer.ppo actor.model_name=MODEL train_data.path=prompts.jsonl reward.path=my.py:correct
     torchrun --nproc_per_node=N -m rlite.trainer.ppo ...

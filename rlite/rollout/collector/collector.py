@@ -14,7 +14,8 @@ The ledger (`ledger.py`) decides, the runner acts, and callers wait. Three loops
     AheadOfTraining.next    the oldest ready groups   a batch that the ledger lets  the runner, a time-out, a group that
       (wait, prepare_batch)                            it consume                    holds up the batch for too long
 
-`prepare_batch` also submits items while it waits, so that as many groups wait as a batch has.
+`prepare_batch` also submits items while it waits, so that as many groups wait as a batch has. It and `wait` are in
+`calls.py`, the third loop is in `ahead.py`: a step that generates in turns with training enters neither.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ bounds this number. Three rules keep the bound:
 - admission: `capacity` lets as many groups run as batches can consume before the groups are too old;
 - consumption, oldest first: with on_stale="wait", a batch waits for older groups that still run, if the batches after
   it could not consume them in time. The next update waits, too;
-- expiry: groups that are too old are dropped. With "wait" this happens only if the version moves without a batch; with
-  "drop" it happens to slow groups.
+- expiry: groups that are too old are dropped. With "wait" this happens if the version moves without a batch, or if a
+  group holds up a batch for longer than `stale_timeout`; with "drop" it happens to slow groups.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class TokenMean:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(TokenMean, OnCounted):
-    """A policy loss on a pack, Dr. GRPO's by default.
+    """A policy loss on a pack: the mean over the tokens of the batch by default (`avg_level`).
 
     `data` holds `advantages`, `logprobs` (the sampler's) and `loss_mask`, each `[T]`. Without `old_logprobs`, the
     current policy is also the old policy: the ratio is 1 and only carries the gradient. The sampler's log-probabilities

@@ -1,6 +1,7 @@
 """The source of a reinforcement-learning trainer's batches: generated in turns with training, or ahead of it.
 
-Metrics of everything that a step has generated, including trajectories that a filter has dropped.
+`Rollouts` generates in turns. Its subclass in `rollouts_ahead.py` runs ahead, where `max_head_offpolicyness` is more
+than 0. `Generated` measures everything that a step has generated, including trajectories that a filter has dropped.
 """
 
 from __future__ import annotations
