@@ -41,7 +41,7 @@ class Draw:
 class Draws:
     """The draws of one episode over all of its attempts."""
 
-    earlier: list[Draw] = field(default_factory=list)
+    earlier: Sequence[Draw] = ()
     """draws of earlier attempts that the current attempt has not asked for"""
     own: list[Draw] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class Draws:
             version: current policy version.
         """
         if (earlier := next((each for each in self.earlier if each.key == draw.key), None)) is not None:
-            self.earlier.remove(earlier)
+            self.earlier = [each for each in self.earlier if each is not earlier]
             if earlier.answer is not None:
                 return earlier
             if earlier.has_begun:

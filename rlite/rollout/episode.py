@@ -6,10 +6,9 @@ Random numbers depend on what is generated, not on when: they are keyed by seed,
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -275,16 +274,18 @@ class SampleInference:
         kept = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
         try:
             with Span(episode, "generate"), kept as write:
-                yield draw, partial(self._note, draw, [take for take in (write, on_chunk) if take is not None])
+                yield draw, partial(self._note, draw, write, on_chunk)
         except (asyncio.CancelledError, GeneratorExit):
             draw.has_begun = True
             raise
 
-    def _note(self, draw: Draw, takers: Sequence[OnChunk], chunk: TokenChunk) -> None:
+    def _note(self, draw: Draw, write: OnChunk | None, on_chunk: OnChunk | None, chunk: TokenChunk) -> None:
         self._episode.num_tokens += len(chunk.token_ids)
         draw.has_begun |= bool(chunk.token_ids)
-        for take in takers:
-            take(chunk)
+        if write is not None:
+            write(chunk)
+        if on_chunk is not None:
+            on_chunk(chunk)
 
     def _draw(self, request: LLMRequest, is_stream: bool) -> Draw:
         seed, version = self._seed_of(request), self._engine.get_version()
@@ -306,13 +307,15 @@ class SampleInference:
         if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
             extras = (*extras, "kept_ids")
         gconfig = request.gconfig if seed == request.gconfig.seed else changed(request.gconfig, seed=seed)
+        if gconfig is request.gconfig and extras is request.extras and not self._affinity:
+            return request
         return changed(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)
 
 
 def changed(value: Value, **fields: Any) -> Value:
     """Return a copy of a frozen dataclass with other fields, which are not validated again."""
-    own = copy.copy(value)
-    vars(own).update(fields)
+    own = object.__new__(type(value))  # copy.copy takes five times as long
+    vars(own).update(vars(value), **fields)
     return own
 
 

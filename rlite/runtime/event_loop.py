@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -71,8 +72,9 @@ async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     waiter = loop.create_future()  # lighter than asyncio.wait
-    task.add_done_callback(partial(_release, waiter))
-    timer = None if seconds is None else loop.call_later(seconds, _release, waiter)
+    release, context = partial(_release, waiter), copy_context()  # one for both: thousands of calls wait at a time
+    task.add_done_callback(release, context=context)
+    timer = None if seconds is None else loop.call_later(seconds, release, context=context)
     try:
         await waiter
     except asyncio.CancelledError:

@@ -175,20 +175,21 @@ class Episodes:
             ConfigError: The workflow's method is not async.
         """
         name = type(self.group.workflow).__name__
-
-        async def work() -> TensorDict | None:
-            episode: Any = self.group.workflow.arun_episode(inference, dict(self.group.data))
-            if not inspect.isawaitable(episode):
-                raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
-            return await episode
-
         try:
-            result = await by_deadline(work(), self.options.request_timeout, f"an episode of {name}")
+            result = await by_deadline(self._arun(inference), self.options.request_timeout, f"an episode of {name}")
         except Overdue as error:
             raise CallTimeout(str(error)) from error
         if result is not None:
             check_trajectory(result, f"the trajectory of {name}")
         return result
+
+    async def _arun(self, inference: SampleInference) -> TensorDict | None:
+        workflow = self.group.workflow
+        episode: Any = workflow.arun_episode(inference, dict(self.group.data))
+        if not inspect.isawaitable(episode):
+            name = type(workflow).__name__
+            raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
+        return await episode
 
     def _count_failure(self, episode: Episode, error: Exception) -> None:
         """Count a failed attempt.
