@@ -337,4 +337,4 @@ def _path_of(source: Any) -> Any:
     """Return the path of a function. Another source is unchanged."""
     named = source.fn if isinstance(source, RewardFunction) else source
     names = (getattr(named, name, getattr(type(named), name)) for name in ("__module__", "__qualname__"))
-    return ":".join(names) if callable(source) else source
+    return ":".join(map(str, names)) if callable(source) else source

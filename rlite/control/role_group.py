@@ -46,12 +46,13 @@ class Invocation:
     """called in the trainer with what the call would return; returns what the call returns instead"""
 
     def __post_init__(self) -> None:
-        is_time = type(self.timeout) in (int, float) and 0 < self.timeout < math.inf
+        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        targets = get_args(Target)
         functions = {"pre_func": self.pre_func, "post_func": self.post_func}
         expected = {
             **{name: ("True or False", isinstance(getattr(self, name), bool)) for name in _FLAGS},
-            "timeout": ("a number of seconds above 0", is_time),
-            "target": ("'ALL' or 'RANK0'", self.target in get_args(Target)),
+            "timeout": ("a number of seconds above 0", is_number and 0 < self.timeout < math.inf),
+            "target": (f"'ALL' or 'RANK0'; {did_you_mean(str(self.target), targets)}", self.target in targets),
             **{name: ("a function", made is None or callable(made)) for name, made in functions.items()},
         }
         for name, (what, is_given) in expected.items():

@@ -82,14 +82,16 @@ class MixedOrder(ShuffledOrder):
 
     def __init__(self, mixture: Mixture, seed: int, digest: Callable[[], str] | None = None) -> None:
         super().__init__(mixture.num_items, seed, digest)
-        self._mixture, self._names = mixture, np.repeat(list(mixture.counts), list(mixture.counts.values()))
+        self._mixture = mixture
+        self._labels = np.repeat(np.arange(len(mixture.counts)), list(mixture.counts.values()))
         self._orders = {
             name: ShuffledOrder(size, zlib.crc32(f"{seed} {name}".encode())) for name, size in mixture.sizes.items()
         }
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` numbers; they may span epochs."""
-        names = self._names[super().take(count)].tolist()
+        every = list(self._mixture.counts)
+        names = [every[label] for label in self._labels[super().take(count)]]
         return [self._mixture.starts[name] + self._orders[name].take(1)[0] for name in names]
 
     def state_dict(self) -> dict[str, Any]:

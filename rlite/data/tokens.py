@@ -287,7 +287,7 @@ def joined(tables: Sequence[TokenRows]) -> TokenRows:
     return TokenRows(
         input_ids=np.concatenate([part.input_ids for part in tables]),
         loss_mask=np.concatenate([part.loss_mask for part in tables]),
-        starts=np.cumsum([0, *lengths], dtype=np.int64),
+        starts=np.concatenate([[0], lengths]).cumsum(dtype=np.int64),
         source=np.concatenate([part.source for part in tables]),
         rows_per_item=tables[0].rows_per_item,
         per_row=per_row,

@@ -152,7 +152,9 @@ class ResumableEngine(Engine):
         full: dict[str, Tensor] = {}
         for part in self.copies[0].call(TrainWorker.export_values):
             for name, (box, global_shape, values) in part.items():
-                full.setdefault(name, values.new_empty(global_shape))[box] = values
+                if name not in full:
+                    full[name] = values.new_empty(global_shape)
+                full[name][box] = values
         return full
 
     def save(self, path: str | Path) -> None:

@@ -7,6 +7,7 @@ A process that is killed loses the samples that were under way. The next process
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -80,7 +81,8 @@ class Journal:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # without a buffer: what could not be written would be written again, and fail again, when it is closed
-            self._file = self.path.open("ab", buffering=0)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)  # opens a pipe without waiting
+            self._file = FileIO(descriptor, "r+")
             self._file.truncate(self._end)
         if self.is_new:
             began = {} if time is None else {"time": time.isoformat()}

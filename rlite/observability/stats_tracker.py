@@ -116,10 +116,16 @@ class StatsTracker:
         finally:
             self._frame.reset(token)
 
-    def scope(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that prefixes keys that are recorded inside the block with `name/`; scopes nest."""
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Prefix keys that are recorded inside the block with `name/`; scopes nest.
+
+        Yields:
+            None.
+        """
         frame = self._frame.get()
-        return self._inside(replace(frame, prefix=f"{frame.prefix}{name}/"))
+        with self._inside(replace(frame, prefix=f"{frame.prefix}{name}/")):
+            yield
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:

@@ -192,14 +192,18 @@ class PpoTrainer(TrainerLoop):
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:
+            self._continue(facts, "prompts", "kl")  # a checkpoint of other data is refused before weights move
             self.sync()
             self.engines.rollout.set_version(self.run.step)
-            for name, part in self.parts.stateful.items():
-                part.load_state_dict(facts.get(name, {}))
+            self._continue(facts, "rollouts", "evaluations")
         self._keep_state()
         self.run.observers = self.observers()
         self.run.open()
         self._evaluate_owed()
+
+    def _continue(self, facts: Mapping[str, Any], *names: str) -> None:
+        for name in names:
+            self.parts.stateful[name].load_state_dict(facts.get(name, {}))
 
     def observers(self) -> Sequence[Observer]:
         """Return who observes the run: the record, sinks, the console and others."""

@@ -146,8 +146,9 @@ def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterat
     parts, parents = segments.flatten(), pc.list_parent_indices(segments)
     found = pa.table({"row": parents, "role": parts.field("role"), "text": parts.field("text")})
     hits = found.filter(pc.match_substring(found["text"], text, ignore_case=True))
-    for hit in (hits if role is None else select(hits, role=role)).to_pylist():
-        yield hit["row"], hit["text"]
+    hits = hits if role is None else select(hits, role=role)
+    for row, segment in zip(hits["row"], hits["text"], strict=True):  # callers stop after some
+        yield row.as_py(), segment.as_py()
 
 
 def steps_of(run: ViewedRun, source: str) -> list[int]:

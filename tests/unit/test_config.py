@@ -537,3 +537,16 @@ def test_rules_that_import_torch_wait_until_checks_are_not_quick() -> None:
         assert load(Slow, []).name == "x"
     with pytest.raises(ConfigError, match="name: slow"):
         load(Slow, [])
+
+
+class Limits(Options):
+    depth: int = 1
+
+
+class WithGroup(Options):
+    limits: Limits
+
+
+def test_a_required_group_whose_keys_have_values_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"required and not set: limits"):
+        load(WithGroup, [])

@@ -147,7 +147,8 @@ class CacheSizes:
             needed, left = (f"{nbytes / 2**20:.0f} MiB" for nbytes in (per_slot, max(budget, 0)))
             raise ConfigError(
                 f"one sequence of max_model_len={length} needs {needed} of KV cache, {left} are left at "
-                f"gpu_memory_utilization={options.gpu_memory_utilization}; lower max_model_len or raise it"
+                f"gpu_memory_utilization={options.gpu_memory_utilization}; lower max_model_len or raise "
+                "gpu_memory_utilization"
             )
         return int(slots)
 
@@ -267,10 +268,11 @@ class SlotCache:
             value_rows.flatten().to(dtype),
             torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
-        self._index_bytes += sum(indices.nbytes for indices in found[1:])
-        if self._index_bytes > GATHER_INDEX_BYTES:
+        num_bytes = sum(indices.nbytes for indices in found[1:])
+        if self._index_bytes + num_bytes > GATHER_INDEX_BYTES:
             self._gather_indices.clear()
             self._index_bytes = 0
+        self._index_bytes += num_bytes
         self._gather_indices[start, stop, blocks] = found
         return found
 

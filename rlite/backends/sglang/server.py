@@ -175,7 +175,9 @@ class ServerProcess:
 
     def _cause(self) -> str:
         """Return the last exception in the log, or the last line without an exception."""
-        tail = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        with self._log.open("rb") as log:  # it may hold days of output
+            log.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
+            tail = log.read(TAIL_BYTES).decode(errors="replace")
         lines = [line.strip() for line in tail.splitlines() if line.strip()]
         raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
         return (raised or lines or ["its log is empty"])[-1]

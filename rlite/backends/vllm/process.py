@@ -85,7 +85,8 @@ class EngineProcess:
         listening: dict[str, Any] = {"args": (weakref.ref(self), self._connection), "name": f"vLLM of {name}"}
         threading.Thread(target=_listen, daemon=True, **listening).start()
         try:
-            self.cache_bytes: int = self._call(timeout_s, Server.start.__name__, settings, {})
+            found: tuple[int, int] = self._call(timeout_s, Server.start.__name__, settings, {})
+            self.cache_bytes, self.max_model_len = found
         except BaseException as error:
             told = self._start_failure(str(error))
             self.close()
@@ -247,12 +248,14 @@ def session_members(session: int) -> list[psutil.Process]:
 
 def _listen(owner: weakref.ref[EngineProcess], connection: Connection) -> None:
     """Pass messages to the owner until the connection ends or the owner is gone."""
-    with contextlib.suppress(OSError, EOFError, TypeError):  # the last if another thread closes it
-        while True:
+    while True:
+        try:
             message = connection.recv()
-            if (process := owner()) is None:
-                return
-            process._receive(message)
-            del process
+        except (OSError, EOFError, TypeError):  # the last if another thread closes it
+            break
+        if (process := owner()) is None:
+            return
+        process._receive(message)
+        del process
     if (process := owner()) is not None:
         process._lost()

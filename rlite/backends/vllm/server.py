@@ -85,7 +85,9 @@ class Server:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def start(self, arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int) -> int:
+    async def start(
+        self, arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
+    ) -> tuple[int, int]:
         """Start the engine.
 
         Args:
@@ -95,7 +97,7 @@ class Server:
             version: policy version of the weights.
 
         Returns:
-            Bytes of the KV cache.
+            Bytes of the KV cache, and the longest sequence in tokens.
         """
         self._version = version
         self._engine = release.start_engine(arguments, self._take)
@@ -104,7 +106,7 @@ class Server:
         length, vocab_size = int(model.max_model_len), int(model.get_vocab_size())
         self._rules = RequestRules(tokenizer_path, vocab_size, length, frozenset(end_ids))
         self._watch_children()
-        return sum(cache_bytes)
+        return sum(cache_bytes), length
 
     def _watch_children(self) -> None:
         """Report the death of any process that vLLM has started."""
@@ -116,8 +118,8 @@ class Server:
                 loop.add_reader(os.pidfd_open(child.pid), self._die, told)
 
     def _die(self, reason: str) -> None:
-        self._flush()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # whatever happens, this process ends below, and is not called again
+            self._flush()
             self._connection.send(("died", reason))
         end_everything()
 
@@ -135,7 +137,8 @@ class Server:
 
     def cancel(self, request_ids: list[int]) -> None:
         """End requests with their tokens so far."""
-        for serving in [each for each in self._serving.values() if each.request.request_id in request_ids]:
+        ended = set(request_ids)
+        for serving in [each for each in self._serving.values() if each.request.request_id in ended]:
             self._abort(serving, finish_reason="abort")
 
     async def _begin(self, serving: Serving) -> None:

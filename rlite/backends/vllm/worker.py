@@ -30,7 +30,7 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.parallel.tensor import attention_shape
-from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -126,8 +126,14 @@ class VllmWorker:
 
         Returns:
             One entry per prompt.
+
+        Raises:
+            DataError: a prompt is longer than vLLM's own limit, which it may derive.
         """
-        return self._call(Server.prompt_logprobs, prompts, num_top) or []
+        if self._process is None:
+            return []
+        check_lengths(prompts, self._process.max_model_len - 1)
+        return self._process.call(Server.prompt_logprobs, prompts, num_top)
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""

@@ -454,7 +454,9 @@ def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[
         raise DataError(f"{where}: no rows; expected at least one")
     known = known_columns(kind) - {"margin"}
     rows = _renamed(rows, kind, source)
-    rows = [row | {name: None for name in known & row.keys() if is_null(row[name])} for row in rows]  # not pandas' NaN
+    lacking = [[name for name in known & row.keys() if row[name] is not None and is_null(row[name])] for row in rows]
+    # None in place of pandas' NaN
+    rows = [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
     found = format_of(rows[0], kind)
     if found is None and kind == "prompts" and prompt is None:
         return rows, "rows without a prompt"  # an environment may begin by itself

@@ -158,9 +158,12 @@ class JsonLinesFile:
 
     def name_of(self, place: int) -> str:
         """Return the name of a row in messages, with its line, which is counted now."""
+        number = 1
         with self.path.open("rb") as file:
-            blocks = (file.read(min(place - start, _BLOCK)) for start in range(0, place, _BLOCK))
-            return f"{self.name}, line {1 + sum(block.count(10) for block in blocks)}"
+            while place > 0 and (block := file.read(min(place, _BLOCK))):  # a checkpoint's place may be past the end
+                number += block.count(b"\n")
+                place -= len(block)
+        return f"{self.name}, line {number}"
 
     def digest(self, end: int | None) -> str:
         """Return a hash of the length and of both ends of the file's first `end` bytes; None is the whole file."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +201,8 @@ def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBat
         wanted = numbers[(numbers >= start) & (numbers < end)]
         for batch in file.iter_batches(ROWS, row_groups=[group]) if wanted.size else ():
             places = wanted[(wanted >= start) & (wanted < start + batch.num_rows)] - start
-            yield batch.take(pa.array(places))
+            if places.size:
+                yield batch.take(pa.array(places))
             start += batch.num_rows
             if start > wanted[-1]:
                 break
@@ -510,24 +510,32 @@ def parse_object(text: str, place: Callable[[], str]) -> Row:
 
 def _deepest(text: str) -> tuple[int, int]:
     """Return the depth of the deepest nesting in a JSON text, and its position."""
-    tokens = [token for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', text) if token[0] in "[{]}"]
-    depths = list(accumulate(1 if token[0] in "[{" else -1 for token in tokens))
-    return max(depths), tokens[depths.index(max(depths))].start()
+    depth, deepest = 0, (0, 0)
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):  # one by one: the text may hold millions
+        if token[0] in "[{":
+            depth += 1
+            deepest = max(deepest, (depth, -token.start()))
+        elif token[0] in "]}":
+            depth -= 1
+    return deepest[0], -deepest[1]
 
 
 def _read_csv(path: Path, where: str) -> list[Row]:
     limit = csv.field_size_limit(path.stat().st_size + 1)  # a cell may hold a long document
-    reader = csv.DictReader(io.StringIO(_text(path, where, newline=""), newline=""), strict=True)
-    rows: list[Row] = []
     try:
-        for row in reader:
-            if None in row or None in row.values():
-                columns = len(reader.fieldnames or ())
-                raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
-            rows.append(row)
-        return rows
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows: list[Row] = []
+            for row in reader:
+                if None in row or None in row.values():
+                    columns = len(reader.fieldnames or ())
+                    raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
+                rows.append(row)
+            return rows
     except csv.Error as error:
         raise DataError(f"{where}, line {reader.reader.line_num}: not valid CSV: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
     finally:
         csv.field_size_limit(limit)
 

@@ -281,7 +281,8 @@ class GroupRunner:
             group: is lost from now on.
             loss: why.
         """
-        self.first_losses.setdefault(lost_groups.cause_of(loss.reason), lost_groups.in_full(loss, group.data))
+        if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
+            self.first_losses[cause] = lost_groups.in_full(loss, group.data)
         self._keep(queue, group, loss.status, loss.reason)
         if queue.is_training:
             self.losses.add(loss, group.episodes)

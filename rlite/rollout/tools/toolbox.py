@@ -1,12 +1,8 @@
-"""Run tools: Python functions that a model may call, with a time-out. Failures become texts.
-
-Results of tools as texts. Sandbox processes load this module: it imports no transformers.
-"""
+"""Run tools: Python functions that a model may call, with a time-out. Failures become texts."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,29 +12,10 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from rlite.errors import ConfigError
 from rlite.rollout.tools.formats import ToolCall
+from rlite.rollout.tools.results import read_text, result_text
 from rlite.runtime.event_loop import converted
 from rlite.runtime.sandbox.calls import SANDBOX_ERRORS, SandboxError, SandboxTimeout
 from rlite.runtime.sandbox.function import SandboxFunction
-
-MAX_LENGTH = 8192
-"""characters of a result; the rest is left out, and the text says so"""
-
-
-def result_text(value: Any) -> str:
-    """Return a tool's result as the model reads it: a text as it is, else JSON; a long text is cut.
-
-    Raises:
-        TypeError: JSON cannot hold the value.
-        UnicodeEncodeError: the text holds a lone surrogate, which cannot be tokenised.
-    """
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text.encode()
-    return f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)" if len(text) > MAX_LENGTH else text
-
-
-def read_text(answer: Any) -> str | None:
-    """Return the text that a process has answered; None for any other answer, or a text that was not cut."""
-    return answer if isinstance(answer, str) and len(answer) < MAX_LENGTH + 100 else None
 
 
 @dataclass(frozen=True)

@@ -210,12 +210,14 @@ class TerminationNotice:
 
 def ranks_of(agent: int) -> list[int]:
     """Return the process ids of the ranks that torchrun has started; none if the process is not torchrun's agent."""
-    with suppress(psutil.Error):  # one has ended just now
+    found = []
+    with suppress(psutil.Error):  # the agent has ended just now
         process = psutil.Process(agent)
-        if "torch.distributed.run" in process.cmdline():
-            alive = [each for each in process.children() if each.status() != psutil.STATUS_ZOMBIE]
-            return [each.pid for each in alive if "RANK" in each.environ()]
-    return []
+        for each in process.children() if "torch.distributed.run" in process.cmdline() else ():
+            with suppress(psutil.Error):  # this rank has
+                if each.status() != psutil.STATUS_ZOMBIE and "RANK" in each.environ():
+                    found.append(each.pid)
+    return found
 
 
 if __name__ == "__main__":

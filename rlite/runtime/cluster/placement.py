@@ -71,7 +71,8 @@ class PlacementRequest:
     def __post_init__(self) -> None:
         smallest = self.executor_size if self.num_executors is None else min(self.executor_size, self.num_executors)
         both = [name for name in self.colocate_with if name in self.not_colocate_with]
-        is_shared, has_no_node = self.exclusive and self.colocate_with, self.acceptable_node_ips == ()
+        is_shared = self.exclusive and self.colocate_with
+        has_no_node = self.acceptable_node_ips is not None and not self.acceptable_node_ips
         problems = {
             "expected at least one executor of at least one device": smallest < 1,
             f"{_quoted(both[:1])} is in colocate_with and in not_colocate_with; remove it from one": both,
@@ -116,6 +117,8 @@ class Ledger:
     """by owner, in the order of placement"""
 
     def __post_init__(self) -> None:
+        if len(set(self.devices)) != len(self.devices):
+            raise PlacementError("a ledger holds every device once; found one twice")
         first_seen = {node: position for position, node in enumerate(dict.fromkeys(d.node for d in self.devices))}
         in_order = tuple(sorted(self.devices, key=lambda device: (first_seen[device.node], device.index)))
         object.__setattr__(self, "devices", in_order)
@@ -169,6 +172,7 @@ class Ledger:
 
     def shrink(self, owner: str, executors: Collection[tuple[Device, ...]]) -> Ledger:
         """Return a ledger in which the owner does not hold these executors."""
+        self._check_known("shrink", (owner,))
         left = tuple(executor for executor in self.placements[owner].executors if executor not in executors)
         return self._with_executors(owner, left)
 

@@ -328,6 +328,7 @@ class ReplicaSet:
         if not self.max_replacements:
             for replica in self.all:
                 replica.check()
+            return together(self.all, act)
 
         def attempt(replica: Replica) -> T | WorkerError:
             try:

@@ -101,7 +101,7 @@ def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> 
     written = 0
     for bucket in make_buckets([everything]):
         names = list(bucket.places)
-        wanted = {rank: [piece for piece in plan[rank] if piece.source_name in names] for rank in route.ranks}
+        wanted = {rank: [piece for piece in plan[rank] if piece.source_name in bucket.places] for rank in route.ranks}
         readers = {local[rank]: [route.targets[rank].process] for rank, of_rank in wanted.items() if of_rank}
         offers = [(names, True, readers.get(rank, [])) for rank in range(len(source))]
         shared = _apply(source, transport.share, "gather weights", None, offers.__getitem__)

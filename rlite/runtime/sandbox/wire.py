@@ -3,17 +3,18 @@
 A frame is two lengths of 4 bytes, a JSON text, and raw bytes. The JSON holds the value. The raw part holds the value's
 bytes and long texts, in order. JSON objects stand for types that JSON lacks:
 
-    {"b": 5}       the next 5 raw bytes                    {"d": [[k, v]]}   a dict
-    {"t": 5}       a text, the next 5 raw bytes in UTF-8
+    {"b": 5}       the next 5 raw bytes                    {"f": "nan"}      a float that is not finite
+    {"t": 5}       a text, the next 5 raw bytes in UTF-8   {"d": [[k, v]]}   a dict
 
-Numbers are those of Python, which may be NaN or infinite. Texts may hold lone surrogates. Tuples arrive as lists.
-Scalars of NumPy and torch arrive as Python's numbers. This module imports only the standard library.
+Texts may hold lone surrogates. Tuples arrive as lists. Scalars of NumPy and torch arrive as Python's numbers. This
+module imports only the standard library.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -50,8 +51,10 @@ def frame(value: Any, limit: int) -> bytes:
 
 def _packed(value: Any, raw: list[bytes], depth: int) -> Any:
     kind = type(value)
-    if value is None or kind is bool or kind is float or (kind is int and value.bit_length() <= 64):
+    if value is None or kind is bool or (kind is int and value.bit_length() <= 64):
         return value
+    if kind is float:
+        return value if math.isfinite(value) else {"f": repr(value)}
     if kind is str:
         return value if len(value) <= SHORT_TEXT else _raw("t", value.encode("utf-8", "surrogatepass"), raw)
     if kind is bytes:
@@ -121,8 +124,10 @@ class Reader:
 
 def _value(text: bytes, raw: bytes) -> Any:
     try:
-        value = json.loads(text.decode("ascii"))
+        value = _decode(text.decode("ascii"))
         if type(value) is list and not raw and text.find(b"[", 1) < 0 and b"{" not in text:  # most frames
+            if math.inf in value or -math.inf in value:
+                raise WireError("a number that no float holds")
             return value
         rest = io.BytesIO(raw)
         value = _unpack(value, rest, MAX_DEPTH)
@@ -135,7 +140,12 @@ def _value(text: bytes, raw: bytes) -> Any:
     return value
 
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+def _refuse(constant: str) -> Any:
+    raise WireError(f"{constant} is no JSON")
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 
 def _unpack(value: Any, raw: io.BytesIO, depth: int) -> Any:
@@ -147,6 +157,8 @@ def _unpack(value: Any, raw: io.BytesIO, depth: int) -> Any:
     kind = type(value)
     if kind is list and depth:
         return [_unpack(item, raw, depth - 1) for item in value]
+    if kind is float and not math.isfinite(value):  # 1e999
+        raise WireError("a number that no float holds")
     if kind is not list and kind is not dict:
         return value
     if not depth:
@@ -156,6 +168,8 @@ def _unpack(value: Any, raw: io.BytesIO, depth: int) -> Any:
         return _take(raw, content)
     if kind == "t":
         return _take(raw, content).decode("utf-8", "surrogatepass")
+    if kind == "f":
+        return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[content])
     if kind == "d":
         return {_unpack_key(key, raw): _unpack(item, raw, depth - 1) for key, item in content}
     raise WireError("an unknown type")

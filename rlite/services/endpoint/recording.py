@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -179,10 +180,17 @@ class RecordingOwner:
 
 
 def path(turn: Turn) -> list[Turn]:
-    """Return a turn with all turns that it continues, the first turn first."""
+    """Return a turn with all turns that it continues, the first turn first.
+
+    Raises:
+        DataError: a turn does not begin with the tokens of its parent.
+    """
     line = [turn]
     while line[-1].parent is not None:
         line.append(line[-1].parent)
+    for later, earlier in pairwise(line):
+        if later.prompt_ids[: len(earlier.sequence)] != earlier.sequence:
+            raise DataError(f"interaction {later.id} does not begin with the tokens of {earlier.id}, its parent")
     return line[::-1]
 
 

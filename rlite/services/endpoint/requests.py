@@ -583,30 +583,38 @@ SLICE_TOKENS = 1 << 14
 """scored at a time: between two slices, a request whose client has left ends"""
 
 
-def check_scores(
-    request: ModelRequest, gconfig: GenerationHyperparameters, can_score: bool, lengths: list[int], limit: int | None
-) -> None:
-    """Check that the engine computes the log-probabilities that a request wants, and not more than one request may.
+def check_scores(request: ModelRequest, can_score: bool, gconfig: GenerationHyperparameters) -> None:
+    """Check that the engine computes the log-probabilities that a request wants.
 
     Args:
         request: the request.
-        gconfig: sampling parameters of the answer.
         can_score: the engine computes log-probabilities of prompts.
+        gconfig: sampling parameters of the answer.
+
+    Raises:
+        ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
+    """
+    if request.needs_scores and not can_score:
+        message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
+        raise ApiError(message, param="logprobs", code=UNSUPPORTED)
+    if request.needs_scores and request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
+        message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
+        raise ApiError(message, param="temperature", code=UNSUPPORTED)
+
+
+def check_num_scored(request: ModelRequest, lengths: Sequence[int], limit: int | None) -> None:
+    """Check that a request does not want more scores than one request may.
+
+    Args:
+        request: the request.
         lengths: tokens of each prompt.
         limit: tokens of the model's context, None if unknown.
 
     Raises:
-        ApiError: the engine lacks them; the most likely tokens would have another temperature than the answer; the
-            request wants more scores; or a prompt that is scored alone fills the context.
+        ApiError: the request wants more scores; or a prompt that is scored alone fills the context.
     """
     if not request.needs_scores:
         return
-    if not can_score:
-        message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
-        raise ApiError(message, param="logprobs", code=UNSUPPORTED)
-    if request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
-        message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
-        raise ApiError(message, param="temperature", code=UNSUPPORTED)
     if not request.is_generating and limit is not None and (longest := max(lengths)) >= limit:
         message = f"the prompt has {longest} tokens; at most {limit - 1} are scored"
         raise ApiError(message, param="prompt", code="context_length_exceeded")

@@ -139,9 +139,9 @@ class AgentSession(RecordingOwner):
             request = read(body, self.model, self._gconfig)
             self._check_format(request)
             gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
+            requests.check_scores(request, hasattr(self.engine, "ascore"), gconfig)
             prompts = self._prompts.of(request, self.recording.turns)
-            lengths, can_score = [len(prompt.token_ids) for prompt in prompts], hasattr(self.engine, "ascore")
-            requests.check_scores(request, gconfig, can_score, lengths, self._limit)
+            requests.check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
         except TooManyTokens as error:
             raise _too_long(str(error)) from error
         except TemplateRefusal as error:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from tensordict import TensorDict
@@ -61,6 +62,8 @@ class TrainerLoop(ABC):
     name: ClassVar[str]
     """name of the command"""
     run: TrainingRun
+    _owed: Mapping[str, float] = MappingProxyType({})
+    """metrics of the evaluations before the first step of this process"""
 
     def fit(self) -> dict[str, float]:
         """Train to the last step.
@@ -165,7 +168,8 @@ class TrainerLoop(ABC):
         # the last step owed them, or a threshold was reached
         if run.step and run.is_over and (metrics or not was_over):
             self._save_after_evaluations()
-        return metrics
+        self._owed = {**self._owed, **metrics}  # a trainer's `start` may have made them before `fit` asks
+        return dict(self._owed)
 
     def _evaluate_and_judge(self, is_saving: bool = False) -> dict[str, float]:
         """Make or begin the evaluations that are due, and judge the model by those that have ended.

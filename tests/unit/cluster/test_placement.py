@@ -288,6 +288,11 @@ def test_ten_thousand_devices_are_placed_in_under_two_seconds(size: int, number:
     assert len(str(refused.value)) < 2_000
 
 
+def test_a_device_is_in_a_ledger_once() -> None:
+    with pytest.raises(PlacementError, match="twice"):
+        Ledger((Device("a", 0), Device("a", 0)))
+
+
 # Owners that grow and shrink
 
 

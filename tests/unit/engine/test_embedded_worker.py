@@ -278,7 +278,8 @@ def test_abort_ends_requests_with_what_they_have_and_leaves_the_others_alone(mod
     assert undisturbed[2][5:] == chunks[2].token_ids
     worker.advance(requests, [], 5)
     assert sorted(c.request_id for c in worker.advance([], list(range(4)), 0)) == [0, 1, 2, 3]
-    assert not worker._scheduler.running
+    assert not (worker._scheduler.waiting)
+    assert not (worker._scheduler.running)
     assert worker.advance([], [], 5) == []
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -124,3 +125,11 @@ def test_many_differences_are_counted() -> None:
 def test_a_missing_journal_is_told() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl: No such file"):
         read_journal(Path("nowhere.jsonl"))
+
+
+def test_a_pipe_in_the_place_of_a_journal_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    made = Journal(tmp_path / "a.jsonl", SETTINGS)
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(StorageError):
+        made.begin()
+    made.close()

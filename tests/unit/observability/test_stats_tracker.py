@@ -208,3 +208,18 @@ def test_separate_recordings_of_a_task_exclude_other_tasks() -> None:
 
     assert asyncio.run(main()) == [1, None, 1]
     assert tracker.export() == {"y": 2.0}
+
+
+def test_a_scope_that_was_made_earlier_nests_where_it_is_entered() -> None:
+    tracker = StatsTracker()
+    inner = tracker.scope("inner")
+
+    @tracker.scope("decorated")
+    def record() -> None:
+        tracker.scalar(x=1.0)
+
+    with tracker.scope("outer"):
+        record()
+        with inner:
+            tracker.scalar(x=2.0)
+    assert tracker.export() == {"outer/decorated/x": 1.0, "outer/inner/x": 2.0}

@@ -30,7 +30,7 @@ def sent(value: Any, limit: int = 1 << 20) -> Any:
         "x" * 300_000,
         b"\x00\xff" * 1000,
         [1, [b"a", "b" * 400, b""], {"k": {"b": 3}, "": [None], 3: "three", "l" * 400: b"c"}],
-        {"b": 5, "t": "nan", "d": []},
+        {"b": 5, "f": "nan", "d": []},
     ],
 )
 def test_values_arrive_as_they_were(value: Any) -> None:
@@ -76,6 +76,10 @@ def made(text: str | bytes, raw: bytes = b"") -> bytes:
     [
         made("[" * 5000 + "]" * 5000),
         made("[" * 100 + "]" * 100),
+        made("NaN"),
+        made("1e999"),
+        made("[1,-1e999]"),
+        made("[[1e999]]"),
         made("1" * 5000),
         made('"é"'),
         made(b"\xff"),
@@ -90,6 +94,8 @@ def made(text: str | bytes, raw: bytes = b"") -> bytes:
         made('{"b":"1"}', b"a"),
         made("1", b"left over"),
         made('{"t":1}', b"\xff"),
+        made('{"f":"1e5"}'),
+        made('{"f":[]}'),
         made('{"d":[[[],1]]}'),
         made('{"d":[[{"d":[]},1]]}'),
         made('{"d":[1]}'),

@@ -24,7 +24,7 @@ def render(template: str) -> str:
     [
         "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% set n = namespace(s=[0]) %}{% for i in range(9999) %}{% for j in n.s %}{% endfor %}"
+        "{% set n = namespace(s=[0]) %}{% for i in range(90000) %}{% for j in n.s %}{% endfor %}"
         "{% set n.s = n.s + [i] %}{% endfor %}",
     ],
     ids=["loops", "recursion", "a growing list"],

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlite.data.readers.streaming import open_files
+from rlite.data.readers.streaming import JsonLinesFile, open_files
 from rlite.data.source import Source
 from rlite.errors import ConfigError, DataError
 
@@ -96,3 +96,8 @@ def test_other_tables_are_refused_with_a_remedy(path: str, message: str, tmp_pat
     (tmp_path / "array.json").write_text(" [\n{}]\n")
     with pytest.raises(ConfigError, match=rf"^train_data\.(path|streaming)=.*{message}"):
         open_files(Source(path.format(tmp_path), key="train_data"))
+
+
+def test_a_place_past_the_end_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert JsonLinesFile(tmp_path / "a.jsonl", "data").name_of(10**18).endswith("a.jsonl, line 3")

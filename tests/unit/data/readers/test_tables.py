@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +306,21 @@ def test_a_reader_that_dies_costs_its_process_and_the_rows_before_are_named(tmp_
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"stream\.arrow, row index 2000 or one after it: not an Arrow file: "):
         read_rows(path)
+
+
+def test_a_csv_file_that_is_not_text_leaves_the_limit_of_the_programs_own_cells(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    (tmp_path / "bad.csv").write_bytes(b"a,b\n\xff,1\n")
+    with pytest.raises(DataError, match="not UTF-8 at byte 4"):
+        read_rows(tmp_path / "bad.csv")
+    assert csv.field_size_limit() == before
+
+
+def test_deep_nesting_is_found_without_a_list_of_all_brackets(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text("[" * 2_000_000 + "\n")
+    tracemalloc.start()
+    with pytest.raises(DataError, match="nested"):
+        read_rows(tmp_path / "deep.jsonl")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 40e6

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, LLMRequest, RewardFunction, ScriptedEngine, Tool, ToolUseWorkflow
+from rlite.rollout.tools import toolbox
 from rlite.runtime.sandbox.pool import close_shared_pool
 
 TEMPLATE = (  # as Qwen2.5's
@@ -237,3 +239,10 @@ def test_a_call_in_a_thought_is_not_made(opening: str) -> None:
     assert (row["num_turns"].item(), row["num_tool_calls"].item()) == (1, 0.0)
     row = run([[*ids(thought + call("fall")), END], [*ids("x"), END]], tools=[fall], tokenizer=tokenizer)
     assert (row["num_turns"].item(), row["num_tool_calls"].item()) == (2, 1.0)
+
+
+def test_processes_of_tools_load_no_transformers() -> None:
+    program = "import sys, rlite.rollout.tools.results; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert toolbox.result_text.__module__ == "rlite.rollout.tools.results"
