@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,6 +269,8 @@ MAX_BYTES = 256 << 20
 NAMES = re.compile(rb'"ph": ?"M"')
 """lines that name lanes, at the beginning of a trace"""
 BRACKETS = (b"[", b"]", b"")
+BLOCK = 1000
+"""lines that are parsed together"""
 MAX_TIME = 1e16
 """microseconds: three hundred years"""
 
@@ -356,8 +358,8 @@ class TraceLog:
                 while len(newest) > MAX_EVENTS or size > MAX_BYTES:
                     size -= len(newest.popleft())
         self._num_events += num_lines - len(newest)
-        for line in newest:
-            self._add(_event(line))
+        for event in _events(newest):
+            self._add(event)
 
     def _add(self, event: dict[str, Any] | None) -> None:
         if event is None:
@@ -369,17 +371,31 @@ class TraceLog:
             self._num_events += 1
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    """Return what lanes need of the event of a line, with names and places as texts, and times as numbers.
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
+    """Yield the event of each line, as `_event` does; none of the lines is empty."""
+    left = iter(lines)
+    while block := list(islice(left, BLOCK)):
+        try:
+            found = json.loads(b"[%s]" % b",".join(line.strip().rstrip(b",") for line in block))
+        except (ValueError, RecursionError):
+            found = []
+        yield from map(_checked, found) if len(found) == len(block) else map(_event, block)
 
-    Returns:
-        The event; an empty one for a line without an event, None if it cannot be read.
-    """
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line; an empty one for a line without an event, None if it cannot be read."""
     text = line.strip().rstrip(b",")
     if text in BRACKETS:
         return {}
     try:
-        event = json.loads(text)
+        return _checked(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked(event: Any) -> dict[str, Any] | None:
+    """Return what lanes need of an event: names and places as texts, times as numbers; None if it lacks them."""
+    try:
         phase, name, pid, tid = str(event["ph"]), str(event["name"]), int(event["pid"]), int(event["tid"])
         made: dict[str, Any] = {"ph": phase, "name": name, "pid": pid, "tid": tid}
         if phase == "M":
@@ -387,7 +403,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
         made["ts"], made["dur"] = _microseconds(event["ts"]), _microseconds(event.get("dur", 0.0))
         if phase in ("b", "e"):
             made["id"], made["cat"] = str(event["id"]), str(event.get("cat", ""))
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return None
     return made
 
