@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -140,16 +140,13 @@ def running(episode: Episode) -> Iterator[None]:
         _current.reset(token)
 
 
-@contextmanager
-def in_reward() -> Iterator[None]:
-    """Count the time of the block as the current episode's wait for rewards.
+_NOTHING = nullcontext()
 
-    Yields:
-        None.
-    """
+
+def in_reward() -> AbstractContextManager[None]:
+    """Return a context that counts the time of its block as the current episode's wait for rewards."""
     episode = _current.get()
-    with nullcontext() if episode is None else Span(episode, "reward"):
-        yield
+    return _NOTHING if episode is None else Span(episode, "reward")
 
 
 def mix(seed: int, number: int) -> int:

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from rlite.errors import shortened
@@ -185,13 +184,18 @@ class RewardFunction:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _call(self, finish: Callable[[Any], Any], keywords: dict[str, Any]) -> Any:
-        async with nullcontext() if self._slots is None else self._slots.one():
-            if not self.in_process:
-                return await self._functions[finish].call(**keywords)
-            async with limited(self.what, None, REWARD_ERRORS):
-                value = self.fn(**keywords)
-            value = await self._loop.run(value) if inspect.isawaitable(value) else value
-            return value if _is_finite_float(value) else finish(value)
+        if self._slots is None:
+            return await self._call_at_once(finish, keywords)
+        async with self._slots.one():
+            return await self._call_at_once(finish, keywords)
+
+    async def _call_at_once(self, finish: Callable[[Any], Any], keywords: dict[str, Any]) -> Any:
+        if not self.in_process:
+            return await self._functions[finish].call(**keywords)
+        async with limited(self.what, None, REWARD_ERRORS):
+            value = self.fn(**keywords)
+        value = await self._loop.run(value) if inspect.isawaitable(value) else value
+        return value if _is_finite_float(value) else finish(value)
 
     async def _call_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float | str]:
         names = dict.fromkeys(name for row in rows for name in row)

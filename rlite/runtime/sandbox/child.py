@@ -47,7 +47,15 @@ from typing import Any, BinaryIO
 
 from rlite.errors import own_traceback
 from rlite.runtime.sandbox import wire
-from rlite.runtime.sandbox.confine import children, confine, end_descendants, number_in, part, restrict, silence
+from rlite.runtime.sandbox.confine import (
+    children,
+    confine,
+    end_descendants,
+    follow_parent,
+    number_in,
+    restrict,
+    silence,
+)
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -413,7 +421,7 @@ class Server:
             fork = os.fork()
         if fork == 0:
             self._pid = os.getpid()
-            part()
+            follow_parent(signal.SIGKILL)  # `_lose_channel` has restricted the fork
             os.dup2(writer, self._channel.fileno(), inheritable=False)  # `_lose_channel` has closed the socket
             os.close(writer)
             os.close(reader)

@@ -275,18 +275,12 @@ def _give_up_capabilities() -> None:
     LIBC.capset(header, struct.pack("<6I", *words))
 
 
-def part() -> None:
-    """Separate this process from its parent, a sandbox process: it ends with the parent and cannot touch it."""
-    if sys.platform == "linux":
-        follow_parent(signal.SIGKILL)
-        restrict()
-
-
 def follow_parent(death_signal: int) -> None:
     """Receive a signal when the parent ends, and adopt orphaned descendants. This needs Linux."""
     set_death_signal, become_subreaper = 1, 36
-    LIBC.prctl(set_death_signal, death_signal, 0, 0, 0)
-    LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    if sys.platform == "linux":
+        LIBC.prctl(set_death_signal, death_signal, 0, 0, 0)
+        LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
 
 
 def silence() -> None:
