@@ -52,6 +52,7 @@ from rlite.runtime.sandbox.confine import (
     confine,
     end_descendants,
     follow_parent,
+    has_children,
     number_in,
     restrict,
     silence,
@@ -414,7 +415,7 @@ class Server:
         if threading.active_count() > 1 or any(name in sys.modules for name in _UNFORKABLE):
             return False
         self._watch.is_on = False
-        before = children(self._pid)
+        before = children(self._pid) if has_children() else set()
         reader, writer = os.pipe()
         with warnings.catch_warnings():  # newer versions warn of native threads
             warnings.simplefilter("ignore")

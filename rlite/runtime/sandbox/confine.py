@@ -301,6 +301,15 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def has_children() -> bool:
+    """Return whether this process has children, ended ones included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def number_in(path: str, name: str) -> int:
     """Return the number behind a name in a file of the kernel; 0 if the system has no such file or name."""
     with contextlib.suppress(OSError):  # a process may name itself by bytes that are no text
@@ -330,9 +339,7 @@ def end_descendants(kept: Callable[[], Collection[int]] = tuple) -> bool:
     """
     was_empty = False
     for _ in range(MAX_PASSES):
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # there is none
+        if not has_children():
             return True
         spared = set(kept())
         found = [pid for child in children(os.getpid()) - spared for pid in (child, *descendants(child))]
