@@ -32,8 +32,8 @@ from rlite.data.packs import pad_checked
 from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.observability import stats_tracker
-from rlite.rollout.collector.ahead import raise_late
-from rlite.rollout.collector.bookkeeping import Collected, make_queues
+from rlite.rollout.collector.ahead import make_queues, raise_late
+from rlite.rollout.collector.ended import Collected
 from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Item, Queue, ShouldAccept
@@ -197,19 +197,14 @@ class GroupCollector:
         failed, self._num_reported = attempts - self._num_reported, attempts
         redrawn = Counter(group.redrawn for group in groups if group.redrawn)
         kept = Counter(batch["loss_mask"].sum(-1).tolist()) if "loss_mask" in batch else Counter[int]()
-        selection = self._selection
-        selection.num_groups += len(groups)
-        selection.num_attempts += failed.total() + sum(group.size for group in groups)
-        selection.failed_attempts += failed
-        selection.redrawn += redrawn
-        selection.failed += losses.failed
-        selection.kept += kept
+        num_attempts = failed.total() + sum(group.size for group in groups)
+        found = Selection(len(groups), num_attempts, failed, redrawn, losses.failed, kept)
+        self._selection.add(found)
         num_refused = losses.kinds.pop(NOT_ACCEPTED.kind, 0)  # should_accept is there to refuse groups
         with stats_tracker.scope("rollout"):
             stats_tracker.count(num_groups=len(groups), num_lost=losses.kinds.total(), num_refused=num_refused)
             stats_tracker.count(**{f"lost/{kind}": number for kind, number in losses.kinds.items()})
-            for name, kinds in (("failed_attempts", failed), ("redrawn", redrawn)):
-                stats_tracker.count(**stats_tracker.by_kind(name, kinds))
+            stats_tracker.count(**found.counts())
             stats_tracker.scalar(num_abandoned=len(ABANDONED))
             if "versions" in batch:
                 # a sequence is as old as its oldest token
@@ -218,8 +213,7 @@ class GroupCollector:
                 stats_tracker.scalar(staleness=(version - oldest.clamp(max=version)).double().mean())
             if losses.too_old:
                 stats_tracker.count(num_dropped_too_old=len(losses.too_old))
-            if losses.too_old or losses.failed:
-                stats_tracker.scalar(**losses.metrics(kept))
+            stats_tracker.scalar(**losses.metrics(kept))
 
     @contextmanager
     def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:

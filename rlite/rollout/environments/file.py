@@ -96,13 +96,7 @@ def is_gym_file(path: str | Path) -> bool:
     return "make" in names and "step" not in names
 
 
-def _check_workflow(name: str) -> str:
-    if name not in WORKFLOWS:
-        raise ConfigError(WORKFLOWS.unknown(name))
-    return name
-
-
-WorkflowName = Annotated[str, AfterValidator(_check_workflow)]
+WorkflowName = Annotated[str, AfterValidator(WORKFLOWS.name_of)]
 """name of a registered workflow"""
 
 
@@ -190,12 +184,12 @@ class StepFile(EnvironmentFile):
             ConfigError: the module has no async function `step`, or its `reset` is not async.
         """
         module = super().load()
-        for name, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
-            if is_needed and not inspect.iscoroutinefunction(getattr(module, name, None)):
-                raise ConfigError(
-                    f"rollout.env_path={self.path!r}: expected `async def step(state, action, extra_info)` in it, "
-                    "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
-                )
+        step = getattr(module, "step", None)
+        if not all(map(inspect.iscoroutinefunction, (step, getattr(module, "reset", step)))):
+            raise ConfigError(
+                f"rollout.env_path={self.path!r}: expected `async def step(state, action, extra_info)` in it, "
+                "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
+            )
         return module
 
     async def __call__(self, method: str, memory: bytes = b"", state: str = "", action: str = "") -> tuple[bytes, Turn]:
@@ -234,17 +228,18 @@ def _checked_response(response: Any, path: str) -> tuple[bytes, Turn]:
     missing = [key for key in STEP_KEYS if key not in response] if isinstance(response, Mapping) else STEP_KEYS
     if missing:
         raise ConfigError(f"step() in {path} returned no {', '.join(missing)}")
-    numbers = {}
-    for key in ("reward", "score"):
-        number = as_number(response[key])
-        if number is None:
-            raise ConfigError(f"step() in {path} returned {key}={response[key]!r}; expected a finite number")
-        numbers[key] = number
+    numbers = {key: _finite(response[key], f"step() in {path} returned {key}=") for key in ("reward", "score")}
     text = response["next_state"]
     if not isinstance(text, str | None):
         raise ConfigError(f"step() in {path} returned next_state={text!r}; expected a text or None")
     _check_length(text, f"step() in {path}")
     return pickle.dumps(response["extra_info"]), Turn(text, **numbers, is_done=bool(response["done"]))
+
+
+def _finite(value: Any, returned: str) -> float:
+    if (number := as_number(value)) is None:
+        raise ConfigError(f"{returned}{value!r:.200}; expected a finite number")
+    return number
 
 
 def _check_length(text: str | None, what: str) -> None:
@@ -382,17 +377,14 @@ def advance(environment: Any, action: str) -> Turn:
         form = "(observation, reward, terminated, truncated, info)"
         raise ConfigError(f"step() returned {answer!r:.200}; expected {form}")
     text, reward, *flags, _ = answer
-    number = as_number(reward)
-    if number is None:
-        raise ConfigError(f"step() returned the reward {reward!r:.200}; expected a finite number")
+    number = _finite(reward, "step() returned the reward ")
     ends = [as_number(flag) for flag in flags]  # numpy's booleans are numbers of one element, too
     if not all(end in (0.0, 1.0) for end in ends):
         raise ConfigError(f"step() returned terminated, truncated = {flags!r:.200}; expected two booleans")
     is_done = any(ends)
-    if not isinstance(text, str):
-        if not is_done:
-            raise ConfigError(f"step() returned the observation {text!r:.200}; expected a text")
-        text = ""
+    if not isinstance(text, str) and not is_done:
+        raise ConfigError(f"step() returned the observation {text!r:.200}; expected a text")
+    text = text if isinstance(text, str) else ""
     _check_length(text, "step()")
     if is_done:
         close(environment)

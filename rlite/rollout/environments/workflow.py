@@ -6,10 +6,9 @@ import asyncio
 import operator
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import cloudpickle
 from tensordict import TensorDict
@@ -145,8 +144,7 @@ class Environment:
         return await self._ask(read_turn, method="step", memory=extra_info, state=state, action=action)
 
 
-@dataclass(frozen=True)
-class GymEpisode:
+class GymEpisode(NamedTuple):
     """An environment that has been reset."""
 
     observation: str | None
@@ -188,13 +186,11 @@ class GymEnvironment:
     ) -> None:
         self.make = MakeFile(make) if isinstance(make, str | Path) else make
         self.timeout = timeout
-        self.name = f"the environment {make if isinstance(make, str | Path) else getattr(make, '__name__', make)}"
+        self.name = f"the environment {getattr(make, '__name__', make)}"
         limit = options.get("memory_limit_gib")
         if in_process and limit is not None:
             raise ConfigError(f"memory_limit_gib={limit}, in_process=True: a limit needs a process")
-        self._function = None
-        if not in_process:
-            self._function = sandboxed(GymFunction(self.make), timeout, what=self.name, **options)
+        self._function = None if in_process else sandboxed(GymFunction(self.make), timeout, what=self.name, **options)
 
     def check(self) -> None:
         """Load the factory in its sandbox process. Do not call this method from within an event loop.
@@ -233,11 +229,10 @@ class GymEnvironment:
                 with suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
                     await self._in_thread(close, memory)
 
-    async def _ask(self, method: str, memory: Any = None, **arguments: Any) -> tuple[Any, Turn]:
+    async def _ask(self, method: str, memory: Any = b"", **arguments: Any) -> tuple[Any, Turn]:
         """Return the next memory and the turn of a call. In this process, the memory is the environment itself."""
         if self._function is not None:
-            remembered = {} if memory is None else {"memory": memory}
-            return await self._function.ask(read_turn, method=method, **remembered, **arguments)
+            return await self._function.ask(read_turn, method=method, memory=memory, **arguments)
         if method == "reset":
             return await self._in_thread(start, self.make, **arguments)
         return memory, await self._in_thread(advance, memory, **arguments)
