@@ -197,14 +197,19 @@ class GroupCollector:
         failed, self._num_reported = attempts - self._num_reported, attempts
         redrawn = Counter(group.redrawn for group in groups if group.redrawn)
         kept = Counter(batch["loss_mask"].sum(-1).tolist()) if "loss_mask" in batch else Counter[int]()
-        num_attempts = failed.total() + sum(group.size for group in groups)
-        found = Selection(len(groups), num_attempts, failed, redrawn, losses.failed, kept)
-        self._selection.add(found)
+        selection = self._selection
+        selection.num_groups += len(groups)
+        selection.num_attempts += failed.total() + sum(group.size for group in groups)
+        selection.failed_attempts += failed
+        selection.redrawn += redrawn
+        selection.failed += losses.failed
+        selection.kept += kept
         num_refused = losses.kinds.pop(NOT_ACCEPTED.kind, 0)  # should_accept is there to refuse groups
         with stats_tracker.scope("rollout"):
             stats_tracker.count(num_groups=len(groups), num_lost=losses.kinds.total(), num_refused=num_refused)
             stats_tracker.count(**{f"lost/{kind}": number for kind, number in losses.kinds.items()})
-            stats_tracker.count(**found.counts())
+            for name, kinds in (("failed_attempts", failed), ("redrawn", redrawn)):
+                stats_tracker.count(**stats_tracker.by_kind(name, kinds))
             stats_tracker.scalar(num_abandoned=len(ABANDONED))
             if "versions" in batch:
                 # a sequence is as old as its oldest token
@@ -213,7 +218,8 @@ class GroupCollector:
                 stats_tracker.scalar(staleness=(version - oldest.clamp(max=version)).double().mean())
             if losses.too_old:
                 stats_tracker.count(num_dropped_too_old=len(losses.too_old))
-            stats_tracker.scalar(**losses.metrics(kept))
+            if losses.too_old or losses.failed:
+                stats_tracker.scalar(**losses.metrics(kept))
 
     @contextmanager
     def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:
