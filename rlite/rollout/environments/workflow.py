@@ -299,8 +299,7 @@ class EnvironmentWorkflow(ConversationWorkflow):
                 info, turn = await self.environment.step(conversation.text, conversation.answer, info)
             conversation.transcript.reward(turn.reward)
             score += turn.score
-            is_last = conversation.transcript.num_turns == self.max_turns
-            if turn.is_done or turn.observation is None or is_last:
+            if turn.is_done or turn.observation is None or conversation.transcript.num_turns == self.max_turns:
                 break
             conversation.rewrite(turn.observation)
         return conversation.transcript.trajectory(scores=score)
