@@ -72,8 +72,7 @@ class KeptIds:
 
     def is_restricted(self) -> Bool[Tensor, " rows"]:
         """Return the rows that have kept ids."""
-        found = torch.zeros(self.num_rows, dtype=torch.bool, device=self.rows.device)
-        return found.index_fill(0, self.rows, True)
+        return torch.zeros(self.num_rows, dtype=torch.bool, device=self.rows.device).index_fill(0, self.rows, True)
 
     def spans(self, bounds: Int[Tensor, " blocks_and_one"]) -> list[tuple[int, int]]:
         """Return for each block of the vocabulary the first and the last pair with an id in it, as a half-open range.
@@ -81,8 +80,7 @@ class KeptIds:
         Args:
             bounds: the first id of each block, and the end of the last one.
         """
-        edges = torch.searchsorted(self.ids, bounds.to(self.ids.device)).tolist()
-        return list(pairwise(edges))
+        return list(pairwise(torch.searchsorted(self.ids, bounds.to(self.ids.device)).tolist()))
 
     def log_sums(self, x: Float[Tensor, " pairs"]) -> Float[Tensor, " rows"]:
         """Return log sum_{v in S} exp(x_v) of each row in float64; meaningless for a row without kept ids.

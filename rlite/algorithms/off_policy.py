@@ -144,8 +144,7 @@ def rejection_mask(
     """
     # the samples are the sampler's, so the divergence that they estimate is the divergence from the sampler
     bounds: dict[str, Any] = {"upper": upper, "lower": lower, "metric": estimator, "scope": scope, "over": over}
-    found = behaviour_weights(sampler_logprobs, logprobs, mask, action="mask", cu_seqlens=cu_seqlens, **bounds)
-    return found.kept
+    return behaviour_weights(sampler_logprobs, logprobs, mask, action="mask", cu_seqlens=cu_seqlens, **bounds).kept
 
 
 def check_rejection(options: Mapping[str, Any]) -> None:
@@ -156,8 +155,7 @@ def check_rejection(options: Mapping[str, Any]) -> None:
         ConfigError: a value has the wrong kind, or the upper bound is missing.
     """
     if options:
-        given = ("logprobs", "sampler_logprobs", "mask")
-        check_options(rejection_mask, options, "rejection", given, ("cu_seqlens",))
+        check_options(rejection_mask, options, "rejection", ("logprobs", "sampler_logprobs", "mask"), ("cu_seqlens",))
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from rlite.data.chat.masks import check_messages
 from rlite.data.chat.template import has_chat_template, unread_keys
 from rlite.data.mixture import Mixture, shuffled
 from rlite.data.prompts import PromptStream
-from rlite.data.readers.formats import RowKind, normalise
+from rlite.data.readers.columns import normalise
+from rlite.data.readers.formats import RowKind
 from rlite.data.readers.streaming import ShuffledStream, StreamedTable
 from rlite.data.readers.tables import NULL, Row, check_text, is_null, read_rows, type_in_words, without_added_nulls
 from rlite.data.source import Source, Table

@@ -43,7 +43,7 @@ def sft_rows(
     it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`,
     only the turns in the completion are learnt. A message with `weight`, `train` or `loss_mask` 0 is not learnt. A
     `text` is learnt whole, with the end-of-sequence token. A row longer than `max_length` is cut at its end.
-    `rlite.data.readers.formats` converts other formats to these.
+    `rlite.data.readers.columns` converts other formats to these.
 
     Args:
         rows: the table.

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.answers import split_at_stop
 from rlite.data.chat.masks import check_messages
+from rlite.data.chat.stops import split_at_stop
 from rlite.data.chat.template import check_template_options
 from rlite.errors import ConfigError
 from rlite.rollout.workflow import prompt_ids, prompt_text

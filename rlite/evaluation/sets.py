@@ -30,9 +30,8 @@ from rlite.evaluation.metrics import Sample, summary
 from rlite.help import UNNAMED, check_name
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.collector.bookkeeping import evaluated
 from rlite.rollout.collector.calls import RolloutCollector
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended import Ended, evaluated
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Queue
@@ -273,7 +272,7 @@ def sample_of_episode(ended: Ended, item: str) -> Sample:
     own: dict[str, Any] = {"item": item, "sample": ended.first_sample}
     own |= {"failed_attempts": tuple(episode.failed_attempts), "redrawn": episode.redrawn}
     if ended.reason or (trajectory := episode.trajectory) is None:
-        return Sample(**own, score=None, reason=ended.reason, length=ended.num_tokens.get(0, 0))
+        return Sample(**own, score=None, reason=ended.reason, length=episode.num_tokens)
     return Sample(
         **own,
         answer=episode.answer,

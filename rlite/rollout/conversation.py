@@ -9,27 +9,17 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from tensordict import TensorDict
 
-from rlite.data.chat.answers import split_at_stop, tokens_after
 from rlite.data.chat.forms import Message
+from rlite.data.chat.stops import split_at_stop, tokens_after
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer
 from rlite.data.packs import TokenHistory
 from rlite.data.prompts import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.errors import ConfigError, DataError, RolloutError
+from rlite.rollout import workflow
 from rlite.rollout.joined import join_histories
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
-from rlite.rollout.workflow import (
-    PromptWorkflow,
-    check_completed,
-    context_length,
-    end_ids,
-    of_trajectory,
-    prompt_ids,
-    prompt_text,
-    reward_arguments,
-    said_tokens,
-    template_options,
-)
+from rlite.rollout.workflow import PromptWorkflow
 from rlite.runtime.event_loop import beside_loop
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -102,7 +92,7 @@ class Transcript:
                 gconfig = gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
         # one rid for the episode: its turns find their cache
         response = await engine.agenerate(LLMRequest(input_ids=self.tokens, gconfig=gconfig, rid=self._rid))
-        check_completed(response)
+        workflow.check_completed(response)
         if not response.output_len:
             raise RolloutError("the engine ended the completion after 0 tokens")
         self.write(response)
@@ -145,7 +135,7 @@ class Transcript:
         rows = join_histories(written, self.num_turns)
         if reward is not None:
             rows, values = rows.exclude("token_rewards"), {"rewards": reward, **values}
-        return rows.update(of_trajectory(len(written), **values))
+        return rows.update(workflow.of_trajectory(len(written), **values))
 
 
 def check_turn_discount(turn_discount: float) -> None:
@@ -200,10 +190,10 @@ class Conversation:
     ) -> None:
         check_history(history)
         self._tokenizer = tokenizer
-        self._options = template_options(item, chat_template_options)
+        self._options = workflow.template_options(item, chat_template_options)
         self._template = ChatTemplate(tokenizer, self._options)
         self._is_rendered_anew = history == "template"
-        self.prompt = prompt_text(item, tokenizer, self._options)
+        self.prompt = workflow.prompt_text(item, tokenizer, self._options)
         """first prompt of the model, as text"""
         self._max_length = max_length
         self._transcript: Transcript | None = None
@@ -231,7 +221,7 @@ class Conversation:
             DataError: the prompt leaves no room.
             TooManyTokens: a text is far too long, and `max_length` is None.
         """
-        limit = context_length(engine, self._max_length)
+        limit = workflow.context_length(engine, self._max_length)
         try:
             await beside_loop(self._num_unread, self._read, limit)
         except TooManyTokens:
@@ -241,7 +231,7 @@ class Conversation:
             self._transcript.give_up()
             return None
         self._response = await self.transcript.generate(engine, gconfig)
-        self._end_ids = end_ids(engine, self._tokenizer)
+        self._end_ids = workflow.end_ids(engine, self._tokenizer)
         self._end_text = self._written_end(gconfig.stop)
         return self._response
 
@@ -265,7 +255,8 @@ class Conversation:
             self._unread, self._num_unread = None, 0
 
     def _begin(self, item: Mapping[str, Any], limit: int | None) -> None:
-        self._transcript = Transcript(prompt_ids(item, self._tokenizer, self._options, limit), self._max_length)
+        prompt = workflow.prompt_ids(item, self._tokenizer, self._options, limit)
+        self._transcript = Transcript(prompt, self._max_length)
 
     @property
     def is_answered(self) -> bool:
@@ -284,7 +275,7 @@ class Conversation:
     @property
     def said(self) -> list[int]:
         """The tokens of the latest turn without the end token. Reading it raises RolloutError if there is no turn."""
-        return said_tokens(self._latest(), self._end_ids)
+        return workflow.said_tokens(self._latest(), self._end_ids)
 
     def reply(self, *messages: Message, answer: Message | None = None) -> None:
         """Append messages, after which the model is asked again.
@@ -463,7 +454,7 @@ class MultiTurnWorkflow(ConversationWorkflow):
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             answer = conversation.answer
             read, written = response.input_tokens, response.output_tokens
-            score = await self.reward_fn(**reward_arguments(data, conversation.prompt, answer, read, written))
+            score = await self.reward_fn(**workflow.reward_arguments(data, conversation.prompt, answer, read, written))
             if score >= self.solved or conversation.transcript.num_turns == self.max_turns:
                 break
             conversation.reply({"role": "user", "content": self._feedback(data, answer, score)})

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tensordict import TensorDict
 
 from rlite.errors import RolloutError
-from rlite.rollout.attempts import AttemptHistory, Draw, Draws, chunks_of
+from rlite.rollout.draws import AttemptHistory, Draw, Draws, chunks_of
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
 Answer = TypeVar("Answer", bound=LLMResponse | TokenChunk)
@@ -174,7 +174,7 @@ class SampleInference:
 
     A request without a seed gets one from the episode's seed and the turn, if the episode has a seed. A request with a
     seed keeps it in the first episode of its item, and gets a different one in each other episode. A request that an
-    earlier attempt has made gets the answer of that attempt, see `rlite.rollout.attempts`.
+    earlier attempt has made gets the answer of that attempt, see `rlite.rollout.draws`.
 
     A request that truncates asks for `kept_ids`, if the episode is trained on and the engine offers them.
 

@@ -65,12 +65,11 @@ class ScriptedEngine:
             if on_chunk is not None:
                 on_chunk(self._chunk(number, tokens[: int(share * len(tokens))], self.get_version(), reason))
         made_at = [started + seconds * (index + 1) / len(tokens) for index in range(len(tokens))]
-        versions = [self._version_at(moment) for moment in made_at]
         return LLMResponse(
             input_tokens=list(request.input_ids),
             output_tokens=tokens,
             output_logprobs=[self._logprob] * len(tokens),
-            output_versions=versions,
+            output_versions=[self._version_at(moment) for moment in made_at],
             stop_reason=reason,
             latency=seconds,
             ttft=seconds / max(len(tokens), 1),

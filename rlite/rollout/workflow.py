@@ -274,9 +274,8 @@ def template_options(data: Mapping[str, Any], options: Mapping[str, Any] | None 
 
 def _prompt(data: Mapping[str, Any]) -> str | list[Any]:
     prompt = data.get("messages", data.get("prompt"))
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
+    is_chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
+    if (is_chat or isinstance(prompt, str)) and prompt:
         return prompt
     raise DataError(
         f"the item has the keys {sorted(data)} and no prompt: expected input_ids (token ids), messages (a list of "

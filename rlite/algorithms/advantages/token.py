@@ -191,5 +191,4 @@ def optimal_token_advantages(
     is_alone = base.sum_over_set(acts.any(1).double(), groups)[:, None] == 1
     if zero_tail:
         is_alone = is_alone | (base.sum_over_set(acts, groups) == 1)
-    advantages = returns - torch.where(is_alone, 0.0, baseline)
-    return base.as_advantages(actions.tokens(advantages), rewards)
+    return base.as_advantages(actions.tokens(returns - torch.where(is_alone, 0.0, baseline)), rewards)

@@ -6,14 +6,8 @@ import math
 
 import torch
 
-from rlite.algorithms.policy_losses.base import (
-    MAX_LOG_RATIO,
-    LossInputs,
-    WeightedTokenLoss,
-    choose,
-    ratio_metrics,
-    register_policy_loss,
-)
+from rlite.algorithms.policy_losses import base
+from rlite.algorithms.policy_losses.base import LossInputs, WeightedTokenLoss, register_policy_loss
 from rlite.algorithms.reduce import TokenLoss, sequence_sums, to_tokens
 
 _LOG_SMALLEST_WEIGHT = math.log(1e-8)
@@ -43,8 +37,8 @@ def vespo(
     log_ratio = inputs.log_ratio().detach()
     per_token = log_ratio if inputs.weights is None else log_ratio + inputs.weights.log()
     log_w = to_tokens(sequence_sums(per_token, mask, cu_seqlens), mask, cu_seqlens)
-    log_w = log_w.clamp(_LOG_SMALLEST_WEIGHT, MAX_LOG_RATIO)
-    k, rate = (choose(is_positive, yes, no, like=log_w) for yes, no in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
+    log_w = log_w.clamp(_LOG_SMALLEST_WEIGHT, base.MAX_LOG_RATIO)
+    k, rate = (base.choose(is_positive, yes, no, like=log_w) for yes, no in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
     phi = torch.exp(k * log_w + rate * (1 - log_w.exp()))
     loss = -phi * inputs.advantages * inputs.logprobs
-    return WeightedTokenLoss(loss, ratio_metrics(log_ratio) | {"sequence_weight": phi})
+    return WeightedTokenLoss(loss, base.ratio_metrics(log_ratio) | {"sequence_weight": phi})

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.serving import native
-from rlite.data.chat.answers import length_at_stop
+from rlite.data.chat.stops import length_at_stop
 from rlite.errors import RliteError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest

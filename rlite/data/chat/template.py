@@ -17,19 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
-from rlite.data.chat.forms import (
-    THOUGHTS,
-    TOOLS,
-    WEIGHTS,
-    Marks,
-    Message,
-    Messages,
-    Part,
-    Places,
-    check_constants,
-    forms_of,
-    limited,
-)
+from rlite.data.chat import forms
+from rlite.data.chat.forms import Marks, Message, Messages, Part, Places
 from rlite.data.prompts import TextTokenizer
 from rlite.errors import ConfigError, DataError
 
@@ -85,9 +74,9 @@ STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
 """shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
 QUESTION: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
-OPTIONAL = tuple(map(repr, THOUGHTS))
+OPTIONAL = tuple(map(repr, forms.THOUGHTS))
 """names of the parts of earlier answers that a prompt may lack, because they are not learnt"""
-KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS}
+KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *forms.WEIGHTS}
 """keys of messages that are read without the chat template, or checked elsewhere, or that no model needs to see"""
 
 
@@ -144,7 +133,7 @@ class ChatTemplate:
         if (source := self._source(options)) and (dated := CLOCK.in_template(source)) != source:
             options["chat_template"] = dated
         try:
-            return limited(lambda: self.tokenizer.apply_chat_template(messages, **options))
+            return forms.limited(lambda: self.tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefusal(
@@ -163,7 +152,7 @@ class ChatTemplate:
             DataError: a part of a content, or the arguments of a call, have a form that the template does not take.
         """
         source = self._source({**self._options, "tools": tools or self._options.get("tools")})
-        return forms_of(source).fitted(messages, where) if source else list(messages)
+        return forms.forms_of(source).fitted(messages, where) if source else list(messages)
 
     def _source(self, options: Mapping[str, Any]) -> str | None:
         """Return the source of the template; None if the tokenizer renders conversations without a template."""
@@ -258,7 +247,7 @@ class ChatTemplate:
                     what = f"the role {role!r}, whose content would be lost"
                 place = f"{where}messages[{number}]"
                 raise DataError(f"{place}: the chat template leaves out {what}", place)
-        if missing := places.missing(TOOLS):
+        if missing := places.missing(forms.TOOLS):
             raise DataError(f"{where}tools: the model's chat template leaves out {missing[0].name}", f"{where}tools")
         return places
 
@@ -323,7 +312,7 @@ def check_template_limits(tokenizer: Any) -> None:
     """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.forms`."""
     given = tokenizer.chat_template or {}
     for template in given.values() if isinstance(given, Mapping) else [given]:
-        check_constants(template)
+        forms.check_constants(template)
 
 
 def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str) -> None:
@@ -360,7 +349,7 @@ def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[
     """
     names = _names_in(str(tokenizer.chat_template)) | KNOWN_KEYS
     keys = {str(key) for messages in conversations for each in messages if isinstance(each, Mapping) for key in each}
-    return sorted(keys - names - {*(THOUGHTS if names & {*THOUGHTS} else ())})
+    return sorted(keys - names - {*(forms.THOUGHTS if names & {*forms.THOUGHTS} else ())})
 
 
 def _names_in(template: str) -> set[str]:

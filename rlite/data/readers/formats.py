@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, Literal
 
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
-from rlite.data.readers.tables import NULL, Row, check_columns, check_text, is_null, parse_json, without_added_nulls
-from rlite.data.source import Source
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.data.readers.tables import Row, check_columns, check_text, parse_json
+from rlite.errors import DataError, did_you_mean
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -179,8 +177,7 @@ def conversation(row: Row, where: str) -> Row:
 def alpaca(row: Row, where: str) -> Row:
     """Return the conversation of an instruction and its output."""
     check_columns(row, {"output": str}, where)
-    answer = {"role": "assistant", "content": row["output"]}
-    return {"messages": [*instruction(row, where)["messages"], answer]}
+    return {"messages": [*instruction(row, where)["messages"], {"role": "assistant", "content": row["output"]}]}
 
 
 def completed(answer: str) -> Callable[[Row, str], Row]:
@@ -369,9 +366,23 @@ class Format:
         return f"{self.name} ({', '.join(self.columns)})"
 
 
+def preferences(
+    name: str, before: str, convert: Callable[[Row, str], Row], reads: str, *suits: Callable[..., bool]
+) -> Format:
+    """Return a format of preferences.
+
+    Args:
+        name: name after "preferences" in the report at the start.
+        before: column of the conversation before the two answers; "" if they begin with it.
+        convert: as for `Format`.
+        reads: further columns that are read, beside `margin`.
+        *suits: as for `Format`.
+    """
+    return Format(f"preferences {name}", f"{before} chosen rejected", convert, f"{reads} margin", *suits)
+
+
 _ANSWERS = ("response", "completion")
 _ALPACA = "input system history"
-_PAIR = "prompt chosen rejected"
 
 FORMATS: dict[RowKind, tuple[Format, ...]] = {
     "demonstrations": (
@@ -383,28 +394,12 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
         Format("plain texts", "text", plain_text),
     ),
     "preferences": (
-        Format(
-            "preferences between conversations",
-            "chosen rejected",
-            implicit_pair,
-            "prompt tools margin",
-            has_implicit_prompt,
-        ),
-        Format("preferences after conversations", "messages chosen rejected", pair_after(conversation), "tools margin"),
-        Format(
-            "preferences after ShareGPT conversations",
-            "conversations chosen rejected",
-            pair_after(sharegpt),
-            "system tools margin",
-        ),
-        Format("preferences after chat prompts", _PAIR, prompted_pair, "tools margin", has_chat),
-        Format("raw preferences", _PAIR, prompted_pair, "margin"),
-        Format(
-            "preferences after Alpaca instructions",
-            "instruction chosen rejected",
-            pair_after(instruction),
-            f"{_ALPACA} margin",
-        ),
+        preferences("between conversations", "", implicit_pair, "prompt tools", has_implicit_prompt),
+        preferences("after conversations", "messages", pair_after(conversation), "tools"),
+        preferences("after ShareGPT conversations", "conversations", pair_after(sharegpt), "system tools"),
+        preferences("after chat prompts", "prompt", prompted_pair, "tools", has_chat),
+        Format("raw preferences", "prompt chosen rejected", prompted_pair, "margin"),
+        preferences("after Alpaca instructions", "instruction", pair_after(instruction), _ALPACA),
     ),
     "unpaired": (
         Format("labelled completions of conversations", "messages completion label", labelled, "tools"),
@@ -431,126 +426,3 @@ def known_columns(kind: RowKind) -> set[str]:
 def format_of(row: Row, kind: RowKind) -> Format | None:
     """Return the first known format that fits a row; None if there is none."""
     return next((known for known in FORMATS[kind] if known.fits(row)), None)
-
-
-def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[Row], str]:
-    """Convert rows to rlite's form. All rows have the format of the first row.
-
-    Args:
-        rows: the table.
-        kind: what the rows are for.
-        source: the table's names of columns, and the system prompt.
-
-    Returns:
-        The rows, and the name of their format.
-
-    Raises:
-        ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
-        DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
-            The message names the row and the column.
-    """
-    where, prompt = source.where, source.system_prompt
-    if not rows:
-        raise DataError(f"{where}: no rows; expected at least one")
-    known = known_columns(kind) - {"margin"}
-    rows = _renamed(rows, kind, source)
-    lacking = [[name for name in known & row.keys() if row[name] is not None and is_null(row[name])] for row in rows]
-    # None in place of pandas' NaN
-    rows = [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
-    found = format_of(rows[0], kind)
-    if found is None and kind == "prompts" and prompt is None:
-        return rows, "rows without a prompt"  # an environment may begin by itself
-    if found is None:
-        raise DataError(_unrecognised(rows[0], kind, source))
-    converted = []
-    for number, row in enumerate(rows):
-        if (other := format_of(row, kind)) is not found:
-            raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
-        converted.append(found.convert(row, f"{where}, row index {number}"))
-    if prompt is not None:
-        converted = [_with_system(row, prompt, found, where) for row in converted]
-    unread = {str(name) for row in rows for name in row} - {*found.known}
-    is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
-    return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
-
-
-def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
-    """Return rows with rlite's names of columns.
-
-    Raises:
-        ConfigError: a name is unknown to rlite, or the table has no such column.
-    """
-    columns, key, where = source.columns, source.key, source.where
-    if not columns:
-        return list(rows)
-    known = known_columns(kind)
-    present = {name for row in rows for name in row}
-    for name, own in columns.items():
-        if kind != "prompts" and name not in known:  # rewards and environments read any column
-            raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
-        if own is not None and own not in present:
-            raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
-    taken = {name: own for name, own in columns.items() if own is not None}
-    moved = {*columns, *taken.values()}
-
-    def renamed(row: Row) -> Row:
-        made = {name: row.get(own) for name, own in taken.items()}
-        return {name: value for name, value in row.items() if name not in moved} | without_added_nulls(made)
-
-    return list(map(renamed, rows))
-
-
-def _names(row: Row) -> str:
-    return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
-
-
-def _unrecognised(row: Row, kind: RowKind, source: Source) -> str:
-    """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
-    where, key = source.where, source.key
-    present = [str(name) for name, value in row.items() if value is not None]
-    if empty := [entry for entry in FORMATS[kind] if {*entry.columns} <= {*row} and not {*entry.columns} <= {*present}]:
-        nearest = min(empty, key=lambda entry: len({*entry.columns} - {*present}))
-        return f"{where}, row index 0: {_lacks(nearest.columns, row)}; the row has {_names(row)}"
-    near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
-    lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
-    found = {entry: [name for name in entry.columns if near[name]] for entry in lacking}
-    nearest = max(lacking, key=lambda entry: (len(found[entry]), len(found[entry]) - len(entry.columns)))
-    missing = [name for name in nearest.columns if name not in present]
-    known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
-    options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
-    return (
-        f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {known}. "
-        f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
-    )
-
-
-def _lacks(columns: Sequence[str], row: Row) -> str:
-    """Return which of some columns a row lacks, or holds as null."""
-    if null := [name for name in columns if name in row and row[name] is None]:
-        return f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} {NULL}"
-    missing = [name for name in columns if name not in row]
-    return f"no {' and no '.join(map(repr, missing))}" if missing else "of no known format"
-
-
-def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
-    """Return the message for a row of another format than the first row."""
-    what = f"is {other.name} with" if other else f"{_lacks(found.columns, row)}; the row has"
-    return (
-        f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
-        "have one format: put the others into a table of their own, and mix the tables"
-    )
-
-
-def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
-    """Return a row whose conversation begins with a system message.
-
-    Raises:
-        ConfigError: the row has no conversation.
-    """
-    column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
-    if column is None:
-        remedy = "leave it out, or make the prompts messages: [{'role': 'user', 'content': ...}]"
-        raise ConfigError(f"system_prompt begins conversations, and {where} holds {found.name}; {remedy}")
-    if row[column][0]["role"] in SYSTEM_ROLES:
-        return row
-    return {**row, column: [{"role": "system", "content": prompt}, *row[column]]}

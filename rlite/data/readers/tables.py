@@ -446,10 +446,9 @@ def _bound(text: str | None, num_rows: int) -> int | None:
     return round(num_rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
 
-def _text(path: Path, where: str, newline: str | None = None) -> str:
+def _text(path: Path, where: str) -> str:
     try:
-        with path.open(encoding="utf-8-sig", newline=newline) as file:
-            return file.read()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
+from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.lost_groups import held_up
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Item, Queue
@@ -15,6 +16,26 @@ from rlite.types import AsyncInference
 
 NUM_NAMED = 5
 """groups or reasons that a message lists"""
+
+
+def make_queues(options: CollectorOptions, version: int) -> tuple[Queue, Queue, Queue]:
+    """Return the queues of a collector in order of precedence: groups to train on now, to measure, and run ahead.
+
+    Args:
+        options: limits on rollouts.
+        version: current policy version.
+    """
+    limit = options.max_concurrent_rollouts
+    ahead = RolloutLedger(
+        max_concurrent=limit,
+        max_head_offpolicyness=options.max_head_offpolicyness,
+        on_stale=options.on_stale,
+        batch_size=options.consumer_batch_size,
+        version=version,
+    )
+    # no step trains while `collect` or `evaluate` waits, so that their groups do not age
+    now, tests = (RolloutLedger(max_concurrent=limit) for _ in range(2))
+    return Queue(now), Queue(tests, is_training=False), Queue(ahead)
 
 
 class AheadOfTraining:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensordict import TensorDict
@@ -12,9 +12,8 @@ from tensordict import TensorDict
 from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, EvaluationInterrupted, RolloutError
 from rlite.rollout.collector.ahead import AheadOfTraining
-from rlite.rollout.collector.bookkeeping import RolloutProgress, evaluated
 from rlite.rollout.collector.collector import GroupCollector, check_items
-from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.ended import Ended, evaluated
 from rlite.rollout.collector.ledger import RolloutCounters
 from rlite.rollout.collector.lost_groups import Selection
 from rlite.rollout.collector.options import CollectorOptions
@@ -25,6 +24,23 @@ from rlite.runtime.sandbox.pool import close_shared_pool
 from rlite.types import AsyncInference
 
 _open_collectors: set[RolloutCollector] = set()
+
+
+@dataclass(frozen=True)
+class RolloutProgress:
+    """Counts of the episodes that a call waits for."""
+
+    what: str
+    """ "rollout" or "evaluation" """
+    num_episodes: int
+    """episodes of the call"""
+    num_finished: int
+    """episodes that have ended, lost ones included"""
+    num_tokens: int
+    """tokens generated so far"""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.num_finished} of {self.num_episodes} episodes, {self.num_tokens:,} tokens"
 
 
 class RolloutCollector(GroupCollector):

@@ -32,8 +32,8 @@ from rlite.data.packs import pad_checked
 from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.observability import stats_tracker
-from rlite.rollout.collector.ahead import raise_late
-from rlite.rollout.collector.bookkeeping import Collected, make_queues
+from rlite.rollout.collector.ahead import make_queues, raise_late
+from rlite.rollout.collector.ended import Collected
 from rlite.rollout.collector.lost_groups import CANCELLED, NOT_ACCEPTED, Losses, Selection
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Item, Queue, ShouldAccept

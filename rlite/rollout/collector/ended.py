@@ -1,11 +1,12 @@
-"""Groups that have ended, as a collector hands them to a record."""
+"""Groups that have ended, as a collector hands them to its callers and to a record."""
 
 from __future__ import annotations
 
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from rlite.rollout.episode import Episode
 from rlite.types import Status
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from rlite.rollout.collector.runner import Group
 
 
@@ -42,13 +45,34 @@ class Ended:
             status: status of the group; None if it was consumed.
             reason: why it is lost.
         """
-        columns = short_columns(group.data)
-        return cls(group.id, group.item, status, reason, group.episodes, group.first_sample, columns)
+        return cls(group.id, group.item, status, reason, group.episodes, group.first_sample, short_columns(group.data))
 
-    @property
-    def num_tokens(self) -> dict[int, int]:
-        """Tokens that each episode has generated, by its number."""
-        return {number: episode.num_tokens for number, episode in enumerate(self.episodes)}
+
+def evaluated(group: Group, number: int, group_size: int) -> Ended:
+    """Return an episode of an evaluation.
+
+    Args:
+        group: holds the episode alone.
+        number: place of the episode among all.
+        group_size: episodes per item.
+    """
+    loss = group.loss
+    ended = Ended.of(group, "evaluated") if loss is None else Ended.of(group, loss.status, loss.reason)
+    return replace(ended, group=number // group_size)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The finished groups of one call as a batch, and the lost ones by reason."""
+
+    batch: TensorDict | None
+    """rows of the finished groups; None if there are none"""
+    num_groups: int
+    """groups that were asked for"""
+    lost: Counter[str]
+    """groups that were lost, by reason"""
+    error: BaseException | None = None
+    """the exception behind one of the losses"""
 
 
 def seconds(episode: Episode, *names: str) -> float:

@@ -223,10 +223,6 @@ class FailureStreaks:
         self._lengths[position - before] = self._lengths[position + after] = length
         return length
 
-    def clear(self) -> None:
-        """Forget all streaks."""
-        self._lengths.clear()
-
 
 class StopRule:
     """Decides which loss of a group stops the run: of too many groups in a row, or of one whose loss is final.
@@ -260,10 +256,6 @@ class StopRule:
             last = in_full(loss, item)
             return stopped(f"{num_failures} groups in a row failed, the last with {last}", loss.error)
         return None
-
-    def clear(self) -> None:
-        """Begin to count again."""
-        self._failures, self.num_refused = FailureStreaks(), 0
 
 
 def stopped(why: str, cause: BaseException | None = None) -> RolloutError:

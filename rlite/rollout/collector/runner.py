@@ -23,20 +23,18 @@ from tensordict import TensorDict
 from rlite.data.packs import check_alike, check_trajectory, layout, pad_checked
 from rlite.errors import CallTimeout, ConfigError, DataError, RolloutError
 from rlite.observability import trace
-from rlite.rollout.attempts import Draws
 from rlite.rollout.collector import lost_groups
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.collector.lost_groups import ENGINE_FAILURES, Loss, Losses, StopRule
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.retry import EpisodeFailed, retry
+from rlite.rollout.draws import Draws
 from rlite.rollout.episode import Episode, SampleInference, mix, running
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.runtime.event_loop import Abandoned, Overdue, SharedLoop, by_deadline, side_by_side
-from rlite.runtime.sandbox.calls import SandboxError
+from rlite.runtime.event_loop import Overdue, SharedLoop, by_deadline, side_by_side
 from rlite.types import AsyncInference, Status
 
-FINAL = (DataError, ConfigError)
-"""errors that another attempt would repeat"""
 Item = Mapping[str, Any]
 ShouldAccept = Callable[[TensorDict], bool]
 
@@ -97,10 +95,6 @@ class Group:
         return next((episode.redrawn for episode in self.episodes if episode.redrawn), "")
 
 
-class EpisodeFailed(Exception):
-    """The end of an episode that has no attempt left. Its argument is the last error."""
-
-
 @dataclass(frozen=True)
 class Episodes:
     """The episodes of a group.
@@ -155,9 +149,7 @@ class Episodes:
                 except ENGINE_FAILURES:
                     raise
                 except Exception as error:
-                    self._count_failure(episode, error)
-                    episode.begin_attempt()
-                    draws.begin_attempt()
+                    retry(episode, draws, error, self.options.request_retries, self.failed_attempts)
                 else:
                     group.num_finished += 1
                     if episode.failed_attempts and draws.are_other(self.engine.get_version()):
@@ -190,20 +182,6 @@ class Episodes:
             name = type(workflow).__name__
             raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
         return await episode
-
-    def _count_failure(self, episode: Episode, error: Exception) -> None:
-        """Count a failed attempt.
-
-        Raises:
-            EpisodeFailed: No attempt is left.
-        """
-        kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
-        episode.failed_attempts.append(kind)
-        self.failed_attempts[kind] += 1
-        is_final = isinstance(error, FINAL) or isinstance(error.__cause__, Abandoned)
-        if len(episode.failed_attempts) > self.options.request_retries or is_final:
-            episode.failure = lost_groups.reason_of(error)
-            raise EpisodeFailed(error) from error
 
 
 @dataclass(eq=False)
@@ -412,7 +390,7 @@ class GroupRunner:
 
     def _stop(self, error: BaseException) -> None:
         """Drop every group that runs or waits. The next caller gets the error."""
-        self._stop_rule.clear()
+        self._stop_rule = StopRule(self._options)
         for queue in self._queues:
             for group in queue.unfinished():
                 self.drop(queue, group, lost_groups.STOPPED)

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import CheckpointError, DataError
-from rlite.rollout.attempts import AttemptHistory
 from rlite.rollout.collector.ended import Ended, short_columns
 from rlite.rollout.collector.runner import Group, Queue, ShouldAccept
+from rlite.rollout.draws import AttemptHistory
 from rlite.rollout.episode import Episode
 from rlite.rollout.workflow import RolloutWorkflow
 
@@ -55,16 +55,16 @@ def ended_state(ended: Ended) -> dict[str, Any]:
         {**episode_state(each), "trajectory": None if each.trajectory is None else dict(each.trajectory.items())}
         for each in ended.episodes
     ]
-    own = {name: getattr(ended, name) for name in (*OF_ENDED, "num_tokens")}
-    return {**own, "columns": dict(ended.columns), "episodes": episodes}
+    own = {name: getattr(ended, name) for name in OF_ENDED}
+    num_tokens = {number: each.num_tokens for number, each in enumerate(ended.episodes)}
+    return {**own, "num_tokens": num_tokens, "columns": dict(ended.columns), "episodes": episodes}
 
 
 def saved_ended(state: Mapping[str, Any]) -> Ended:
     """Return the group that was saved."""
     numbers, saved = state["num_tokens"], enumerate(state["episodes"])
     episodes = [saved_episode(each, each["trajectory"], numbers.get(number, 0)) for number, each in saved]
-    own = {name: state[name] for name in OF_ENDED}
-    return Ended(**own, episodes=episodes, columns=state.get("columns", {}))
+    return Ended(**{name: state[name] for name in OF_ENDED}, episodes=episodes, columns=state.get("columns", {}))
 
 
 def group_state(group: Group) -> dict[str, Any]:

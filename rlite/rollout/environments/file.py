@@ -13,16 +13,14 @@ import importlib.util
 import inspect
 import math
 import pickle
-import random
 import symtable
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
-import cloudpickle
 from pydantic import AfterValidator
 
 from rlite.config import Count, Options, Positive, Seconds
@@ -96,13 +94,7 @@ def is_gym_file(path: str | Path) -> bool:
     return "make" in names and "step" not in names
 
 
-def _check_workflow(name: str) -> str:
-    if name not in WORKFLOWS:
-        raise ConfigError(WORKFLOWS.unknown(name))
-    return name
-
-
-WorkflowName = Annotated[str, AfterValidator(_check_workflow)]
+WorkflowName = Annotated[str, AfterValidator(WORKFLOWS.name_of)]
 """name of a registered workflow"""
 
 
@@ -177,9 +169,6 @@ def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
     return None
 
 
-# -- files with `async step(state, action, extra_info)` ----------------------------------------------------------------
-
-
 class StepFile(EnvironmentFile):
     """An environment file with a function `step`. The memory is its `extra_info`."""
 
@@ -190,12 +179,12 @@ class StepFile(EnvironmentFile):
             ConfigError: the module has no async function `step`, or its `reset` is not async.
         """
         module = super().load()
-        for name, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
-            if is_needed and not inspect.iscoroutinefunction(getattr(module, name, None)):
-                raise ConfigError(
-                    f"rollout.env_path={self.path!r}: expected `async def step(state, action, extra_info)` in it, "
-                    "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
-                )
+        step = getattr(module, "step", None)
+        if not all(map(inspect.iscoroutinefunction, (step, getattr(module, "reset", step)))):
+            raise ConfigError(
+                f"rollout.env_path={self.path!r}: expected `async def step(state, action, extra_info)` in it, "
+                "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
+            )
         return module
 
     async def __call__(self, method: str, memory: bytes = b"", state: str = "", action: str = "") -> tuple[bytes, Turn]:
@@ -234,25 +223,37 @@ def _checked_response(response: Any, path: str) -> tuple[bytes, Turn]:
     missing = [key for key in STEP_KEYS if key not in response] if isinstance(response, Mapping) else STEP_KEYS
     if missing:
         raise ConfigError(f"step() in {path} returned no {', '.join(missing)}")
-    numbers = {}
-    for key in ("reward", "score"):
-        number = as_number(response[key])
-        if number is None:
-            raise ConfigError(f"step() in {path} returned {key}={response[key]!r}; expected a finite number")
-        numbers[key] = number
+    numbers = {key: finite_number(response[key], f"step() in {path} returned {key}=") for key in ("reward", "score")}
     text = response["next_state"]
     if not isinstance(text, str | None):
         raise ConfigError(f"step() in {path} returned next_state={text!r}; expected a text or None")
-    _check_length(text, f"step() in {path}")
+    check_length(text, f"step() in {path}")
     return pickle.dumps(response["extra_info"]), Turn(text, **numbers, is_done=bool(response["done"]))
 
 
-def _check_length(text: str | None, what: str) -> None:
+def finite_number(value: Any, returned: str) -> float:
+    """Return a finite number that an environment has returned.
+
+    Args:
+        value: the number.
+        returned: beginning of the message, before the value.
+
+    Raises:
+        ConfigError: it is no finite number.
+    """
+    if (number := as_number(value)) is None:
+        raise ConfigError(f"{returned}{value!r:.200}; expected a finite number")
+    return number
+
+
+def check_length(text: str | None, what: str) -> None:
+    """Check the length of an observation.
+
+    Raises:
+        ConfigError: it is longer than MAX_OBSERVATION.
+    """
     if text is not None and len(text) > MAX_OBSERVATION:
         raise ConfigError(f"{what} returned {len(text)} characters; at most {MAX_OBSERVATION} are taken")
-
-
-# -- Gym-like environments ---------------------------------------------------------------------------------------------
 
 
 class MakeFile(EnvironmentFile):
@@ -272,146 +273,3 @@ class MakeFile(EnvironmentFile):
     def __call__(self, **options: Any) -> Any:
         """Return a new environment."""
         return self.load()(**options)
-
-
-class GymFunction:
-    """A factory of Gym-like environments. The memory is the environment.
-
-    Many environments use the random number generators of the whole process. The state of the generators is stored with
-    the environment. An episode therefore depends only on its seed.
-
-    Args:
-        make: returns a new environment. Its keyword arguments are the row's `env_options`.
-    """
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self.make = make
-
-    def __call__(self, method: str, memory: bytes = b"", **arguments: Any) -> tuple[bytes, Turn]:
-        """Return the next memory and the turn of `check`, `reset` or `step`.
-
-        Args:
-            method: "check", "reset" or "step".
-            memory: pickled environment, for `step`.
-            **arguments: `seed` and `options` for `reset`, `action` for `step`.
-        """
-        if method == "check":
-            return b"", Turn("")
-        if method == "reset":
-            random.seed(arguments["seed"])
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(arguments["seed"] % 2**32)
-            environment, turn = start(self.make, **arguments)
-        else:
-            environment, (generator, numpy_generator) = pickle.loads(memory)
-            random.setstate(generator)
-            if numpy_generator is not None:
-                sys.modules["numpy"].random.set_state(numpy_generator)
-            turn = advance(environment, **arguments)
-        return b"" if turn.is_done else _pickled(environment), turn
-
-
-class TextArenaGame:
-    """A TextArena game of one player, with the methods of Gymnasium.
-
-    The reward comes with the end. In games whose id ends with "-raw", the player's own messages are left out of its
-    observations. The texts of other games repeat the whole game, so the text already seen is removed.
-    """
-
-    def __init__(self, game: Any) -> None:
-        self._game = game
-        self._seen = ""
-
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Return the first observation and an empty info."""
-        self._game.reset(num_players=1, seed=seed)
-        return self._observation(), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Return (observation, reward, terminated, truncated, info) after an action."""
-        is_done, info = self._game.step(action)
-        if not is_done:
-            return self._observation(), 0.0, False, False, info
-        rewards, details = self._game.close()
-        return "", rewards[0], True, False, details
-
-    def _observation(self) -> str:
-        player, seen = self._game.get_observation()
-        if player != 0:
-            raise ConfigError(f"it is the turn of player {player}: expected a game of one player")
-        if not isinstance(seen, str):
-            return "\n".join(text for sender, text, _ in seen if sender != player)
-        new, self._seen = seen.removeprefix(self._seen), seen
-        return new
-
-
-def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tuple[Any, Turn]:
-    """Return a new environment and its first turn.
-
-    Args:
-        make: the factory.
-        seed: seed for the environment's `reset`.
-        options: keyword arguments of the factory.
-
-    Raises:
-        ConfigError: the factory returns no environment, or the first observation is not text.
-    """
-    environment = make(**options)
-    if hasattr(environment, "get_observation"):  # TextArena's
-        environment = TextArenaGame(environment)
-    if not callable(getattr(environment, "reset", None)) or not callable(getattr(environment, "step", None)):
-        raise ConfigError(f"make() returned {environment!r}; expected an environment with reset(seed) and step(action)")
-    answer = environment.reset(seed=seed)
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], str):
-        raise ConfigError(f"reset() returned {answer!r:.200}; expected (observation, info), the observation a text")
-    return environment, Turn(answer[0])
-
-
-def advance(environment: Any, action: str) -> Turn:
-    """Return the turn after one step.
-
-    Args:
-        environment: the environment, with the methods of Gymnasium.
-        action: text that the model has written.
-
-    Raises:
-        ConfigError: `step` returned a value of the wrong form. The message says which.
-    """
-    answer = environment.step(action)
-    if not isinstance(answer, tuple) or len(answer) != 5:
-        form = "(observation, reward, terminated, truncated, info)"
-        raise ConfigError(f"step() returned {answer!r:.200}; expected {form}")
-    text, reward, *flags, _ = answer
-    number = as_number(reward)
-    if number is None:
-        raise ConfigError(f"step() returned the reward {reward!r:.200}; expected a finite number")
-    ends = [as_number(flag) for flag in flags]  # numpy's booleans are numbers of one element, too
-    if not all(end in (0.0, 1.0) for end in ends):
-        raise ConfigError(f"step() returned terminated, truncated = {flags!r:.200}; expected two booleans")
-    is_done = any(ends)
-    if not isinstance(text, str):
-        if not is_done:
-            raise ConfigError(f"step() returned the observation {text!r:.200}; expected a text")
-        text = ""
-    _check_length(text, "step()")
-    if is_done:
-        close(environment)
-    return Turn(text, number, number, is_done)
-
-
-def close(environment: Any) -> None:
-    """Close an environment if it has a method `close`."""
-    if callable(getattr(environment, "close", None)):
-        environment.close()
-
-
-def _pickled(environment: Any) -> bytes:
-    numpy = sys.modules.get("numpy")
-    generators = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    try:
-        return cloudpickle.dumps((environment, generators))
-    except Exception as error:
-        raise ConfigError(
-            f"{type(environment).__name__} cannot be kept as bytes between two steps ({error}); run it with "
-            "in_process=True"
-        ) from error

@@ -6,10 +6,9 @@ import asyncio
 import operator
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import cloudpickle
 from tensordict import TensorDict
@@ -17,18 +16,8 @@ from tensordict import TensorDict
 from rlite.data.chat.template import Tokenizer, has_chat_template
 from rlite.errors import ConfigError, DataError, shortened
 from rlite.rollout.conversation import ConversationOptions, ConversationWorkflow
-from rlite.rollout.environments.file import (
-    MAX_MEMORY,
-    GymFunction,
-    MakeFile,
-    StepFile,
-    Turn,
-    advance,
-    close,
-    is_gym_file,
-    read_turn,
-    start,
-)
+from rlite.rollout.environments import gym
+from rlite.rollout.environments.file import MAX_MEMORY, MakeFile, StepFile, Turn, is_gym_file, read_turn
 from rlite.rollout.failures import ENVIRONMENT_ERRORS, EnvironmentFailure
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.runtime.sandbox.function import SandboxFunction, limited
@@ -145,8 +134,7 @@ class Environment:
         return await self._ask(read_turn, method="step", memory=extra_info, state=state, action=action)
 
 
-@dataclass(frozen=True)
-class GymEpisode:
+class GymEpisode(NamedTuple):
     """An environment that has been reset."""
 
     observation: str | None
@@ -188,13 +176,12 @@ class GymEnvironment:
     ) -> None:
         self.make = MakeFile(make) if isinstance(make, str | Path) else make
         self.timeout = timeout
-        self.name = f"the environment {make if isinstance(make, str | Path) else getattr(make, '__name__', make)}"
+        self.name = f"the environment {getattr(make, '__name__', make)}"
         limit = options.get("memory_limit_gib")
         if in_process and limit is not None:
             raise ConfigError(f"memory_limit_gib={limit}, in_process=True: a limit needs a process")
-        self._function = None
-        if not in_process:
-            self._function = sandboxed(GymFunction(self.make), timeout, what=self.name, **options)
+        function = gym.GymFunction(self.make)
+        self._function = None if in_process else sandboxed(function, timeout, what=self.name, **options)
 
     def check(self) -> None:
         """Load the factory in its sandbox process. Do not call this method from within an event loop.
@@ -231,16 +218,15 @@ class GymEnvironment:
         finally:
             if self._function is None and not turn.is_done:
                 with suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
-                    await self._in_thread(close, memory)
+                    await self._in_thread(gym.close, memory)
 
-    async def _ask(self, method: str, memory: Any = None, **arguments: Any) -> tuple[Any, Turn]:
+    async def _ask(self, method: str, memory: Any = b"", **arguments: Any) -> tuple[Any, Turn]:
         """Return the next memory and the turn of a call. In this process, the memory is the environment itself."""
         if self._function is not None:
-            remembered = {} if memory is None else {"memory": memory}
-            return await self._function.ask(read_turn, method=method, **remembered, **arguments)
+            return await self._function.ask(read_turn, method=method, memory=memory, **arguments)
         if method == "reset":
-            return await self._in_thread(start, self.make, **arguments)
-        return memory, await self._in_thread(advance, memory, **arguments)
+            return await self._in_thread(gym.start, self.make, **arguments)
+        return memory, await self._in_thread(gym.advance, memory, **arguments)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         async with limited(self.name, self.timeout, ENVIRONMENT_ERRORS):
@@ -313,8 +299,7 @@ class EnvironmentWorkflow(ConversationWorkflow):
                 info, turn = await self.environment.step(conversation.text, conversation.answer, info)
             conversation.transcript.reward(turn.reward)
             score += turn.score
-            is_last = conversation.transcript.num_turns == self.max_turns
-            if turn.is_done or turn.observation is None or is_last:
+            if turn.is_done or turn.observation is None or conversation.transcript.num_turns == self.max_turns:
                 break
             conversation.rewrite(turn.observation)
         return conversation.transcript.trajectory(scores=score)
@@ -412,12 +397,10 @@ def environment_workflow(
         ConfigError: there is no such file, or it is not a Python file.
         EnvironmentFailure: the file cannot be loaded, or has neither function.
     """
-    if is_gym_file(path):
-        game = GymEnvironment(path, timeout, **options)
-        game.check()
-        return partial(GymWorkflow, game)
-    environment = Environment(path, timeout, **options)
+    environment = (GymEnvironment if is_gym_file(path) else Environment)(path, timeout, **options)
     environment.check()
+    if isinstance(environment, GymEnvironment):
+        return partial(GymWorkflow, environment)
     return partial(EnvironmentWorkflow, environment)
 
 

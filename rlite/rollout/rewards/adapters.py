@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlite.errors import ConfigError
@@ -80,7 +81,7 @@ class TrlReward:
             columns["prompts"] = columns.pop("messages")
             columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
         count = len(columns["completions"])
-        results = [fn(**_accepted(fn, {**columns, **_TRAINERS_OWN})) for fn in self.fns]
+        results = [call_selectively(fn, **{**columns, **_TRAINERS_OWN}) for fn in self.fns]
         if any(map(inspect.isawaitable, results)):
             return self._later(results, count, is_batch)
         return self._sum(results, count, is_batch)
@@ -118,19 +119,8 @@ _TRAINERS_OWN = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ign
 """arguments beside the columns that TRL's trainer passes"""
 
 
-def _accepted(fn: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a function accepts."""
-    if takes_all(fn):
-        return given
-    return {key: value for key, value in given.items() if key in signature_of(fn).parameters}
-
-
-def takes_all(fn: Callable[..., Any]) -> bool:
-    """Return whether a function accepts every keyword argument."""
-    return _takes_all(signature_of(fn))
-
-
-def _takes_all(signature: inspect.Signature) -> bool:
+def takes_all(signature: inspect.Signature) -> bool:
+    """Return whether a function of this signature accepts every keyword argument."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
@@ -140,25 +130,17 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
         own = inspect.signature(fn, follow_wrapped=False)
     except ValueError:  # a wrapper that is written in C
         return inspect.signature(fn)
-    return inspect.signature(fn) if _takes_all(own) else own
+    return inspect.signature(fn) if takes_all(own) else own
 
 
-@dataclass(frozen=True)
-class Selective:
-    """A function that gets only the keyword arguments that it accepts."""
-
-    fn: Callable[..., Any]
-
-    def __call__(self, /, **keywords: Any) -> Any:
-        """Return the function's result.
-
-        Args:
-            **keywords: all arguments.
-        """
-        return self.fn(**_accepted(self.fn, keywords))
+def call_selectively(fn: Callable[..., Any], /, **keywords: Any) -> Any:
+    """Return the result of a function that gets only the keyword arguments that it accepts."""
+    signature = signature_of(fn)
+    accepted = keywords.keys() if takes_all(signature) else keywords.keys() & signature.parameters.keys()
+    return fn(**{key: keywords[key] for key in accepted})
 
 
-def from_verl(compute_score: Callable[..., Any]) -> VerlReward:
+def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward function made of a function with verl's signature.
 
     The row holds `data_source`, `reward_model: {ground_truth}` (or `ground_truth`) and optionally `extra_info`, as in
@@ -169,29 +151,15 @@ def from_verl(compute_score: Callable[..., Any]) -> VerlReward:
         compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, sync or async. It may leave some of
             these arguments out. If it returns a dict, the reward is the dict's `score`, and `pred` names the answer.
     """
-    return VerlReward(compute_score)
+    return partial(_verl_score, compute_score)
 
 
-@dataclass(frozen=True)
-class VerlReward:
-    """A reward function made of a function with verl's signature."""
-
-    compute_score: Callable[..., Any]
-
-    def __call__(self, /, prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
-        """Return the score, or an awaitable of it if the function is async.
-
-        Args:
-            prompt: not read.
-            completions: text of the completion.
-            prompt_ids: not read.
-            completion_ids: not read.
-            **data: the row's other columns.
-        """
-        given = {
-            "data_source": data.get("data_source"),
-            "solution_str": completions,
-            "ground_truth": data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
-            "extra_info": data.get("extra_info") or {},
-        }
-        return self.compute_score(**_accepted(self.compute_score, given))
+def _verl_score(compute_score: Callable[..., Any], /, completions: str, **data: Any) -> Any:
+    """Return the score of a completion, or an awaitable of it if the function is async."""
+    return call_selectively(
+        compute_score,
+        data_source=data.get("data_source"),
+        solution_str=completions,
+        ground_truth=data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
+        extra_info=data.get("extra_info") or {},
+    )

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.registry import find_reward
-from rlite.rollout.rewards.adapters import Selective, TrlReward, from_trl, from_verl, signature_of, takes_all
+from rlite.rollout.rewards.adapters import TrlReward, call_selectively, from_trl, from_verl, signature_of, takes_all
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import RewardOptions
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
@@ -64,7 +63,7 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
     if signature is None or kind is None:
         shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature or '(...)'}"
         raise ConfigError(f"{what}: {shown} has none of the accepted signatures:\n{ACCEPTED}")
-    if _has_cache(fn) and (kind == "TRL" or takes_all(fn) or signature.parameters.keys() & _UNHASHABLE):
+    if _has_cache(fn) and (kind == "TRL" or takes_all(signature) or signature.parameters.keys() & _UNHASHABLE):
         raise ConfigError(
             f"{what}: functools.cache refuses lists and dicts, such as completion_ids, with which a reward is called; "
             "cache a function of the text alone, and call it in the reward"
@@ -72,7 +71,7 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
     parameters = signature.parameters.items()
     needed = [name for name, parameter in parameters if _is_needed(parameter) and name not in _GIVEN[kind]]
     if kind == "rlite":
-        return Adapted(fn if takes_all(fn) else Selective(fn), kind, tuple(needed))
+        return Adapted(fn if takes_all(signature) else functools.partial(call_selectively, fn), kind, tuple(needed))
     return Adapted(from_verl(fn) if kind == "verl" else from_trl(fn, is_conversational=None), kind, tuple(needed))
 
 
@@ -89,7 +88,8 @@ def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -
         DataError: a column is missing. The message has the nearest column's name.
     """
     for number, row in enumerate(rows):
-        columns = _columns(row, reward.kind)
+        inner = row.get("reward_model") if reward.kind == "verl" else None
+        columns = {*row, *(inner if isinstance(inner, Mapping) else ())}  # verl's functions get those inside, too
         if missing := [name for name in reward.columns if name not in columns]:
             raise DataError(
                 f"{where}, row index {number}: no column {missing[0]!r}, which {what} takes as an argument "
@@ -104,12 +104,6 @@ def _has_cache(fn: Any) -> bool:
         return True
     inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
     return inner is not None and _has_cache(inner)
-
-
-def _columns(row: Row, kind: Kind) -> set[str]:
-    """Return the columns of a row; for verl's functions also those inside of `reward_model`."""
-    inner = row.get("reward_model") if kind == "verl" else None
-    return {*row, *(inner if isinstance(inner, Mapping) else ())}
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
@@ -130,8 +124,7 @@ def _kind(parameters: Mapping[str, inspect.Parameter]) -> Kind | None:
     return "TRL" if parameters.keys() & {"prompts", "completions"} else None
 
 
-@dataclass(frozen=True)
-class ChosenReward:
+class ChosenReward(NamedTuple):
     """A reward of a config."""
 
     name: str

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rlite.errors import shortened
+from rlite.errors import ConfigError, shortened
 from rlite.observability import trace
 from rlite.rollout.episode import current_episode, in_reward
 from rlite.rollout.failures import REWARD_ERRORS, RewardError, RewardInvalid
@@ -70,7 +70,9 @@ class RewardFunction:
         what: str = "the reward function",
         env_vars: Sequence[str] = (),
     ) -> None:
-        check_options(fn, timeout, retries, in_process, memory_limit_gib, max_concurrent, batch_size, batch_wait)
+        check_options(fn, timeout, batch_wait, retries, max_concurrent=max_concurrent, batch_size=batch_size)
+        if in_process and memory_limit_gib is not None:
+            raise ConfigError(f"memory_limit_gib={memory_limit_gib}, in_process=True: a limit needs a process")
         self.fn, self.timeout, self.retries, self.in_process, self.what = fn, timeout, retries, in_process, what
         self.outcomes: Counter[str] = Counter()
         self._names = fn.names if isinstance(fn, TrlReward) else ()

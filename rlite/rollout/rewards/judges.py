@@ -118,27 +118,15 @@ class Retrying(Protocol):
         """Call a function until it succeeds or the policy gives up."""
 
 
-def check_options(
-    fn: Any,
-    timeout: float,
-    retries: int | Retrying,
-    in_process: bool,
-    memory_limit_gib: float | None,
-    max_concurrent: int | None,
-    batch_size: int | None,
-    batch_wait: float,
-) -> None:
+def check_options(fn: Any, timeout: float, batch_wait: float, retries: int | Retrying, **counts: int | None) -> None:
     """Check the options of a `RewardFunction`.
 
     Args:
         fn: the function.
         timeout: seconds.
-        retries: number of further attempts, or a policy.
-        in_process: the function runs without a process.
-        memory_limit_gib: limit of a process.
-        max_concurrent: maximum number of calls that run at once.
-        batch_size: maximum number of calls in a batch.
         batch_wait: seconds.
+        retries: number of further attempts, or a policy.
+        **counts: limits on calls, by name; None sets no limit.
 
     Raises:
         ConfigError: An option is out of range.
@@ -147,11 +135,9 @@ def check_options(
         raise ConfigError(f"RewardFunction({fn!r}): expected a function")
     if not timeout > 0 or batch_wait < 0:
         raise ConfigError(f"timeout={timeout}, batch_wait={batch_wait}: expected more than 0 s, and at least 0 s")
-    for key, count in {"max_concurrent": max_concurrent, "batch_size": batch_size}.items():
+    for key, count in counts.items():
         if count is not None and count < 1:
             raise ConfigError(f"{key}={count}: expected at least 1")
     can_retry = retries >= 0 if isinstance(retries, int) else inspect.iscoroutinefunction(type(retries).__call__)
     if not can_retry:
         raise ConfigError(f"retries={retries!r}: expected a number of at least 0, or a tenacity.AsyncRetrying")
-    if in_process and memory_limit_gib is not None:
-        raise ConfigError(f"memory_limit_gib={memory_limit_gib}, in_process=True: a limit needs a process")

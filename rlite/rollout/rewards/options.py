@@ -35,8 +35,7 @@ class RewardOptions(Options):
     @property
     def changed(self) -> list[str]:
         """Names of the options that are not at their defaults, without path and weight."""
-        default = dict(type(self)(path=self.path, weight=self.weight))
-        return [name for name, value in self if value != default[name]]
+        return list(self.model_dump(exclude_defaults=True, exclude={"path", "weight"}))
 
 
 def name_of(path: str) -> str:

@@ -66,8 +66,6 @@ def _value(reward: float) -> float:
     return math.nan if len(parts) == 1 and math.isnan(parts[0]) else float(reward)
 
 
-def as_reward_function(
-    reward_fn: RewardFunction | WeightedRewards | Callable[..., Any],
-) -> RewardFunction | WeightedRewards:
+def as_reward_function(reward_fn: Callable[..., Any]) -> RewardFunction | WeightedRewards:
     """Return a RewardFunction or WeightedRewards unchanged, or a RewardFunction made from a function."""
     return reward_fn if isinstance(reward_fn, RewardFunction | WeightedRewards) else RewardFunction(reward_fn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
@@ -66,8 +66,7 @@ class Tool:
         return self.schema["function"]["name"]
 
 
-@dataclass(frozen=True)
-class ToolResult:
+class ToolResult(NamedTuple):
     """The result of a call, in the form that the model reads."""
 
     text: str
@@ -105,13 +104,12 @@ class Toolbox:
         if call.name not in self._call:
             return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self._call)}", is_error=True)
         try:
-            text = await self._call[call.name](call.arguments)
+            return ToolResult(await self._call[call.name](call.arguments))
         except SandboxTimeout:
             return ToolResult(f"Error: {call.name} took too long", is_error=True)
         except SandboxError as error:
             what = str(error).partition("\n")[0].removeprefix(f"the tool {call.name} raised ")  # below is the traceback
             return ToolResult(f"Error: {what}", is_error=True)
-        return ToolResult(text)
 
 
 def _runner(tool: Tool, timeout: float, env_vars: Sequence[str]) -> Callable[[Mapping[str, Any]], Awaitable[str]]:

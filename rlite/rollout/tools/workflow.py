@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 
-from rlite.data.chat.answers import without_end
 from rlite.data.chat.forms import Message
+from rlite.data.chat.stops import without_end
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer, has_chat_template
 from rlite.data.prompts import raw_tokens
 from rlite.errors import ConfigError, DataError, did_you_mean
@@ -130,10 +130,8 @@ def tool_call_format(
         candidates = [template_format(tokenizer, prompt)]
     else:
         candidates = list(formats.FORMATS.values())
-    if not written:
-        return candidates[0]
     for candidate in candidates:
-        if _reads(candidate, tokenizer, written):
+        if not written or _reads(candidate, tokenizer, written):
             return candidate
     names, known = ", ".join(candidate.name for candidate in candidates), ", ".join(formats.FORMATS)
     raise ConfigError(
@@ -239,10 +237,7 @@ class ToolUseWorkflow(ConversationWorkflow):
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
-            number = None
-            if calls and malformed:
-                number = formats.numbered([formats.ToolCall("unknown", {})], numbers)[0]["id"]
-            conversation.reply(*said, *self._refusal(malformed, number), answer=answer)
+            conversation.reply(*said, *self._refusal(malformed, numbers if calls else None), answer=answer)
         assert first is not None  # the first turn has room, or the prompt is refused
         prompt, written = first.input_tokens, last.output_tokens
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
@@ -250,15 +245,16 @@ class ToolUseWorkflow(ConversationWorkflow):
         reward = await self.reward_fn(**arguments)
         return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
 
-    def _refusal(self, malformed: Sequence[str], number: str | None) -> list[Message]:
-        """Return the result of calls that cannot be read, with a number if other calls of the turn have results."""
+    def _refusal(self, malformed: Sequence[str], numbers: Iterator[int] | None) -> list[Message]:
+        """Return the result of calls that cannot be read, numbered if other calls of the turn have results."""
         if not malformed:
             return []
         told = "; ".join(f"{text.strip():.200}" for text in malformed)
         content = f"Error: this is no {self.tool_format.name} call of a tool, and was not made: {told}"
-        if number is None:  # some templates refuse a result where nothing was called
+        if numbers is None:  # some templates refuse a result where nothing was called
             return [{"role": "user", "content": content}]
-        return [{"role": "tool", "name": "unknown", "tool_call_id": number, "content": content}]
+        [unknown] = formats.numbered([formats.ToolCall("unknown", {})], numbers)
+        return [{"role": "tool", "name": "unknown", "tool_call_id": unknown["id"], "content": content}]
 
     def _check_shown(self, conversation: Conversation) -> None:
         if not conversation.is_chat:

@@ -22,8 +22,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import custom_error_schema
 
-from rlite.data.chat.answers import text_after, tokens_after
 from rlite.data.chat.forms import Message
+from rlite.data.chat.stops import text_after, tokens_after
 from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
 from rlite.data.prompts import bounded_tokens, raw_prompts
 from rlite.errors import DataError, ParameterError, RliteError, shortened

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from rlite.data.chat.answers import split_at_stop
 from rlite.data.chat.forms import Message
+from rlite.data.chat.stops import split_at_stop
 from rlite.data.chat.template import Tokenizer
 from rlite.data.prompts import end_of
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, numbered, typed

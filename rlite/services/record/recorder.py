@@ -273,7 +273,7 @@ def _row(group: Ended, number: int) -> dict[str, Any]:
         "item": _clean(group.item),
         "status": group.status,
         "reason": _clean(_reason(group, number))[:MAX_REASON],
-        "response_tokens": group.num_tokens.get(number, 0),
+        "response_tokens": episode.num_tokens,
         "failed_attempts": _clean(SEPARATOR.join(episode.failed_attempts)),
         "redrawn": _clean(episode.redrawn),
         "answer": None if episode.answer is None else _clean(episode.answer),

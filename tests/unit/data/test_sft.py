@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.readers.formats import normalise
+from rlite.data.readers.columns import normalise
 from rlite.data.sft import sft_rows
 from rlite.data.source import Source
 from rlite.data.tokens import TokenRows

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlite.rollout.attempts import Draws
+from rlite.rollout.draws import Draws
 from rlite.rollout.episode import Episode, SampleInference
 from rlite.rollout.openai import AgentSession
 from rlite.services.endpoint.requests import SLICE_TOKENS, ApiError

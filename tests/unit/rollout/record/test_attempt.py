@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from rlite.rollout.attempts import AttemptHistory
+from rlite.rollout.draws import AttemptHistory
 from rlite.types import TokenChunk
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.readers.formats import FORMATS, RowKind, normalise
+from rlite.data.readers.columns import normalise
+from rlite.data.readers.formats import FORMATS, RowKind
 from rlite.data.readers.tables import without_nulls
 from rlite.data.rows import check_prompts, read_source, streamed_source
 from rlite.data.sft import preference_rows, sft_rows

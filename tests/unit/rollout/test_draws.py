@@ -22,8 +22,8 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout.attempts import chunks_of
 from rlite.rollout.collector.lost_groups import Selection
+from rlite.rollout.draws import chunks_of
 from rlite.types import LLMResponse, TokenChunk
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=200)

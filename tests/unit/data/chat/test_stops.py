@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.data.chat.answers import length_at_stop, split_at_stop, tokens_after, without_end
+from rlite.data.chat.stops import length_at_stop, split_at_stop, tokens_after, without_end
 from rlite.types import StopReason
 
 TOKENIZER = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""Attempts at an episode: each leaves its answers to the next attempt, and its tokens to the record.
+"""Draws of an episode: each attempt leaves its answers to the next attempt, and its tokens to the record.
 
 Another attempt gets the answers that were drawn already, and repeats only the work after them. A new answer after each
 failure would select answers: a grader that fails on half of the answers would see up to four of each episode, and the

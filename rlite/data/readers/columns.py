@@ -1,0 +1,134 @@
+"""Map the columns of a table to prompts and answers: rename columns, recognise the format, and convert each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from rlite.data.readers.formats import FORMATS, SYSTEM_ROLES, Format, RowKind, format_of, known_columns
+from rlite.data.readers.tables import NULL, Row, is_null, without_added_nulls
+from rlite.data.source import Source
+from rlite.errors import ConfigError, DataError, did_you_mean
+
+
+def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[Row], str]:
+    """Convert rows to rlite's form. All rows have the format of the first row.
+
+    Args:
+        rows: the table.
+        kind: what the rows are for.
+        source: the table's names of columns, and the system prompt.
+
+    Returns:
+        The rows, and the name of their format.
+
+    Raises:
+        ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
+        DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
+            The message names the row and the column.
+    """
+    where, prompt = source.where, source.system_prompt
+    if not rows:
+        raise DataError(f"{where}: no rows; expected at least one")
+    known = known_columns(kind) - {"margin"}
+    rows = _renamed(rows, kind, source)
+    lacking = [[name for name in known & row.keys() if row[name] is not None and is_null(row[name])] for row in rows]
+    # None in place of pandas' NaN
+    rows = [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
+    found = format_of(rows[0], kind)
+    if found is None and kind == "prompts" and prompt is None:
+        return rows, "rows without a prompt"  # an environment may begin by itself
+    if found is None:
+        raise DataError(_unrecognised(rows[0], kind, source))
+    converted = []
+    for number, row in enumerate(rows):
+        if (other := format_of(row, kind)) is not found:
+            raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
+        converted.append(found.convert(row, f"{where}, row index {number}"))
+    if prompt is not None:
+        converted = [_with_system(row, prompt, found, where) for row in converted]
+    unread = {str(name) for row in rows for name in row} - {*found.known}
+    is_said = bool(unread) and kind != "prompts"  # rewards and environments read any column
+    return converted, f"{found}; columns not read: {', '.join(sorted(unread))}" if is_said else str(found)
+
+
+def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
+    """Return rows with rlite's names of columns.
+
+    Raises:
+        ConfigError: a name is unknown to rlite, or the table has no such column.
+    """
+    columns, key, where = source.columns, source.key, source.where
+    if not columns:
+        return list(rows)
+    known = known_columns(kind)
+    present = {name for row in rows for name in row}
+    for name, own in columns.items():
+        if kind != "prompts" and name not in known:  # rewards and environments read any column
+            raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
+        if own is not None and own not in present:
+            raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
+    taken = {name: own for name, own in columns.items() if own is not None}
+    moved = {*columns, *taken.values()}
+
+    def renamed(row: Row) -> Row:
+        made = {name: row.get(own) for name, own in taken.items()}
+        return {name: value for name, value in row.items() if name not in moved} | without_added_nulls(made)
+
+    return list(map(renamed, rows))
+
+
+def _names(row: Row) -> str:
+    return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
+
+
+def _unrecognised(row: Row, kind: RowKind, source: Source) -> str:
+    """Return the message for a first row of no known format: the columns of the nearest format that the row lacks."""
+    where, key = source.where, source.key
+    present = [str(name) for name, value in row.items() if value is not None]
+    if empty := [entry for entry in FORMATS[kind] if {*entry.columns} <= {*row} and not {*entry.columns} <= {*present}]:
+        nearest = min(empty, key=lambda entry: len({*entry.columns} - {*present}))
+        return f"{where}, row index 0: {_lacks(nearest.columns, row)}; the row has {_names(row)}"
+    near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
+    lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
+    found = {entry: [name for name in entry.columns if near[name]] for entry in lacking}
+    nearest = max(lacking, key=lambda entry: (len(found[entry]), len(found[entry]) - len(entry.columns)))
+    missing = [name for name in nearest.columns if name not in present]
+    known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
+    options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
+    return (
+        f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {known}. "
+        f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
+    )
+
+
+def _lacks(columns: Sequence[str], row: Row) -> str:
+    """Return which of some columns a row lacks, or holds as null."""
+    if null := [name for name in columns if name in row and row[name] is None]:
+        return f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} {NULL}"
+    missing = [name for name in columns if name not in row]
+    return f"no {' and no '.join(map(repr, missing))}" if missing else "of no known format"
+
+
+def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
+    """Return the message for a row of another format than the first row."""
+    what = f"is {other.name} with" if other else f"{_lacks(found.columns, row)}; the row has"
+    return (
+        f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
+        "have one format: put the others into a table of their own, and mix the tables"
+    )
+
+
+def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
+    """Return a row whose conversation begins with a system message.
+
+    Raises:
+        ConfigError: the row has no conversation.
+    """
+    column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
+    if column is None:
+        remedy = "leave it out, or make the prompts messages: [{'role': 'user', 'content': ...}]"
+        raise ConfigError(f"system_prompt begins conversations, and {where} holds {found.name}; {remedy}")
+    if row[column][0]["role"] in SYSTEM_ROLES:
+        return row
+    return {**row, column: [{"role": "system", "content": prompt}, *row[column]]}
