@@ -25,7 +25,7 @@ from rlite.arguments import differences, flat, some_of
 from rlite.config import Count, Finite, Natural
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
-from rlite.evaluation.metrics import Comparison, Sample
+from rlite.evaluation.metrics import Comparison, Lines, Sample
 from rlite.evaluation.sets import Row, remove_record, write_record
 from rlite.runtime.owner import FolderLock, lock_folder
 
@@ -403,8 +403,6 @@ def _others(folder: Path, names: Collection[str], *ignored: type[Exception]) -> 
 
 _OF_MODELS = ("config.json", "config.yaml")
 """files of a model, and of a run, which may also hold results"""
-Lines = Sequence[Mapping[str, Any]]
-"""lines of a journal after its settings"""
 
 
 class _Row(_Shape):
@@ -554,11 +552,10 @@ def earlier_result(given: str) -> Answered | None:
     journal = file.parent / SAMPLES / f"{name}.jsonl"
     settings, lines = read_journal(journal)
     if missing := missing_places(settings, lines, journal):
-        num_expected = len(lines) + len(missing)
         what = "tasks" if settings["tasks"] else "samples"
         raise ConfigError(
-            f"{file.parent}: an unfinished evaluation: {len(missing)} of {num_expected} {what} are missing; "
-            "finish it first, by the command that began it (without overwrite=true)"
+            f"{file.parent}: an unfinished evaluation: {len(missing)} of {len(lines) + len(missing)} {what} are "
+            "missing; finish it first, by the command that began it (without overwrite=true)"
         )
     return Answered(name, found.model, settings, lines, time_of(journal))
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -352,7 +351,7 @@ class AnsweringEngine:
     def evaluate(
         self, sets: Sequence[EvaluationSet], version: int, is_interrupted: Callable[[], bool]
     ) -> list[Evaluation]:
-        """Return evaluations of the weights as they are now.
+        """Return evaluations of the weights as they are now. On GPUs the trained engine is away meanwhile.
 
         Args:
             sets: the sets.
@@ -362,21 +361,6 @@ class AnsweringEngine:
         Returns:
             The evaluations that have ended before.
         """
-        with self._serving_weights(version):
-            return evaluate_each(self._serving.collector, sets, is_interrupted)
-
-    @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause of failed episodes."""
-        return self._serving.collector.first_losses if self._sets else {}
-
-    @contextmanager
-    def _serving_weights(self, version: int) -> Iterator[None]:
-        """Serve the trained weights inside of the block; on GPUs the trained engine is away meanwhile.
-
-        Yields:
-            None.
-        """
         if self._takes_turns:
             self._serving.cuda("weights")
         self._trained.p2p_weight_sync(self._serving)
@@ -384,10 +368,16 @@ class AnsweringEngine:
         if self._takes_turns:
             self._trained.cpu()
             self._serving.cuda("kv_cache")
-        yield
+        evaluations = evaluate_each(self._serving.collector, sets, is_interrupted)
         if self._takes_turns:
             self._serving.meta()
             self._trained.cuda()
+        return evaluations
+
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause of failed episodes."""
+        return self._serving.collector.first_losses if self._sets else {}
 
 
 def _longest(sets: Iterable[EvaluationSet]) -> int | None:
