@@ -27,7 +27,8 @@ from rlite.restarts import RestartBudget
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session, shutdown
-from rlite.services.console.observers import Alarms, Repeated, UsageReport
+from rlite.services.console.alarms import Alarms
+from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss

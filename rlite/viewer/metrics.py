@@ -132,7 +132,7 @@ RECENT = 10
 MAX_UNIFORM = 0.5
 MAX_TRUNCATED = 0.25
 MAX_DRIFT = 0.1
-"""nats per token; as `rlite.services.console.observers.DRIFT_LIMIT`"""
+"""nats per token; as `rlite.services.console.alarms.DRIFT_LIMIT`"""
 MAX_LOST = 0.05
 STALL = 6.0
 """times its median"""
