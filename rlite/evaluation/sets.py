@@ -38,8 +38,9 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import Group, GroupRunner, Queue
 from rlite.rollout.episode import mix
 from rlite.runtime.replicas.engine import Engine
-from rlite.services.record.files import ROWS, TOKENS, all_files, drop_later, write_table
+from rlite.services.record.files import ROWS, TOKENS, all_files
 from rlite.services.record.recorder import NoRecorder, Recorder, TokenTexts, make_recorder, make_tables
+from rlite.services.record.writer import drop_later, write_table
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.held_out import KEY, SOLVED_AT, GeneratedOptions, HeldOutPromptOptions, key_of, metric_of, metrics_of
 from rlite.trainer.options import RecordOptions, SamplingOptions, ServingOptions, SetSamplingOptions

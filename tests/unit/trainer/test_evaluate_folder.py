@@ -29,7 +29,8 @@ from rlite.evaluation.folder import (
     remove_others,
 )
 from rlite.evaluation.sets import write_record
-from rlite.services.record.files import all_files, write_table
+from rlite.services.record.files import all_files
+from rlite.services.record.writer import write_table
 from rlite.viewer.run import open_runs
 
 SETTINGS: dict[str, Any] = {
