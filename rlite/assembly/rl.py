@@ -210,8 +210,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
-    plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
-    return plan.topics()
+    return BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets).topics()
 
 
 def read_prompts(

@@ -60,7 +60,7 @@ class Sample:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Sample:
-        """Return the sample of a row of the record, as `rlite.evaluation.sets.row_of` makes it."""
+        """Return the sample of a row of the record, as `rlite.evaluation.record.row_of` makes it."""
         return cls(
             item=row["item"],
             sample=row["sample"],

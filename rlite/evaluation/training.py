@@ -16,8 +16,9 @@ from typing import Any
 import rlite
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
+from rlite.evaluation.episodes import Evaluation, evaluate_each, serving_engine
 from rlite.evaluation.metrics import selection_of
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each, serving_engine
+from rlite.evaluation.sets import EvaluationSet
 from rlite.help import UNNAMED
 from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.lost_groups import cause_of
@@ -79,8 +80,7 @@ class Evaluations:
         Those of an earlier step are due, too. They measure the weights of the checkpoint, because those of their own
         step are gone.
         """
-        earlier = state.get("earlier", {"names": ()})
-        self._schedule.resume([*state.get("under_way", ()), *earlier["names"]])
+        self._schedule.resume([*state.get("under_way", ()), *state.get("earlier", {"names": ()})["names"]])
 
     @property
     def collector(self) -> RolloutCollector:

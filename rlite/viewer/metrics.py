@@ -172,8 +172,7 @@ def advisories(
         num_steps: number of these steps.
         is_uniform_useless: the run learns nothing from a group of equal rewards.
     """
-    found = [*_shares(metrics, is_uniform_useless), *_stalls(metrics), *_lost(statuses, num_steps)]
-    return [*_drift(metrics), *found]
+    return [*_drift(metrics), *_shares(metrics, is_uniform_useless), *_stalls(metrics), *_lost(statuses, num_steps)]
 
 
 def do_equal_rewards_teach_nothing(folder: Path) -> bool:

@@ -6,7 +6,6 @@ sampling. Samples of other settings are not mixed. Only `find_tasks` and `TaskAn
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -18,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -34,9 +33,12 @@ from rlite.assembly.workflows import own_rewards
 from rlite.data.chat.template import check_template_options
 from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
-from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
+from rlite.evaluation.episodes import run_episodes, serving_engine
+from rlite.evaluation.folder import CACHE, SAMPLES, Candidate
+from rlite.evaluation.journal import Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
-from rlite.evaluation.sets import EvaluationSet, Row, make_set, row_of, run_episodes, serving_engine, task_rows
+from rlite.evaluation.record import Row, row_of, task_rows
+from rlite.evaluation.sets import EvaluationSet, make_set
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended
@@ -305,7 +307,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 def _functions(scorer: Any) -> Iterator[FunctionType]:
     """Yield the functions behind a callable object, or those of its class."""
-    if isinstance(scorer, functools.partial):
+    if isinstance(scorer, partial):
         yield from _functions(scorer.func)
     elif isinstance(scorer, RewardFunction):
         yield from _functions(scorer.fn)
@@ -430,7 +432,7 @@ class PromptAnswers:
             tokenizer = request.tokenizer(model)
             self._texts = TokenTexts(request.tokenizer(model))
             limit = request.context_limit(model)
-            if_unknown = functools.cache(lambda: request.unknown_context(model, limit))
+            if_unknown = cache(lambda: request.unknown_context(model, limit))
             workflow = make_workflow(options.sampling, tokenizer, if_unknown)
             self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
             self._context = request.known_context(self._set, model, limit) or if_unknown()
@@ -523,8 +525,7 @@ class TaskAnswers:
         engine = serving_engine(name, options, context, seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
-            batch_size = options.num_concurrent(len(engine.copies))
-            model = import_module(HARNESS).RliteLM(engine, batch_size=batch_size)
+            model = import_module(HARNESS).RliteLM(engine, batch_size=options.num_concurrent(len(engine.copies)))
             for task in self.missing:
                 self._do(task, model)
         finally:

@@ -34,8 +34,10 @@ from rlite.errors import ConfigError, RliteError
 from rlite.evaluation import folder as storage
 from rlite.evaluation import metrics as measures
 from rlite.evaluation.folder import RESULTS, Answered, Candidate, EvaluatedModel, EvaluationResult
+from rlite.evaluation.journal import changed_settings
 from rlite.evaluation.metrics import Sample, compare, selection_of, standard_error_of, summary
-from rlite.evaluation.sets import Rows, write_record
+from rlite.evaluation.record import write_record
+from rlite.evaluation.sets import Rows
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
@@ -177,7 +179,7 @@ def check_comparable(models: Sequence[Answered]) -> None:
     first, *others = models
     for other in others:
         shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
-        if different := storage.changed_settings(*shared):
+        if different := changed_settings(*shared):
             raise ConfigError(
                 f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
                 "same data and the same source of scores"

@@ -230,8 +230,7 @@ def export(recording: Recording, style: Style = "concat", include_aborted: bool 
         raise RolloutError("the agent has no completed interaction: there is nothing to train on")
     if style == "individual":
         worths = recording.worths()
-        rows = [_line([turn], {turn: 0.0}).row() for turn in turns]
-        batch = pad_trajectories(rows).exclude("group_ids")
+        batch = pad_trajectories([_line([turn], {turn: 0.0}).row() for turn in turns]).exclude("group_ids")
         batch["rewards"] = torch.tensor([worths.get(turn, 0.0) for turn in turns], dtype=torch.float32)
         return batch
     shares = recording.shares()

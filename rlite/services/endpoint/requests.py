@@ -564,8 +564,7 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
         *before, said = messages[: len(turn.messages) + 1]
         return before == [*turn.messages] and _unspaced(said) == _unspaced(turn.answer)
 
-    found = [turn for turn in reversed(turns) if is_continued(turn)]
-    return sorted(found, key=lambda turn: -len(turn.messages or ()))
+    return sorted(filter(is_continued, reversed(turns)), key=lambda turn: -len(turn.messages or ()))
 
 
 def _unspaced(message: Message) -> Message:

@@ -231,8 +231,7 @@ def _chunk(
     exchange: Exchange, index: int, delta: Json | str, tokens: Json | None = None, reason: str | None = None
 ) -> Json:
     key = "delta" if exchange.request.is_chat else "text"
-    choice = {"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}
-    return exchange.around([choice], is_chunk=True)
+    return exchange.around([{"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}], is_chunk=True)
 
 
 def finish_reason(turn: Turn) -> str:

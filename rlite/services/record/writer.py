@@ -418,7 +418,6 @@ class RecordWriter:
     def _removable(self) -> Iterator[tuple[Path, Callable[[], bool]]]:
         """Yield the files with a call that removes the file, or a part of it: the least useful come first."""
         oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        damaged = sorted((self._folder / FOLDER).glob(f"*{DAMAGED}"))
-        yield from ((path, partial(delete, [path])) for path in damaged)
+        yield from ((path, partial(delete, [path])) for path in sorted((self._folder / FOLDER).glob(f"*{DAMAGED}")))
         yield from ((file.path, partial(strip, file)) for file in oldest)
         yield from ((file.path, partial(delete, [file.path])) for file in oldest)
