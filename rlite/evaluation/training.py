@@ -38,7 +38,7 @@ Sets = Mapping[str, EvaluationSet]
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedEvaluations:
     """Evaluations of one policy version that have ended."""
 
     step: int
@@ -95,7 +95,7 @@ class Evaluations:
         """
         return bool(self.due()) and not self.run.is_interrupted
 
-    def next(self) -> Ended:
+    def next(self) -> EndedEvaluations:
         """Evaluate the sets that are due, or all if none is.
 
         Returns:
@@ -104,7 +104,7 @@ class Evaluations:
         sets = self.due() or list(self.sets.values())
         evaluations = evaluate_each(self.collector, sets, lambda: self.run.is_interrupted)
         self._schedule.mark(each.set.name for each in evaluations)
-        return Ended(self.run.step, evaluations)
+        return EndedEvaluations(self.run.step, evaluations)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the sets that are due, which an interruption has left."""
@@ -157,7 +157,7 @@ class BackgroundEvaluations(Evaluations):
         must_end = self.run.is_over or ((is_saving or self.run.is_save_due()) and self._step < self.run.step)
         return has_ended or bool(self.due()) or self._left is not None or (must_end and self._under_way is not None)
 
-    def next(self) -> Ended:
+    def next(self) -> EndedEvaluations:
         """Wait for the evaluations under way, if there are some; else begin those that are due.
 
         Returns:
@@ -174,8 +174,8 @@ class BackgroundEvaluations(Evaluations):
                 wait([self._under_way], timeout=LOOK_S)
             if self._under_way.done():
                 evaluations, self._under_way = self._under_way.result(), None
-                return Ended(self._step, evaluations)
-        return Ended(self.run.step, [])
+                return EndedEvaluations(self._step, evaluations)
+        return EndedEvaluations(self.run.step, [])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the sets under way, and of sets that are due, which an interruption has left."""

@@ -120,8 +120,7 @@ def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 
 def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     """Return the values of a column; numbers that are not finite become None."""
-    is_number = pa.types.is_floating(column.type)
-    return (pc.if_else(pc.is_finite(column), column, None) if is_number else column).to_pylist()
+    return (pc.if_else(pc.is_finite(column), column, None) if pa.types.is_floating(column.type) else column).to_pylist()
 
 
 def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
