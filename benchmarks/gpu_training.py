@@ -33,7 +33,7 @@ import transformers
 from tensordict import TensorDict
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.services.console.observers import usage_metrics
+from rlite.services.console.mfu import usage_metrics
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions

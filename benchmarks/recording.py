@@ -33,8 +33,8 @@ from rlite.assembly.observers import RunRecord
 from rlite.assembly.rl import PartsMaker
 from rlite.data.rows import prompt_stream
 from rlite.rollout import RolloutCollector
-from rlite.services.record.files import used_bytes
 from rlite.services.record.recorder import WHOLE_EVERY, Amount
+from rlite.services.record.writer import used_bytes
 from rlite.trainer.ppo import PpoTrainer
 
 MODES: tuple[Amount, ...] = ("all", "sample", "none")

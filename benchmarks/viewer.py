@@ -21,7 +21,7 @@ from statistics import median
 import pyarrow as pa
 
 from rlite.observability.trace import MAX_EVENTS
-from rlite.services.record.files import compact, write_table
+from rlite.services.record.writer import compact, write_table
 from tests.browser.chromium import Browser, browser
 from tests.recorded_run import EVENTS_OF_A_STEP, Shape, metrics_of, step_tables, write_config, write_trace
 from tests.view_server import serving

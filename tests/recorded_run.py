@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from rlite.services.record.files import ROWS, TOKENS, write_table
+from rlite.services.record.files import ROWS, TOKENS
+from rlite.services.record.writer import write_table
 
 BEGAN = 1_790_000_000.0
 STEP_S = 14.0

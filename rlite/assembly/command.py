@@ -75,15 +75,20 @@ def start(
 
     def main(arguments: Sequence[str]) -> None:
         if (topic := help_topic(arguments)) is not None:
-            _tell(config.describe(options, topic, f"rlite {name}"))
+            text = config.describe(options, topic, f"rlite {name}")
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # a reader such as `head` may want only the beginning
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
             return
         if issubclass(options, AnnouncedOptions):
             with config.quick_checks():  # the module's own `load` makes the others
                 chosen = config.load(options, options.arguments(arguments), aliases=options.aliases)
             chosen.check_complete()
-            if is_first_rank():
+            if os.environ.get("RANK", "0") == "0":  # the process of its launcher that speaks
                 check_named_files(chosen)
-            announce(name, chosen)
+                if headline := chosen.headline():
+                    print(f"rlite {name}: {headline}; loading torch", flush=True)
         getattr(importlib.import_module(module), function)(arguments)
 
     run(name, main, arguments)
@@ -98,30 +103,6 @@ def run_module(name: str, options: type[config.Options]) -> NoReturn:
     """
     start(name, f"rlite.trainer.{name}", options, sys.argv[1:])
     sys.exit()
-
-
-def _tell(text: str) -> None:
-    """Print a text, of which a reader such as `head` may want only the beginning."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
-
-
-def is_first_rank() -> bool:
-    """Return whether this process is the one of its launcher that speaks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def announce(name: str, options: AnnouncedOptions) -> None:
-    """Print the start of the command in one line, on rank 0.
-
-    Args:
-        name: name of the command.
-        options: the checked options.
-    """
-    if is_first_rank() and (headline := options.headline()):
-        print(f"rlite {name}: {headline}; loading torch", flush=True)
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:

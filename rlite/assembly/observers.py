@@ -14,7 +14,7 @@ from rlite import files
 from rlite.data.packs import layout
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import writing
-from rlite.evaluation.sets import EvaluationRecord
+from rlite.evaluation.record import EvaluationRecord
 from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED

@@ -110,13 +110,11 @@ class BatchPlan:
         """Return what an evaluation of a set does, when, and where."""
         options = self.options
         own = options.test_data.get(chosen.name, HeldOutPromptOptions())
-        where = WHERE[options.trainer.evaluate]
-        return f"{chosen.plan(own, options.trainer.test_freq, options.reward)}, {where}"
+        return f"{chosen.plan(own, options.trainer.test_freq, options.reward)}, {WHERE[options.trainer.evaluate]}"
 
     def _pace(self) -> str:
         rollout = self.options.rollout
-        ahead = rollout.max_head_offpolicyness
-        if not ahead:
+        if not (ahead := rollout.max_head_offpolicyness):
             return "in turns with training"
         return f"beside training, at most {counted(ahead, 'update')} ahead (too old: {rollout.on_stale})"
 
@@ -126,8 +124,7 @@ class BatchPlan:
         adv, kl = options.adv, options.kl
         mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
         deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
-        critic = options.critic.model_name or "as the actor"
-        gae = f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {critic}"
+        gae = f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {options.critic.model_name or 'as the actor'}"
         plans = {"gae": gae, "reinforce": f"{mean} advantages {deviation}"}
         penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
         return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
@@ -183,9 +180,8 @@ def data_plan(data: TableOptions) -> dict[str, str]:
 
 def _trained(engine: RliteTrainEngine) -> str:
     trained = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
-    if trained == engine.num_parameters:
-        return ", all trained"
-    return f", {trained / engine.num_parameters:.2%} trained"
+    share = "all" if trained == engine.num_parameters else f"{trained / engine.num_parameters:.2%}"
+    return f", {share} trained"
 
 
 def _rate(options: OptimizerOptions) -> str:

@@ -27,7 +27,8 @@ from rlite.restarts import RestartBudget
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session, shutdown
-from rlite.services.console.observers import Alarms, Repeated, UsageReport
+from rlite.services.console.alarms import Alarms
+from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.losses import ValueLoss
@@ -209,8 +210,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
-    plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
-    return plan.topics()
+    return BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets).topics()
 
 
 def read_prompts(

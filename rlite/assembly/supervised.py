@@ -18,9 +18,9 @@ from rlite.data.readers.streaming import StreamedTable
 from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
 from rlite.data.tokens import TokenRows, mixed
-from rlite.evaluation.sets import EvaluationRecord
+from rlite.evaluation.record import EvaluationRecord
 from rlite.nn.pretrained import end_ids, load_tokenizer
-from rlite.services.console.observers import Repeated, UsageReport
+from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.held_out import HeldOutOptions, held_out_sources
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects

@@ -151,16 +151,15 @@ class RunWorkflows:
             raise ConfigError(f"{what} take at least {least:,.0f} GiB of host memory, and the machine has {gib:,.0f}")
         return context
 
-    def make_context(self, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
+    def make_context(self, limit: int, prompts: Sequence[tuple[RolloutWorkflow, int]]) -> Context:
         """Return the context to serve: `rollout.max_model_len`, or what prompts and new tokens need.
 
         Args:
             limit: `context_limit`.
             prompts: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
         """
-        pairs = list(prompts)
-        needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in pairs]
-        longest_prompt = max(longest for _, longest in pairs)
+        needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in prompts]
+        longest_prompt = max(longest for _, longest in prompts)
         length = self.options.rollout.max_model_len
         if length is None:
             length = limit if None in needs else min(limit, max(need for need in needs if need))

@@ -207,25 +207,19 @@ class Judge:
         Returns:
             The failed processes. They are no longer observed.
         """
-        here = list(self._nodes.get(node, {}).values())
+        here, findings = list(self._nodes.get(node, {}).values()), list[Finding]()
         if vitals is not None:
             self._silent_s[node] = 0.0
             seen = [(each, vitals[each.pid]) for each in here if each.pid in vitals]
             findings = [found for each, vital in seen if (found := self._judge(each, vital, seconds)) is not None]
         elif node in self._silent_s:
             self._silent_s[node] += seconds
-            findings = self._judge_silence(node, here)
-        else:
-            findings = []
+            if here and self._silent_s[node] >= self._limits.silent_after:
+                lives, pids = tuple(each.life for each in here), tuple(each.pid for each in here)
+                findings = [Finding(lives, pids, "stopped", f"no heartbeat for {self._silent_s[node]:.1f} s")]
         for life in (life for finding in findings for life in finding.lives):
             del self._nodes[node][life]
         return findings
-
-    def _judge_silence(self, node: str, here: list[Watched]) -> list[Finding]:
-        if self._silent_s[node] < self._limits.silent_after or not here:
-            return []
-        lives, pids = tuple(each.life for each in here), tuple(each.pid for each in here)
-        return [Finding(lives, pids, "stopped", f"no heartbeat for {self._silent_s[node]:.1f} s")]
 
     def _judge(self, each: Watched, vital: Vital, seconds: float) -> Finding | None:
         each.stopped_s = each.stopped_s + seconds if vital.status in STOPPED else 0.0

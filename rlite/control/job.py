@@ -382,8 +382,7 @@ class RoleBuilder:
 
     def resource(self, resource: Mapping[str, float] | None = None, **more: float) -> RoleBuilder:
         """Set the Ray resources of one workload: `resource(GPU=0.5)` or `resource({"GPU": 0.5})`."""
-        given = {**(resource or {}), **more}
-        return self._with(resource={name: float(amount) for name, amount in given.items()})
+        return self._with(resource={name: float(amount) for name, amount in {**(resource or {}), **more}.items()})
 
     def on_failure(
         self, level: Literal["ignore", "workload", "role", "job"], max_restarts: int | None = None
@@ -491,9 +490,8 @@ class RLJobBuilder:
         workloads = {role: workload_class(role, own._workload) for role, own in self._roles.items()}
         trainer = trainer_class(self._trainer)
         roles = {role.lower(): {"workload": workloads[role].label, **own._values} for role, own in self._roles.items()}
-        rest = {"trainer": label_of(trainer), "collocations": self._collocations}
-        spec = JobSpec(**{**self._values, **roles, **rest})
-        return RLJob(spec, JobClasses(cloudpickle.dumps(trainer), workloads))
+        values = {**self._values, **roles, "trainer": label_of(trainer), "collocations": self._collocations}
+        return RLJob(JobSpec(**values), JobClasses(cloudpickle.dumps(trainer), workloads))
 
     def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
         if role in self._roles:

@@ -69,8 +69,7 @@ class JobProcesses:
         name = f"devices-{len(avoid)}"
         with self._lock:
             self._fleet.release(lambda full: not full.startswith(f"{name}/"))
-            timeout = self._plan.spec.start_timeout
-            self._reserved = self._fleet.reserve(name, self._plan.bundles(), avoid, timeout)
+            self._reserved = self._fleet.reserve(name, self._plan.bundles(), avoid, self._plan.spec.start_timeout)
 
     def has_lost_node(self) -> bool:
         """Return True if a node that held devices of the job has died."""

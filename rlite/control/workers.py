@@ -486,18 +486,15 @@ class ProgramWatch:
         seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_S), now
         if report != self._report:
             self._report, self._advanced_at = report, now
-        self._watch_new()
+        for pid in {self._pid, *ranks_of(self._pid)} - set(self._judge.pids().get(NODE, ())):
+            life = self._first if pid == self._pid else WorkloadId("rank", pid)
+            self._judge.watch(life, NODE, pid)
         is_late = now - self._advanced_at > self._late_after_s
         if is_late != self._is_late:
             self._is_late = is_late
             self._judge.note_late(self._first, f"a step (limit {self._late_after_s:g} s)" if is_late else "")
         findings = self._judge.observe(NODE, self._agent.look(self._judge.pids().get(NODE, [])), seconds)
         return "; ".join(f"{finding.condition}: {finding.detail}" for finding in findings)
-
-    def _watch_new(self) -> None:
-        for pid in {self._pid, *ranks_of(self._pid)} - set(self._judge.pids().get(NODE, ())):
-            life = self._first if pid == self._pid else WorkloadId("rank", pid)
-            self._judge.watch(life, NODE, pid)
 
 
 def _end_of(module: str, status: int) -> str:

@@ -60,7 +60,7 @@ class Sample:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Sample:
-        """Return the sample of a row of the record, as `rlite.evaluation.sets.row_of` makes it."""
+        """Return the sample of a row of the record, as `rlite.evaluation.record.row_of` makes it."""
         return cls(
             item=row["item"],
             sample=row["sample"],
@@ -115,9 +115,10 @@ def summary(
         metrics |= with_error(f"pass@{k}", [[pass_at_k(n, solved, k)] for n, solved in num_solved])
     if any(sample.answer is not None for sample in samples):
         metrics |= with_error(f"majority@{ks}", [[majority(own[:ks], solved_at)] for own in items.values()])
-    found = selection_of(samples)
-    seldom = {name: float(value) for name, value in found.counts().items() if value}
-    return metrics | error_counts(samples) | seldom | (found.lengths() if finished else {})
+    found, kinds = selection_of(samples), Counter(kind_of(sample.reason) for sample in samples if sample.score is None)
+    counts = {"num_errors": kinds.total()} | {f"errors/{kind}": count for kind, count in kinds.items()}
+    counts |= {name: value for name, value in found.counts().items() if value}
+    return metrics | {name: float(value) for name, value in counts.items()} | (found.lengths() if finished else {})
 
 
 def selection_of(samples: Sequence[Sample]) -> Selection:
@@ -179,12 +180,6 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
             votes[sample.answer].append(is_solved(sample, solved_at))
     most = max(map(len, votes.values()), default=0)
     return fmean([fmean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
-
-
-def error_counts(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the number of failed samples, and the number of each kind of reason."""
-    kinds = Counter(kind_of(sample.reason) for sample in samples if sample.score is None)
-    return {"num_errors": float(kinds.total()), **{f"errors/{kind}": float(count) for kind, count in kinds.items()}}
 
 
 def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:

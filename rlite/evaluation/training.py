@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from typing import Any
 import rlite
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
+from rlite.evaluation.episodes import Evaluation, evaluate_each, serving_engine
 from rlite.evaluation.metrics import selection_of
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate_each, serving_engine
+from rlite.evaluation.sets import EvaluationSet
 from rlite.help import UNNAMED
 from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.lost_groups import cause_of
@@ -38,7 +38,7 @@ Sets = Mapping[str, EvaluationSet]
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedEvaluations:
     """Evaluations of one policy version that have ended."""
 
     step: int
@@ -80,8 +80,7 @@ class Evaluations:
         Those of an earlier step are due, too. They measure the weights of the checkpoint, because those of their own
         step are gone.
         """
-        earlier = state.get("earlier", {"names": ()})
-        self._schedule.resume([*state.get("under_way", ()), *earlier["names"]])
+        self._schedule.resume([*state.get("under_way", ()), *state.get("earlier", {"names": ()})["names"]])
 
     @property
     def collector(self) -> RolloutCollector:
@@ -96,7 +95,7 @@ class Evaluations:
         """
         return bool(self.due()) and not self.run.is_interrupted
 
-    def next(self) -> Ended:
+    def next(self) -> EndedEvaluations:
         """Evaluate the sets that are due, or all if none is.
 
         Returns:
@@ -105,7 +104,7 @@ class Evaluations:
         sets = self.due() or list(self.sets.values())
         evaluations = evaluate_each(self.collector, sets, lambda: self.run.is_interrupted)
         self._schedule.mark(each.set.name for each in evaluations)
-        return Ended(self.run.step, evaluations)
+        return EndedEvaluations(self.run.step, evaluations)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the sets that are due, which an interruption has left."""
@@ -158,7 +157,7 @@ class BackgroundEvaluations(Evaluations):
         must_end = self.run.is_over or ((is_saving or self.run.is_save_due()) and self._step < self.run.step)
         return has_ended or bool(self.due()) or self._left is not None or (must_end and self._under_way is not None)
 
-    def next(self) -> Ended:
+    def next(self) -> EndedEvaluations:
         """Wait for the evaluations under way, if there are some; else begin those that are due.
 
         Returns:
@@ -175,8 +174,8 @@ class BackgroundEvaluations(Evaluations):
                 wait([self._under_way], timeout=LOOK_S)
             if self._under_way.done():
                 evaluations, self._under_way = self._under_way.result(), None
-                return Ended(self._step, evaluations)
-        return Ended(self.run.step, [])
+                return EndedEvaluations(self._step, evaluations)
+        return EndedEvaluations(self.run.step, [])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the sets under way, and of sets that are due, which an interruption has left."""
@@ -352,7 +351,7 @@ class AnsweringEngine:
     def evaluate(
         self, sets: Sequence[EvaluationSet], version: int, is_interrupted: Callable[[], bool]
     ) -> list[Evaluation]:
-        """Return evaluations of the weights as they are now.
+        """Return evaluations of the weights as they are now. On GPUs the trained engine is away meanwhile.
 
         Args:
             sets: the sets.
@@ -362,21 +361,6 @@ class AnsweringEngine:
         Returns:
             The evaluations that have ended before.
         """
-        with self._serving_weights(version):
-            return evaluate_each(self._serving.collector, sets, is_interrupted)
-
-    @property
-    def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each cause of failed episodes."""
-        return self._serving.collector.first_losses if self._sets else {}
-
-    @contextmanager
-    def _serving_weights(self, version: int) -> Iterator[None]:
-        """Serve the trained weights inside of the block; on GPUs the trained engine is away meanwhile.
-
-        Yields:
-            None.
-        """
         if self._takes_turns:
             self._serving.cuda("weights")
         self._trained.p2p_weight_sync(self._serving)
@@ -384,10 +368,16 @@ class AnsweringEngine:
         if self._takes_turns:
             self._trained.cpu()
             self._serving.cuda("kv_cache")
-        yield
+        evaluations = evaluate_each(self._serving.collector, sets, is_interrupted)
         if self._takes_turns:
             self._serving.meta()
             self._trained.cuda()
+        return evaluations
+
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """The first reason of each cause of failed episodes."""
+        return self._serving.collector.first_losses if self._sets else {}
 
 
 def _longest(sets: Iterable[EvaluationSet]) -> int | None:

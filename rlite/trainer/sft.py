@@ -25,7 +25,9 @@ from rlite.assembly import supervised as assembly
 from rlite.assembly.evaluate.answers import read_generated
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
-from rlite.evaluation.sets import Evaluation, EvaluationRecord, EvaluationSet, reported_metrics
+from rlite.evaluation.episodes import Evaluation
+from rlite.evaluation.record import EvaluationRecord
+from rlite.evaluation.sets import EvaluationSet, reported_metrics
 from rlite.evaluation.training import AnsweringEngine, InvalidEvaluations, stopping
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, GeneratedOptions, prefixed

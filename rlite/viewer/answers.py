@@ -120,8 +120,7 @@ def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 
 def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     """Return the values of a column; numbers that are not finite become None."""
-    is_number = pa.types.is_floating(column.type)
-    return (pc.if_else(pc.is_finite(column), column, None) if is_number else column).to_pylist()
+    return (pc.if_else(pc.is_finite(column), column, None) if pa.types.is_floating(column.type) else column).to_pylist()
 
 
 def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
@@ -180,8 +179,7 @@ def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[An
         table: rows.
         values: one number for each row; null does not count.
     """
-    known = pc.is_valid(values)
-    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(known)
+    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(pc.is_valid(values))
     sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")]).sort_by("step")
     rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
     steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
@@ -200,8 +198,7 @@ def train_rewards(table: pa.Table) -> pa.ChunkedArray:
 
 def known_scores(table: pa.Table) -> pa.ChunkedArray:
     """Return the numbers by which rollouts are evaluated: scores, else rewards; null for a failed episode."""
-    is_evaluated = pc.equal(table["status"], "evaluated")
-    return pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+    return pc.if_else(pc.equal(table["status"], "evaluated"), pc.coalesce(table["score"], table["reward"]), None)
 
 
 def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
@@ -291,8 +288,7 @@ def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for source in run.record.sources:
         own = _prompts_of_source(run, source)
-        places = [(run.set_of(source), name) for name in own]
-        found |= zip(places, shortened(list(own.values())), strict=True)
+        found |= zip([(run.set_of(source), name) for name in own], shortened(list(own.values())), strict=True)
     return found
 
 
@@ -367,8 +363,7 @@ def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
     items_of = _items_of_groups(of_steps(table, chosen))
     found: dict[str, str] = {}
     for texts in run.record.segments(source, chosen):
-        first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
-        for row in first.to_pylist():
+        for row in texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"]))).to_pylist():
             name = items_of.get((row["step"], row["group"]))
             if name is not None and name not in found:
                 found[name] = "".join(part["text"] or "" for part in row["segments"] if part["role"] == "prompt")

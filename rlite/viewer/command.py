@@ -57,19 +57,17 @@ def _serve(runs: Sequence[ViewedRun], options: ViewConfig) -> None:
 
     def tell(url: str) -> None:
         print(f"{', '.join(run.name for run in runs)}: {url}", flush=True)
-        _tell_forwarding(url)
+        if "SSH_CONNECTION" in os.environ:
+            port = url.split(":")[2].split("/")[0]
+            print(
+                f"from your own machine: ssh -L {port}:127.0.0.1:{port} HOST, then open this address there", flush=True
+            )
         _tell_problems(runs)
         if options.browser:
             webbrowser.open(url)
 
     asyncio.run(serve(runs, options.port, tell))
     print("closed")
-
-
-def _tell_forwarding(url: str) -> None:
-    if "SSH_CONNECTION" in os.environ:
-        port = url.split(":")[2].split("/")[0]
-        print(f"from your own machine: ssh -L {port}:127.0.0.1:{port} HOST, then open this address there", flush=True)
 
 
 def _tell_problems(runs: Sequence[ViewedRun]) -> None:

@@ -70,8 +70,7 @@ def single_page(packed: bytes) -> str:
 
 
 def _filled(head: str, scripts: str) -> str:
-    page = _read("index.html")
-    return page.replace("<!-- head -->", head).replace("<!-- scripts -->", scripts)
+    return _read("index.html").replace("<!-- head -->", head).replace("<!-- scripts -->", scripts)
 
 
 def _modules() -> dict[str, str]:
@@ -178,8 +177,7 @@ class Answers:
             own, missing = self._ask_within(questions, own_limit)
             size += own
             for run, number in missing.items():
-                told = f"this file leaves out {what.format(counted(number, noun))}; raise export_mb"
-                left_out[run].append(told)
+                left_out[run].append(f"this file leaves out {what.format(counted(number, noun))}; raise export_mb")
         return size, left_out
 
     def _ask_within(self, questions: Iterable[tuple[str, dict[str, Any]]], limit: int) -> tuple[int, Counter[int]]:

@@ -132,7 +132,7 @@ RECENT = 10
 MAX_UNIFORM = 0.5
 MAX_TRUNCATED = 0.25
 MAX_DRIFT = 0.1
-"""nats per token; as `rlite.services.console.observers.DRIFT_LIMIT`"""
+"""nats per token; as `rlite.services.console.alarms.DRIFT_LIMIT`"""
 MAX_LOST = 0.05
 STALL = 6.0
 """times its median"""
@@ -172,8 +172,7 @@ def advisories(
         num_steps: number of these steps.
         is_uniform_useless: the run learns nothing from a group of equal rewards.
     """
-    found = [*_shares(metrics, is_uniform_useless), *_stalls(metrics), *_lost(statuses, num_steps)]
-    return [*_drift(metrics), *found]
+    return [*_drift(metrics), *_shares(metrics, is_uniform_useless), *_stalls(metrics), *_lost(statuses, num_steps)]
 
 
 def do_equal_rewards_teach_nothing(folder: Path) -> bool:

@@ -136,8 +136,7 @@ class PageServer:
         name = request.match_info["name"]
         if name not in self._assets:
             raise web.HTTPNotFound(text=f"no file {name[:80]}")
-        kind = TYPES[name[name.rindex(".") :]]
-        return web.Response(body=self._assets[name], content_type=kind, charset="utf-8")
+        return web.Response(body=self._assets[name], content_type=TYPES[name[name.rindex(".") :]], charset="utf-8")
 
     async def _answer(self, request: web.Request) -> web.Response:
         name, query = request.match_info["name"], Query(request.query.items())

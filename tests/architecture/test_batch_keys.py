@@ -26,7 +26,7 @@ OTHERS = {
     "rlite/evaluation/metrics.py": {
         *("answer", "failed_attempts", "item", "reason", "redrawn", "response_tokens", "reward", "sample", "score"),
     },
-    "rlite/evaluation/sets.py": {"group", "response_tokens", "sample", "tokens"},
+    "rlite/evaluation/record.py": {"group", "response_tokens", "sample", "tokens"},
     "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }

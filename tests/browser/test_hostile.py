@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from rlite.services.record.files import ROWS, TOKENS, write_table
+from rlite.services.record.files import ROWS, TOKENS
+from rlite.services.record.writer import write_table
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 from tests.view_server import serving

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
-from rlite.services.record.files import ROWS, write_table
+from rlite.services.record.files import ROWS
+from rlite.services.record.writer import write_table
 from rlite.viewer.trace import TRACE
 from tests.recorded_run import Shape, metrics_of, write_evaluation, write_run, write_step, write_trace
 from tests.view_server import serving

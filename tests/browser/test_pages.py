@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pytest
 
-from rlite.services.record.files import ROWS, TOKENS, write_table
+from rlite.services.record.files import ROWS, TOKENS
+from rlite.services.record.writer import write_table
 from rlite.viewer import load
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs

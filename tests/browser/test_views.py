@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from rlite.services.record.files import ROWS, TOKENS, write_table
+from rlite.services.record.files import ROWS, TOKENS
+from rlite.services.record.writer import write_table
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 from tests.recorded_run import Shape, write_run

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
 import psutil
@@ -76,7 +75,8 @@ def check_space() -> Iterator[Finding]:
     """Yield the free space for runs, temporary files, downloaded models and shared memory."""
     places = {"runs": Path.cwd(), "temporary": Path(tempfile.gettempdir()), "models": Path(HF_HUB_CACHE)}
     for name, place in places.items():
-        yield space_of(f"disk ({name})", place, shutil.disk_usage(_existing(place)).free)
+        existing = next(each for each in (place, *place.absolute().parents) if each.exists())
+        yield space_of(f"disk ({name})", place, shutil.disk_usage(existing).free)
     if not SHARED.is_dir():
         return
     free = shutil.disk_usage(SHARED).free
@@ -99,10 +99,6 @@ def space_of(topic: str, place: Path, free: int) -> Finding:
     return Finding(topic, f"only {_size(free)} free in {place}: {advice}", "FAILED" if free < NO_DISK else "note")
 
 
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
@@ -119,7 +115,6 @@ class DoctorConfig(Options):
 
 
 PACKAGE = "rlite"
-VersionOf = Callable[[str], str | None]
 
 
 def check_packages() -> Iterator[Finding]:
@@ -155,7 +150,9 @@ def needed(requirements: Iterable[Requirement], extra: str = "") -> list[Require
     return chosen
 
 
-def state_of(topic: str, requirements: Iterable[Requirement], version_of: VersionOf, extra: str = "") -> Finding:
+def state_of(
+    topic: str, requirements: Iterable[Requirement], version_of: Callable[[str], str | None], extra: str = ""
+) -> Finding:
     """Return which versions are installed, and which packages are missing or have another version.
 
     Args:
@@ -191,7 +188,8 @@ def main(argv: Sequence[str]) -> None:
     checks: dict[str, Callable[[], Iterable[Finding]]] = {"versions": check_versions, "packages": check_packages}
     checks |= {"devices": check_devices, "space": check_space}
     if options.self_test:
-        checks["self-test"] = lambda: _self_test().check_engines(options.executor)
+        module = "rlite.assembly.commands.self_test"  # it imports torch, which a broken installation cannot
+        checks["self-test"] = lambda: importlib.import_module(module).check_engines(options.executor)
     failed = []
     for name, check in checks.items():
         for finding in attempt(name, check):
@@ -201,11 +199,6 @@ def main(argv: Sequence[str]) -> None:
         print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}")
         sys.exit(1)
     print("\nall checks passed")
-
-
-def _self_test() -> ModuleType:
-    """Return the module that imports torch and transformers, which a broken installation cannot."""
-    return importlib.import_module("rlite.assembly.commands.self_test")
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -10,13 +10,11 @@ The memory of the engine that generates, for `rlite plan`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
@@ -159,14 +157,10 @@ def plan(options: PlanConfig) -> dict[str, str]:
     }
 
 
-def _local_numel(module: nn.Module) -> int:
+def _local_numel(module: torch.nn.Module) -> int:
     return sum(local_tensor(parameter).numel() for parameter in module.parameters())
 
 
 def main(argv: Sequence[str]) -> None:
     """Print a plan."""
     ConsoleReporter().report("rlite plan", plan(config.load(PlanConfig, argv)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -83,8 +83,7 @@ def serve(train: RliteTrainEngine, model: Path, executor: str) -> float:
     served = RliteInferenceEngine(model, executor=executor)
     served.build(colocate_with=train, max_model_len=64, max_num_seqs=2)
     train.p2p_weight_sync(served)
-    sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    [output] = served.generate(["2+3="], sampling)
+    [output] = served.generate(["2+3="], {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True})
     answer = output.outputs[0]
     ids = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
     trained = train.forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, OwnLogprobs())

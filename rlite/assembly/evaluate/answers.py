@@ -6,7 +6,6 @@ sampling. Samples of other settings are not mixed. Only `find_tasks` and `TaskAn
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -18,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -34,9 +33,12 @@ from rlite.assembly.workflows import own_rewards
 from rlite.data.chat.template import check_template_options
 from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
-from rlite.evaluation.folder import CACHE, SAMPLES, Candidate, Journal, missing_places, time_of
+from rlite.evaluation.episodes import run_episodes, serving_engine
+from rlite.evaluation.folder import CACHE, SAMPLES, Candidate
+from rlite.evaluation.journal import Journal, missing_places, time_of
 from rlite.evaluation.metrics import directions, lower_is_better, task_metrics, task_values
-from rlite.evaluation.sets import EvaluationSet, Row, make_set, row_of, run_episodes, serving_engine, task_rows
+from rlite.evaluation.record import Row, row_of, task_rows
+from rlite.evaluation.sets import EvaluationSet, make_set
 from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended
@@ -50,7 +52,7 @@ from rlite.rollout.rewards.function import RewardFunction
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
-from rlite.trainer.model.prompt_lengths import longest_prompt, model_limit, vocab_size_of
+from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.options import SamplingOptions, TableOptions
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters
@@ -67,7 +69,6 @@ _SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_mod
 _REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
 NUM_EPISODES = 100
 """episodes of an environment that needs no data"""
-Items = Sequence[Mapping[str, Any]]
 MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, Callable[[], int]], RolloutWorkflow]
 """makes a workflow of its sampling, the tokenizer, and a function that returns the longest sequence of several turns"""
 MAX_MODEL_LEN = 16_384
@@ -111,7 +112,7 @@ class EvaluationRequest:
             found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
         return found
 
-    def settings(self, rows: Items) -> dict[str, Any]:
+    def settings(self, rows: Rows) -> dict[str, Any]:
         """Return the settings that decide the samples, except for the model's, as values of JSON.
 
         Args:
@@ -163,7 +164,7 @@ class EvaluationRequest:
         time = None if journal.is_new else time_of(journal.path)
         return Candidate(name, model, own, journal.lines, time, journal=journal)
 
-    def questions(self) -> tuple[Items, MakeWorkflow]:
+    def questions(self) -> tuple[Rows, MakeWorkflow]:
         """Return the items that the options name, and the maker of the workflow that asks and scores them.
 
         Raises:
@@ -173,7 +174,7 @@ class EvaluationRequest:
         options = self.options
         options.check_complete()
         if options.data.path is None:
-            items: Items = [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
+            items: Rows = [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
         else:
             items = read_source(self.given.source(options.data.source()), "prompts")[: options.limit]
         return items, self._workflow_maker(items)
@@ -183,7 +184,7 @@ class EvaluationRequest:
         """Name of the items in messages."""
         return f"data.path={self.options.data.path}"
 
-    def _workflow_maker(self, items: Items) -> MakeWorkflow:
+    def _workflow_maker(self, items: Rows) -> MakeWorkflow:
         options = self.options
         if (name := options.workflow) is not None:
             return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
@@ -222,6 +223,23 @@ class EvaluationRequest:
         if own and asked is not None and asked > own:
             tell(f"{folder}: max_model_len={asked}: at most {own} tokens, the model's max_position_embeddings")
         return min(own or sys.maxsize, asked or sys.maxsize)
+
+    def known_context(self, asked: EvaluationSet, folder: str, limit: int) -> int | None:
+        """Return the longest sequence, in tokens, after a check of all prompts; None if the prompts do not say it.
+
+        Args:
+            asked: the prompts, and the workflow that asks them.
+            folder: folder or hub name of the checkpoint.
+            limit: longest sequence that is allowed.
+        """
+        if not asked.workflow.needs_prompt:
+            return None
+        check_prompts(asked.rows, self.where)
+        limits = "(the least of the model's max_position_embeddings and max_model_len); drop the row"
+        vocab_size = vocab_size_of(folder)
+        longest = longest_prompt(asked.rows, asked.workflow, limit, self.where, limits, vocab_size=vocab_size)
+        needed = asked.workflow.longest_sequence(longest) if longest else None
+        return None if needed is None else min(limit, needed)
 
     def unknown_context(self, folder: str, limit: int) -> int:
         """Return the longest sequence, in tokens, if the prompts do not say it.
@@ -289,7 +307,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 def _functions(scorer: Any) -> Iterator[FunctionType]:
     """Yield the functions behind a callable object, or those of its class."""
-    if isinstance(scorer, functools.partial):
+    if isinstance(scorer, partial):
         yield from _functions(scorer.func)
     elif isinstance(scorer, RewardFunction):
         yield from _functions(scorer.fn)
@@ -321,7 +339,7 @@ def model_settings(folder: str) -> dict[str, str]:
     return {"folder": str(path), "files": digest(stamps)}
 
 
-def item_ids(items: Items, where: str) -> list[str]:
+def item_ids(items: Rows, where: str) -> list[str]:
     """Return the id of each item: its `id`, else its number.
 
     Args:
@@ -383,28 +401,6 @@ def read_generated(
     return found
 
 
-def context_to_serve(
-    workflow: RolloutWorkflow, items: Items, limit: int, where: str, if_unknown: Callable[[], int], vocab_size: int
-) -> int:
-    """Return the longest sequence to serve, in tokens, after a check of all prompts.
-
-    Args:
-        workflow: asks the items.
-        items: rows of the data.
-        limit: longest sequence that is allowed.
-        where: name of the items in messages.
-        if_unknown: returns the longest sequence if prompts and workflow do not say it.
-        vocab_size: size of the model's vocabulary.
-    """
-    if not workflow.needs_prompt:
-        return if_unknown()
-    check_prompts(items, where)
-    limits = "(the least of the model's max_position_embeddings and max_model_len); drop the row"
-    longest = longest_prompt(items, workflow, limit, where, limits, vocab_size=vocab_size)
-    needed = workflow.longest_sequence(longest) if longest else None
-    return if_unknown() if needed is None else min(limit, needed)
-
-
 class PromptAnswers:
     """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read.
 
@@ -420,7 +416,7 @@ class PromptAnswers:
     """
 
     def __init__(
-        self, candidate: Candidate, items: Items, make_workflow: MakeWorkflow, request: EvaluationRequest
+        self, candidate: Candidate, items: Rows, make_workflow: MakeWorkflow, request: EvaluationRequest
     ) -> None:
         self.candidate, self._options = candidate, (options := request.options)
         self._ids = item_ids(items, request.where)
@@ -436,11 +432,10 @@ class PromptAnswers:
             tokenizer = request.tokenizer(model)
             self._texts = TokenTexts(request.tokenizer(model))
             limit = request.context_limit(model)
-            if_unknown = functools.cache(lambda: request.unknown_context(model, limit))
+            if_unknown = cache(lambda: request.unknown_context(model, limit))
             workflow = make_workflow(options.sampling, tokenizer, if_unknown)
             self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
-            where, vocab_size = request.where, vocab_size_of(model)
-            self._context = context_to_serve(workflow, items, limit, where, if_unknown, vocab_size)
+            self._context = request.known_context(self._set, model, limit) or if_unknown()
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -530,8 +525,7 @@ class TaskAnswers:
         engine = serving_engine(name, options, context, seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
-            batch_size = options.num_concurrent(len(engine.copies))
-            model = import_module(HARNESS).RliteLM(engine, batch_size=batch_size)
+            model = import_module(HARNESS).RliteLM(engine, batch_size=options.num_concurrent(len(engine.copies)))
             for task in self.missing:
                 self._do(task, model)
         finally:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlite import config
-from rlite.assembly.evaluate.answers import EvaluationRequest, Items, PromptAnswers, TaskAnswers, tell
+from rlite.assembly.evaluate.answers import EvaluationRequest, PromptAnswers, TaskAnswers, tell
 from rlite.assembly.evaluate.options import EvalConfig, default_temperature
 from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
@@ -34,8 +34,10 @@ from rlite.errors import ConfigError, RliteError
 from rlite.evaluation import folder as storage
 from rlite.evaluation import metrics as measures
 from rlite.evaluation.folder import RESULTS, Answered, Candidate, EvaluatedModel, EvaluationResult
+from rlite.evaluation.journal import changed_settings
 from rlite.evaluation.metrics import Sample, compare, selection_of, standard_error_of, summary
-from rlite.evaluation.sets import write_record
+from rlite.evaluation.record import write_record
+from rlite.evaluation.sets import Rows
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
@@ -66,12 +68,20 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
         Metrics and samples; of two models also the comparison.
 
     Raises:
-        ConfigError: an option or a model cannot be used, or the folder holds samples of other settings.
+        ConfigError: an option or a model cannot be used, or the folder holds samples of other settings, a run or a
+            model.
         DataError: some rows cannot be used, or the two models answered other items.
+        FolderInUse: another evaluation is under way in the folder.
+        StorageError: the folder cannot be written.
     """
     serve_if_worker(options)
     request = EvaluationRequest(options, given)
-    with evaluation_folder(options.folder) as folder, ExitStack() as until_end:
+    with ExitStack() as until_end:
+        if (folder := options.folder) is None:
+            folder = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="rlite-eval-")))
+        else:
+            storage.check_no_run(folder)
+            until_end.enter_context(storage.held(folder))
         models = _answered(request, folder, until_end)
         check_comparable(models)
         result = result_of(models, options.k, options.solved_at, options.confidence, options.seed)
@@ -145,7 +155,7 @@ def _earlier(given: str, name: str, folder: Path) -> Answered | None:
     return replace(found, name=name)
 
 
-def _source(request: EvaluationRequest, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
+def _source(request: EvaluationRequest, folder: Path) -> tuple[Rows, Callable[[Candidate], Answers]]:
     """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
     if request.options.tasks:
         manager = request.find_tasks()
@@ -169,7 +179,7 @@ def check_comparable(models: Sequence[Answered]) -> None:
     first, *others = models
     for other in others:
         shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
-        if different := storage.changed_settings(*shared):
+        if different := changed_settings(*shared):
             raise ConfigError(
                 f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
                 "same data and the same source of scores"
@@ -212,30 +222,6 @@ def _evaluated(model: Answered, k: int | None, solved_at: float, confidence: flo
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, k or fewest, solved_at, confidence)
     return EvaluatedModel(model.name, model.model, metrics, samples, model.settings, dict(chain(*directions)))
-
-
-@contextmanager
-def evaluation_folder(folder: Path | None) -> Iterator[Path]:
-    """Hold the folder of the evaluation; if nothing is to be written, one that ends with the block.
-
-    Args:
-        folder: None if nothing is to be written.
-
-    Yields:
-        The folder.
-
-    Raises:
-        ConfigError: it is the folder of a training run or of a model.
-        FolderInUse: another evaluation is under way in it.
-        StorageError: it cannot be written.
-    """
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
-            yield Path(temporary)
-        return
-    storage.check_no_run(folder)
-    with storage.held(folder):
-        yield folder
 
 
 COUNTS = ("num_", "errors/", "failed_attempts/", "redrawn/")
@@ -327,11 +313,10 @@ def difference(result: EvaluationResult) -> str | None:
     first, second = (model.name for model in result.models)
     what = "score (lower is better)" if found.lower_is_better else "accuracy"
     interval = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
-    level = f"{100 * found.confidence:g}%"
     return (
-        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval of {found.num_items} "
-        f"paired items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} items, worse at "
-        f"{found.worse}"
+        f"{what} of {second} - {first}: {found.difference:+.4f}{interval} ({100 * found.confidence:g}% interval of "
+        f"{found.num_items} paired items), p = {found.p_value:.2g} (two-sided sign-flip test); better at "
+        f"{found.better} items, worse at {found.worse}"
     )
 
 

@@ -178,9 +178,8 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
             yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are options of tasks; give tasks=[NAME], or leave them out"
-        if self.tasks and (
-            odd := [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
-        ):
+        odd = [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
+        if self.tasks and odd:
             yield f"{odd[0]}={getattr(self, odd[0])}: an option of episodes, and tasks have none; leave it out"
         if sources:
             yield from problems_of_k(self.k, self.samples)
@@ -266,6 +265,6 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     def headline(self) -> str:
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"
-        has_own = not self.sources_of_scores  # earlier evaluations
-        on = "" if has_own else f" on {self.questions or 'rows of the program'}"
+        # without a source of scores, the models are earlier evaluations
+        on = f" on {self.questions or 'rows of the program'}" if self.sources_of_scores else ""
         return f"{models}{on}{f', into {self.folder}' if self.folder else ''}"

@@ -11,7 +11,6 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,7 +113,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     with files.reading(path) as file:
         for line in file:
             if step_of(line) is not None:
-                with suppress(ValueError, TypeError, OverflowError):
+                with contextlib.suppress(ValueError, TypeError, OverflowError):
                     rows.append({name: _number(value) for name, value in json.loads(line).items()})
     return rows
 

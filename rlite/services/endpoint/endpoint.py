@@ -59,8 +59,7 @@ class AgentEndpoint:
         self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
 
     async def __aenter__(self) -> AgentEndpoint:
-        server = self._servers.setdefault(asyncio.get_running_loop(), _Server(self.dropped))
-        await server.enter()
+        await self._servers.setdefault(asyncio.get_running_loop(), _Server(self.dropped)).enter()
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -194,12 +194,6 @@ def path(turn: Turn) -> list[Turn]:
     return line[::-1]
 
 
-def leaves(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns that no other turn continues, in their order."""
-    parents = {turn.parent for turn in turns}
-    return [turn for turn in turns if turn not in parents]
-
-
 def check_style(style: str) -> None:
     """Check that a name is a `Style`.
 
@@ -236,15 +230,13 @@ def export(recording: Recording, style: Style = "concat", include_aborted: bool 
         raise RolloutError("the agent has no completed interaction: there is nothing to train on")
     if style == "individual":
         worths = recording.worths()
-        rows = [_line([turn], {turn: 0.0}).row() for turn in turns]
-        batch = pad_trajectories(rows).exclude("group_ids")
+        batch = pad_trajectories([_line([turn], {turn: 0.0}).row() for turn in turns]).exclude("group_ids")
         batch["rewards"] = torch.tensor([worths.get(turn, 0.0) for turn in turns], dtype=torch.float32)
         return batch
     shares = recording.shares()
     untrained = {turn: shares.get(turn, 0.0) for turn in turns}
-    lines = []
-    for leaf in leaves(turns):
-        line = path(leaf)
+    lines, parents = [], {turn.parent for turn in turns}
+    for line in (path(turn) for turn in turns if turn not in parents):
         lines.append(_line(line, {turn: untrained.pop(turn) for turn in line if turn in untrained}))
     batch = join_histories(lines, len(turns))
     # a turn without output has a share, too

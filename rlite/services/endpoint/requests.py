@@ -418,6 +418,7 @@ AnyBody = TypeVar("AnyBody", bound=_Body)
 
 
 def _validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
+    """Return a body as its class. The error names the first invalid parameter by its path."""
     if not isinstance(body, Mapping):
         raise ApiError(f"the body is {type(body).__name__}; expected a JSON object", code="invalid_json")
     _check_depth(body)
@@ -430,15 +431,10 @@ def _validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    """Return the error for the first invalid parameter, with its path."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
-    expected = WORDS.get(first["type"], first["msg"])
-    return (_unsupported if first["type"] == UNSUPPORTED else _invalid)(param, first["input"], expected)
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+        refused = _unsupported if first["type"] == UNSUPPORTED else _invalid
+        raise refused(param, first["input"], WORDS.get(first["type"], first["msg"])) from error
 
 
 def _check_depth(body: Any) -> None:
@@ -568,8 +564,7 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
         *before, said = messages[: len(turn.messages) + 1]
         return before == [*turn.messages] and _unspaced(said) == _unspaced(turn.answer)
 
-    found = [turn for turn in reversed(turns) if is_continued(turn)]
-    return sorted(found, key=lambda turn: -len(turn.messages or ()))
+    return sorted(filter(is_continued, reversed(turns)), key=lambda turn: -len(turn.messages or ()))
 
 
 def _unspaced(message: Message) -> Message:
@@ -583,13 +578,12 @@ SLICE_TOKENS = 1 << 14
 """scored at a time: between two slices, a request whose client has left ends"""
 
 
-def check_scores(request: ModelRequest, can_score: bool, gconfig: GenerationHyperparameters) -> None:
+def check_scores(request: ModelRequest, can_score: bool) -> None:
     """Check that the engine computes the log-probabilities that a request wants.
 
     Args:
         request: the request.
         can_score: the engine computes log-probabilities of prompts.
-        gconfig: sampling parameters of the answer.
 
     Raises:
         ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
@@ -597,6 +591,7 @@ def check_scores(request: ModelRequest, can_score: bool, gconfig: GenerationHype
     if request.needs_scores and not can_score:
         message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
         raise ApiError(message, param="logprobs", code=UNSUPPORTED)
+    gconfig = request.gconfig
     if request.needs_scores and request.is_generating and not gconfig.greedy and gconfig.temperature != 1:
         message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
         raise ApiError(message, param="temperature", code=UNSUPPORTED)

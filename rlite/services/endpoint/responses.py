@@ -83,8 +83,7 @@ class Exchange:
     @cached_property
     def token_text(self) -> Callable[[int], str]:
         """The text of a token. Each token is decoded once."""
-        decode = self.tokenizer.decode
-        return cache(lambda token: decode([token]))
+        return cache(lambda token: self.tokenizer.decode([token]))
 
     def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return a response, or one chunk of it."""
@@ -189,19 +188,18 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         exchange: the shared fields.
         events: the parts of the choices as they arrive.
     """
-    begun: set[int] = set()
     waiting: dict[int, list[tuple[int, float]]] = {}
     starts: Counter[int] = Counter()
     """characters of each choice's tokens before those that wait"""
     num_output = 0
     async for event in events:
+        is_first = event.index not in waiting
         tokens = waiting.setdefault(event.index, [])
         if isinstance(event, Delta):
             tokens += zip(event.chunk.token_ids, event.chunk.logprobs, strict=True)
             num_output += len(event.chunk.token_ids)
         text = event.text if isinstance(event, Delta) else event.rest
-        if event.index not in begun and exchange.request.is_chat:
-            begun.add(event.index)
+        if is_first and exchange.request.is_chat:
             yield _chunk(exchange, event.index, {"role": "assistant", "content": ""})
         if text:
             delta: dict[str, Any] | str = {"content": text} if exchange.request.is_chat else text
@@ -233,8 +231,7 @@ def _chunk(
     exchange: Exchange, index: int, delta: Json | str, tokens: Json | None = None, reason: str | None = None
 ) -> Json:
     key = "delta" if exchange.request.is_chat else "text"
-    choice = {"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}
-    return exchange.around([choice], is_chunk=True)
+    return exchange.around([{"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}], is_chunk=True)
 
 
 def finish_reason(turn: Turn) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,9 +138,11 @@ class AgentSession(RecordingOwner):
     def _reply(self, read: Callable[..., ModelRequest], body: Any) -> Reply:
         try:
             request = read(body, self.model, self._gconfig)
+            if self._is_sampling_fixed:
+                fixed = {name: getattr(self._gconfig, name) for name in ("greedy", "temperature", "top_p", "top_k")}
+                request = replace(request, gconfig=request.gconfig.new(**fixed))
             self._check_format(request)
-            gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
-            requests.check_scores(request, hasattr(self.engine, "ascore"), gconfig)
+            requests.check_scores(request, hasattr(self.engine, "ascore"))
             prompts = self._prompts.of(request, self.recording.turns)
             requests.check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
         except TooManyTokens as error:
@@ -306,15 +309,12 @@ class AgentSession(RecordingOwner):
         return Choice(index, turn, content, rest)
 
     def _fitting(self, request: ModelRequest, num_prompt: int) -> GenerationHyperparameters:
-        """Return the sampling parameters with fixed ones and the limit of tokens applied.
+        """Return the sampling parameters with the limit of tokens applied.
 
         Raises:
             ApiError: there is no room for an answer.
         """
         gconfig = request.gconfig
-        if self._is_sampling_fixed:
-            fixed = ("greedy", "temperature", "top_p", "top_k")
-            gconfig = gconfig.new(**{name: getattr(self._gconfig, name) for name in fixed})
         if self._max_length is None or not request.is_generating:
             return gconfig
         room = self._max_length - num_prompt

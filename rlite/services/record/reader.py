@@ -168,8 +168,7 @@ class RecordReader:
             step: the step.
             place: group and sample of the rollout whose sequences to return; None for all.
         """
-        found = _rows(self._chosen(source, TOKENS, [step], place))
-        return sorted(found, key=lambda sequence: sequence["sequence"])
+        return sorted(_rows(self._chosen(source, TOKENS, [step], place)), key=lambda sequence: sequence["sequence"])
 
     def token_table(self, source: str, steps: Steps = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
@@ -330,8 +329,7 @@ def _check_version(schema: pa.Schema) -> None:
 
 def _conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return a table with exactly the columns of a schema. Missing columns are null, invalid UTF-8 is replaced."""
-    missing = [field for field in schema if field.name not in table.column_names]
-    for field in missing:
+    for field in [field for field in schema if field.name not in table.column_names]:
         table = table.append_column(field, pa.nulls(len(table), field.type))
     return pa.table([_valid(table[field.name].cast(field.type)) for field in schema], schema=schema)
 
@@ -341,8 +339,7 @@ def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
-        as_bytes = column.cast(_as_bytes(column.type)).to_pylist()
-        return pa.array(list(map(_decoded, as_bytes)), column.type)
+        return pa.array(list(map(_decoded, column.cast(_as_bytes(column.type)).to_pylist())), column.type)
     return column
 
 

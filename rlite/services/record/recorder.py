@@ -28,7 +28,8 @@ from rlite.batch import NAMED_REWARD
 from rlite.rollout.collector.ended import Ended, seconds
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
-from rlite.services.record.files import ROWS, TOKENS, TRAIN, RecordWriter, Tables
+from rlite.services.record.files import ROWS, TOKENS, TRAIN
+from rlite.services.record.writer import RecordWriter, Tables
 from rlite.types import Status
 
 WIDEST = 4

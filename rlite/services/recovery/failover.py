@@ -382,8 +382,7 @@ def _on_workloads(state: JobState, event: WorkloadsFailed, policy: FailoverPolic
     if not failed:
         return Decision(state, (), "stale: already replaced, or lost and ignored", is_stale=True)
     state, is_excluded = _blame(state, event, policy)
-    roles = dict.fromkeys(workload.role for workload in failed)
-    levels = {role: _level(state, role, policy) for role in roles}
+    levels = {role: _level(state, role, policy) for role in dict.fromkeys(workload.role for workload in failed)}
     if JOB in state.recoveries or is_excluded or JOB in levels.values():
         why = f"node {event.node} is left out: " if is_excluded else ""
         return _restart_job(state, event.at, policy, why, cause=str(event))

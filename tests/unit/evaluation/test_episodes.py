@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from rlite.evaluation.sets import EvaluationSet, run_episodes
+from rlite.evaluation.episodes import run_episodes
+from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended import Ended
 

@@ -11,8 +11,10 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.evaluation.episodes import evaluate, run_episodes
 from rlite.evaluation.metrics import Sample, selection_of, summary
-from rlite.evaluation.sets import EvaluationSet, evaluate, row_of, run_episodes
+from rlite.evaluation.record import row_of
+from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout import (
     CollectorOptions,
     GenerationHyperparameters,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, StorageError
-from rlite.evaluation.folder import Journal, changed_settings, read_journal
+from rlite.evaluation.journal import Journal, changed_settings, read_journal
 
 SETTINGS = {"samples": 2, "reward": {"path": "my.py:f"}}
 LINES = [{"item": "a", "score": 1.0}, {"item": "\u202e\ud800 <b>", "score": None}]

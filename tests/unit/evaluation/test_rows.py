@@ -10,8 +10,10 @@ from tensordict import TensorDict
 
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import DataError
+from rlite.evaluation.episodes import run_episodes
 from rlite.evaluation.metrics import Sample
-from rlite.evaluation.sets import EvaluationSet, Row, row_of, run_episodes
+from rlite.evaluation.record import Row, row_of
+from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.collector.ended import Ended
 from rlite.services.record.recorder import TokenTexts

@@ -13,8 +13,9 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import DataError
+from rlite.evaluation.episodes import Evaluation, evaluate, evaluate_each, samples_of
 from rlite.evaluation.metrics import Sample
-from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate, evaluate_each, samples_of
+from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.rollout.joined import pad_trajectories
 

@@ -15,7 +15,8 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
-from rlite.evaluation.sets import EvaluationSet, evaluate, run_episodes
+from rlite.evaluation.episodes import evaluate, run_episodes
+from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout import (
     CollectorOptions,
     LLMRequest,

@@ -39,7 +39,7 @@ from rlite.evaluation.metrics import (
     task_metrics,
     task_values,
 )
-from rlite.evaluation.sets import task_rows
+from rlite.evaluation.record import task_rows
 from rlite.evaluation.statistics import clustered_standard_error
 from rlite.files import file_name
 from rlite.rollout import RewardFunction, from_trl

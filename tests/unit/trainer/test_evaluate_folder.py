@@ -21,15 +21,16 @@ from rlite.evaluation.folder import (
     RESULTS,
     SAMPLES,
     Candidate,
-    Journal,
     check_alone,
     check_no_run,
     earlier_result,
     held,
     remove_others,
 )
-from rlite.evaluation.sets import write_record
-from rlite.services.record.files import all_files, write_table
+from rlite.evaluation.journal import Journal
+from rlite.evaluation.record import write_record
+from rlite.services.record.files import all_files
+from rlite.services.record.writer import write_table
 from rlite.viewer.run import open_runs
 
 SETTINGS: dict[str, Any] = {
@@ -170,7 +171,7 @@ def test_a_record_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         replaced.append(files_of(tmp_path))
         return write_table(*arguments)
 
-    monkeypatch.setattr("rlite.evaluation.sets.write_table", written)
+    monkeypatch.setattr("rlite.evaluation.record.write_table", written)
     write_record(tmp_path, "a", [row(0), row(1)])
     assert replaced == [{"eval.a rows"}]
 

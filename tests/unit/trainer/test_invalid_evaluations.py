@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlite.config import load
+from rlite.evaluation.episodes import Evaluation
 from rlite.evaluation.metrics import Sample
-from rlite.evaluation.sets import Evaluation, EvaluationSet
+from rlite.evaluation.sets import EvaluationSet
 from rlite.evaluation.training import InvalidEvaluations
 from rlite.rollout import RolloutWorkflow
 from rlite.services.console.terminal import ConsoleReporter

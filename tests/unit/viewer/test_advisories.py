@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.observers import LearningFacts
-from rlite.services.console.observers import DRIFT_LIMIT
+from rlite.services.console.alarms import DRIFT_LIMIT
 from rlite.trainer.rl.options import PpoConfig
 from rlite.viewer.metrics import MAX_DRIFT, Advice, MetricsLog, advisories, do_equal_rewards_teach_nothing
 

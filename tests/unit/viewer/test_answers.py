@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import DataError
-from rlite.services.record.files import ROWS, write_table
+from rlite.services.record.files import ROWS
+from rlite.services.record.writer import write_table
 from rlite.viewer.answers import (
     MAX_HITS,
     MAX_ITEMS,

@@ -15,7 +15,8 @@ import pytest
 from rlite.arguments import split_positional
 from rlite.cli import main
 from rlite.errors import ConfigError
-from rlite.services.record.files import ROWS, write_table
+from rlite.services.record.files import ROWS
+from rlite.services.record.writer import write_table
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 

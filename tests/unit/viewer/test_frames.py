@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.services.record.files import ROWS, compact, write_table
+from rlite.services.record.files import ROWS
+from rlite.services.record.writer import compact, write_table
 from rlite.viewer import load
 
 

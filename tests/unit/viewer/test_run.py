@@ -10,7 +10,8 @@ from subprocess import PIPE
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.services.record.files import Gap, write_gaps
+from rlite.services.record.files import Gap
+from rlite.services.record.writer import write_gaps
 from rlite.trainer.run.folder import lock
 from rlite.viewer.run import UNFINISHED, ViewedRun, open_runs
 from tests.unreadable import UNREADABLE

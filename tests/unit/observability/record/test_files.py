@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlite.services.record.files import ROWS, VERSION, VERSION_KEY, path_of, record_files, write_table
+from rlite.services.record.files import ROWS, VERSION, VERSION_KEY, path_of, record_files
+from rlite.services.record.writer import write_table
 
 ROW = {"step": 3, "group": 7, "sample": 0, "item": "0", "status": "trained", "reason": "", "reward_parts": {"a": 1.0}}
 

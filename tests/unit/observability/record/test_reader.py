@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.dataset import dataset
 
-from rlite.services.record.files import ROWS, TOKENS, VERSION, VERSION_KEY, write_table
+from rlite.services.record.files import ROWS, TOKENS, VERSION, VERSION_KEY
 from rlite.services.record.reader import Part, RecordReader, _footer_of, read_file_part
+from rlite.services.record.writer import write_table
 
 
 def row(step: int, sample: int = 0, **values: Any) -> dict[str, Any]:

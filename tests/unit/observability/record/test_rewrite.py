@@ -11,20 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import StorageError
-from rlite.services.record.files import (
-    ROWS,
-    TOKENS,
-    VERSION_KEY,
-    Gap,
-    compact,
-    drop_later,
-    path_of,
-    read_gaps,
-    record_files,
-    strip,
-    write_gaps,
-    write_table,
-)
+from rlite.services.record.files import ROWS, TOKENS, VERSION_KEY, Gap, path_of, read_gaps, record_files
+from rlite.services.record.writer import compact, drop_later, strip, write_gaps, write_table
 from tests.recorded import recorded
 
 
@@ -84,7 +72,7 @@ def test_a_merged_file_has_few_parts_of_a_bounded_size(tmp_path: Path, monkeypat
     size = pq.read_table(path_of(tmp_path, "train", "tokens", 1, 100)).nbytes
     for step in range(101, 201):
         write(tmp_path, step)
-    monkeypatch.setattr("rlite.services.record.files.PART_BYTES", size // 4)
+    monkeypatch.setattr("rlite.services.record.writer.PART_BYTES", size // 4)
     compact(tmp_path, before=201)
     file = pq.ParquetFile(path_of(tmp_path, "train", "tokens", 101, 200))
     assert 4 <= file.num_row_groups <= 8
@@ -229,7 +217,7 @@ def test_texts_are_removed_and_rows_stay(tmp_path: Path) -> None:
 
 
 def test_a_text_is_searched_only_up_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.services.record.files.PART_BYTES", 1)  # a part of the file for each step
+    monkeypatch.setattr("rlite.services.record.writer.PART_BYTES", 1)  # a part of the file for each step
     for step in range(1, 101):
         write(tmp_path, step, segments=[{"role": "model", "text": "4"}] if step > 5 else None)
     compact(tmp_path, before=101)

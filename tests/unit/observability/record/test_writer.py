@@ -12,8 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rlite.services.record import files as module
-from rlite.services.record.files import ROWS, TOKENS, RecordWriter, Tables, path_of, read_gaps
+from rlite.services.record import writer as module
+from rlite.services.record.files import ROWS, TOKENS, path_of, read_gaps
+from rlite.services.record.writer import RecordWriter, Tables
 from tests.recorded import recorded
 
 

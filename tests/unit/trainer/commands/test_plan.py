@@ -27,15 +27,16 @@ DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size
 NOT_DIVIDING = ("tp_size=16",)
 WITH_ROLLOUTS = ("tp_size=8", "optimizer=muon", "rollout.tp_size=8", "device_memory_gib=80")
 PROGRAM = """
-import os, runpy, sys
+import os, sys
+
+from rlite.assembly.commands import plan
 
 for number, sizes in enumerate(sys.argv[2:]):
     child = os.fork()  # a plan is made in a process of its own
     if child == 0:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(f"{number}.{stream.name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
-        sys.argv[1:] = [sys.argv[1], "num_devices=64", *sizes.split()]
-        runpy.run_module("rlite.assembly.commands.plan", run_name="__main__", alter_sys=True)
+        plan.main([sys.argv[1], "num_devices=64", *sizes.split()])
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """

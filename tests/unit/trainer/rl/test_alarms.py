@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlite.config import load
-from rlite.services.console.observers import REPEAT_AFTER, Alarms
+from rlite.services.console.alarms import REPEAT_AFTER, Alarms
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.rl.options import PpoConfig
 

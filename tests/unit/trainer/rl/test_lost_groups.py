@@ -22,7 +22,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.services.console.observers import Alarms
+from rlite.services.console.alarms import Alarms
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 

@@ -25,8 +25,9 @@ from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED
 from rlite.rollout.collector.runner import Group
 from rlite.rollout.workflow import of_trajectory
-from rlite.services.record.files import drop_later, read_gaps
+from rlite.services.record.files import read_gaps
 from rlite.services.record.recorder import NO_TOKENS, NOT_FINITE
+from rlite.services.record.writer import drop_later
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.rollouts import BAD_DATA, NOT_AHEAD

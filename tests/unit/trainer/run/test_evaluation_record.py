@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.evaluation.sets import EvaluationRecord
+from rlite.evaluation.record import EvaluationRecord
 from rlite.trainer.options import TrainerOptions
 
 

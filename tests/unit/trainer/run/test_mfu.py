@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlite.nn import LoraOptions
-from rlite.services.console.observers import ModelSize, mfu, peak_flops, training_flops
+from rlite.services.console.mfu import ModelSize, mfu, peak_flops, training_flops
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.tiny import build_model_dir
 

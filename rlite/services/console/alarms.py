@@ -1,0 +1,94 @@
+"""Alarms about a run: what the metrics of a step say is wrong with it, told on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.rollout.collector.lost_groups import Selection, kind_of
+from rlite.trainer.callbacks import Metrics
+from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.training_run import TrainingRun
+
+LOST = "rollout/lost/"
+DRIFT_LIMIT = 0.1
+"""mean |log p(trainer) - log p(engine)| per token, in nats. Above it, the two are not the same policy; if rollouts run
+ahead, the policy has moved too far"""
+LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
+REPEAT_AFTER = 50
+"""steps after which an alarm whose cause lasts is given again"""
+
+
+class Alarms(Observer):
+    """Watch over the metrics of each step.
+
+    Lost groups are reported once for each cause. Equal rewards, log-probabilities that differ between trainer and
+    engine, and failures that choose among answers are reported when they begin, and again every `REPEAT_AFTER` steps
+    while they last.
+
+    Args:
+        engine: its collector knows what was lost.
+        is_ahead: rollouts run ahead of training.
+        can_equal_rewards_teach: a group of equal rewards may teach something.
+    """
+
+    def __init__(self, engine: RliteInferenceEngine, is_ahead: bool, can_equal_rewards_teach: bool) -> None:
+        self._engine = engine
+        self._is_ahead, self._is_taught_by_uniform = is_ahead, can_equal_rewards_teach
+        self._told: set[str] = set()
+        self._given_at: dict[str, int] = {}
+
+    def on_step(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Report what is new in the finished step."""
+        collector = self._engine.collector
+        self.look(run, metrics, collector.first_losses, collector.take_selection())
+
+    def look(
+        self,
+        run: TrainingRun,
+        metrics: Mapping[str, float],
+        first_losses: Mapping[str, str],
+        selection: Selection | None = None,
+    ) -> None:
+        """Report what is new in the metrics of the finished step.
+
+        Args:
+            run: counts the steps, and has the console.
+            metrics: metrics of the step.
+            first_losses: an example of each cause of lost groups.
+            selection: what failures have done to the answers of the step.
+        """
+        self._look_at_losses(run, metrics, first_losses)
+        for cause, rows in (*self._of_metrics(metrics), *(selection or Selection()).alarms()):
+            if run.step >= self._given_at.get(cause, -REPEAT_AFTER) + REPEAT_AFTER:
+                self._given_at[cause] = run.step
+                run.console.alarm(f"ALARM at step {run.step}: {cause}", rows)
+
+    def _of_metrics(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield a cause, without numbers, and the facts of each alarm about the metrics of a step."""
+        lowest, highest = metrics.get("reward_min"), metrics.get("reward_max")
+        if lowest is not None and lowest == highest:
+            found = {"reward": f"{lowest:g} for every response"}
+            yield "all rewards are equal, and no response is better than another", {**found, **LOOK}
+        elif metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:
+            found = {"rewards": f"from {lowest:g} to {highest:g}, but the same for all responses to a prompt"}
+            yield "in every group all rewards are equal, and teach nothing", {**found, **LOOK}
+        if number := metrics.get("num_unreplaced"):
+            cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
+            yield cause, {"groups": f"{number:g}", **LOOK}
+        if (drift := metrics.get("logprob_drift", 0.0)) > DRIFT_LIMIT:
+            cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
+            yield f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}
+
+    def _look_at_losses(self, run: TrainingRun, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
+        lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}
+        news = {cause: f"{LOST}{kind_of(cause)}" for cause in first_losses if cause not in self._told}
+        if not lost.keys() & news.values():
+            return
+        self._told |= {cause for cause, key in news.items() if key in lost}
+        num_lost, num_whole = sum(lost.values()), metrics.get("rollout/num_groups", 0)
+        title = f"step {run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
+        title += f"on; the metrics {LOST}... count on"
+        examples = {key: "\n".join(first_losses[cause] for cause in news if news[cause] == key) for key in lost}
+        rows = [(f"{number:g} x", examples[key] or key.removeprefix(LOST)) for key, number in lost.items()]
+        run.console.warn(title, rows)
