@@ -33,10 +33,10 @@ from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_o
 from rlite.trainer.losses import ValueLoss
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.critic import Critic, KlCoefficient
+from rlite.trainer.rl.device_plan import DevicePlan
 from rlite.trainer.rl.engines import Engines, LogprobPasses
 from rlite.trainer.rl.objective import PolicyLoss
 from rlite.trainer.rl.options import PpoConfig, PromptOptions
-from rlite.trainer.rl.placement import Placement
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
@@ -44,7 +44,7 @@ from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
-from rlite.trainer.run.saved_state import started_at
+from rlite.trainer.run.resume import started_at
 from rlite.trainer.run.training_run import TrainingRun
 
 T = TypeVar("T")
@@ -94,8 +94,8 @@ class Parts:
         self.prompts = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
         self.loss = maker.policy_loss()
         self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
-        self.placement = Placement(options, self.context.length)
-        self.engines = engines = self.placement.engines
+        self.device_plan = DevicePlan(options, self.context.length)
+        self.engines = engines = self.device_plan.engines
         self.rollouts = maker.rollouts(engines, workflow, self.prompts)
         self.logprobs = maker.logprobs(engines)
         self.critic = maker.critic(engines)

@@ -188,7 +188,7 @@ class PpoTrainer(TrainerLoop):
 
     def start(self) -> None:
         """Build the engines, resume if asked, report the plan, and evaluate what is due before the next step."""
-        self.parts.placement.build()
+        self.parts.device_plan.build()
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:

@@ -23,7 +23,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.saved import plain
 from rlite.trainer.rl.filtering import num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import RolloutOptions
-from rlite.trainer.rl.placement import check_kept, truncation
+from rlite.trainer.rl.truncation import check_kept, truncation
 
 SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
 """keys of a whole trajectory that workflows may write, each with the metric that its mean is"""

@@ -20,10 +20,9 @@ from rlite.observability import stats_tracker
 from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
-from rlite.trainer.run import lifecycle
+from rlite.trainer.run import divergence, lifecycle
 from rlite.trainer.run.best import EVALUATED, BestModel, EvaluationTime, Thresholds
 from rlite.trainer.run.interruption import INTERRUPTION
-from rlite.trainer.run.lifecycle import NOT_FINITE, WATCHED
 from rlite.trainer.run.observer import Console, Observer
 from rlite.trainer.run.saved_state import SavedState
 
@@ -290,7 +289,7 @@ class TrainingRun:
                 self.saved.checkpoints.confirm()
                 self.is_unconfirmed = False
         elif self.watch.num_bad == 1 or self.watch.has_diverged:
-            lifecycle.alarm(self, metrics)
+            divergence.alarm(self, metrics)
         self.metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
             self.notify("on_step", metrics)
@@ -311,7 +310,7 @@ class TrainingRun:
         try:
             yield
         except (DivergedError, RolloutError) as error:
-            lifecycle.explain(self, error)
+            divergence.explain(self, error)
             raise
 
     # -- begin and end -------------------------------------------------------------------------------------------
@@ -443,7 +442,7 @@ class DivergenceWatch:
 
     def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
         self._max = max_bad
-        self._explosion = lifecycle.Explosion() if has_absolute_loss else None
+        self._explosion = divergence.Explosion() if has_absolute_loss else None
         self._recent: deque[bool] = deque(maxlen=4 * max_bad)
         self.num_bad = 0
         """bad steps in a row, up to the last one"""
@@ -452,8 +451,8 @@ class DivergenceWatch:
 
     def see(self, metrics: Mapping[str, float]) -> bool:
         """Return True if this step was a good one, as far as the metrics show."""
-        is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
-        self.cause = "" if is_finite else NOT_FINITE
+        is_finite = all(math.isfinite(metrics[key]) for key in divergence.WATCHED if key in metrics)
+        self.cause = "" if is_finite else divergence.NOT_FINITE
         if is_finite and self._explosion is not None:
             self.cause = self._explosion(metrics)
         self._recent.append(bool(self.cause))
