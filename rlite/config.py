@@ -1,4 +1,4 @@
-"""Configuration: pydantic models, filled from yaml files and from `key=value` arguments. The only place that parses.
+"""Configuration: typed options, parsed from yaml files and from `key=value` arguments. The only place that parses.
 
     class SftConfig(Options):
         data: DataOptions                        # a nested group; its required keys are `data.path`, ...
@@ -10,7 +10,7 @@
 `--import FILE.py` adds to the list `imports`, in a config that has this key. `--help` prints all keys by group, and
 `--help data` one group.
 
-The way of a value, in this module but for the texts, which `rlite.arguments` reads:
+The way of a value, in this module but for the texts, which `rlite.key_value` and `rlite.yaml_texts` read:
 
     files, key=value, a program's values --merge--> tree --_resolved--> values --validated--> config
                                               every problem on the way --as_error--> one error
@@ -46,8 +46,9 @@ from pydantic_core import PydanticUndefined
 
 from rlite import files
 from rlite import help as hints
-from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
+from rlite.key_value import split_arguments
+from rlite.yaml_texts import NULLS, enter, flat, merged, read_value, read_yaml, to_yaml, with_aliases
 
 C = TypeVar("C", bound="Options")
 

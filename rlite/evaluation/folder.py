@@ -21,13 +21,13 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlite import files
-from rlite.arguments import differences, flat, some_of
 from rlite.config import Count, Finite, Natural
 from rlite.data.chat.template import CLOCK
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.metrics import Comparison, Sample
 from rlite.evaluation.sets import Row, remove_record, write_record
 from rlite.runtime.owner import FolderLock, lock_folder
+from rlite.yaml_texts import differences, flat, some_of
 
 VERSION = 1
 """version of the format"""

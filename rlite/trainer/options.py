@@ -13,12 +13,12 @@ from annotated_types import Ge, Gt, Le
 from pydantic import field_validator
 
 from rlite import config
-from rlite.arguments import named
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
 from rlite.data.source import Source
 from rlite.errors import did_you_mean
 from rlite.generation import LARGEST, SMALLEST, GenerationHyperparameters
 from rlite.imports import import_own_code
+from rlite.key_value import named
 from rlite.trainer.callbacks import CALLBACKS
 
 RESERVED_TEMPLATE_OPTIONS = {

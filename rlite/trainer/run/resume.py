@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rlite import config
-from rlite.arguments import differences, read_saved, shown, some_of
 from rlite.errors import ConfigError
 from rlite.runtime.storage.atomic import FACTS
 from rlite.trainer.run.best import BEST
 from rlite.trainer.run.checkpoints import steps_of
 from rlite.trainer.run.folder import CONFIG, RECORD, TRACES
 from rlite.trainer.run.interruption import has_begun
+from rlite.yaml_texts import differences, read_saved, shown, some_of
 
 NEWEST = ("latest", "latest_good")
 MAY_DIFFER = {
