@@ -257,6 +257,17 @@ def inherit(child: C, parent: Options) -> C:
     return child.replace(**changes)
 
 
+def changed(group: Options, own: Options | None = None) -> list[str]:
+    """Return the options of a group that are not at their defaults.
+
+    Args:
+        group: the group.
+        own: instance with the defaults, which may be those of a preset; default: those of the class.
+    """
+    default = dict(own or type(group)())
+    return [name for name, value in group if value != default[name]]
+
+
 def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     """Return the text of `--help`: the usual keys, then every key by group, with its type, default and sentence.
 

@@ -29,7 +29,7 @@ from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import is_lowest_best
 from rlite.trainer.run.folder import RECORD, TRACE
-from rlite.trainer.run.observer import Observer, ReportedMetrics
+from rlite.trainer.run.observer import DRIFT_LIMIT, Observer, ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
 from rlite.wording import number
 
@@ -335,9 +335,6 @@ def usage_metrics(
 
 
 LOST = "rollout/lost/"
-DRIFT_LIMIT = 0.1
-"""mean |log p(trainer) - log p(engine)| per token, in nats. Above it, the two are not the same policy; if rollouts run
-ahead, the policy has moved too far"""
 LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
 REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""

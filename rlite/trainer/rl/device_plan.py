@@ -98,7 +98,12 @@ class DevicePlan:
         build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
         self._build_inference(engines.rollout, num_generating)
         if engines.evaluation is not None and not num_evaluating:
-            self._build_beside_rollouts(engines.evaluation, num_generating)
+            has_residency = engines.rollout.capabilities.has_residency
+            if has_residency:  # an engine sizes its KV cache by the memory that it finds free
+                engines.rollout.cpu()
+            self._build_inference(engines.evaluation, num_generating, engines.rollout)
+            if has_residency:
+                engines.rollout.cuda()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         engines.is_apart = rollout.max_head_offpolicyness > 0
         engines.takes_turns = {engines.rollout: default and not engines.is_apart}
@@ -124,13 +129,3 @@ class DevicePlan:
             own["gpu_memory_utilization"] /= 2  # two engines on the same devices
         engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
         engine.rollout_options = options.collector_options()
-
-    def _build_beside_rollouts(self, engine: RliteInferenceEngine, num_devices: int) -> None:
-        """Build an engine on the devices of the rollouts. It sizes its KV cache by the memory that it finds free."""
-        rollout = self.engines.rollout
-        has_residency = rollout.capabilities.has_residency
-        if has_residency:
-            rollout.cpu()
-        self._build_inference(engine, num_devices, rollout)
-        if has_residency:
-            rollout.cuda()

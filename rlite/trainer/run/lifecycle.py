@@ -1,4 +1,4 @@
-"""The begin, the saves and the end of a run."""
+"""The begin, the saves and the end of a run, as methods of `TrainingRun`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from rlite.trainer.run.training_run import TrainingRun
 
 
-def restore(run: TrainingRun, engine: RliteTrainEngine, others: Mapping[str, RliteTrainEngine]) -> dict[str, Any]:
-    """Do what `TrainingRun.restore` says.
+def restore(run: TrainingRun, /, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
+    """Take the engines that this run saves, and load the checkpoint to resume from into them.
 
     Args:
         run: the run.
-        engine: engine of the main model.
-        others: further engines, by name.
+        engine: the engine of the main model. Its weights go into latest/.
+        **others: further engines. Their weights go into NAME_latest/.
 
     Returns:
-        The facts that were saved.
+        The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
     """
     facts = run.saved.restore(engine, others)
     run.step = facts.get("step", 0)
@@ -37,7 +37,17 @@ def restore(run: TrainingRun, engine: RliteTrainEngine, others: Mapping[str, Rli
 
 
 def open_run(run: TrainingRun) -> None:
-    """Do what `TrainingRun.open` says."""
+    """Write the resolved config, and start the observers and the callbacks.
+
+    From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
+
+    Args:
+        run: the run.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+        CallbackError: a callback raised an exception.
+    """
     stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
     run.saved.open()
     for each in run.observers:
@@ -53,13 +63,19 @@ def open_run(run: TrainingRun) -> None:
         run.close()
 
 
-def save(run: TrainingRun, kept: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> None:
-    """Do what `TrainingRun.save` says.
+def save(run: TrainingRun, /, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
+    """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
+
+    After a skipped update nothing is written, except for the state at the very end. This state replaces no other state.
 
     Args:
         run: the run.
         kept: plain values and tensors that `restore` returns.
-        facts: further values that `restore` returns.
+        **facts: further values that `restore` returns. They must be representable in JSON.
+
+    Raises:
+        DivergedError: the weights are not finite. Nothing is written.
+        KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
     """
     is_suspect = run.watch.num_bad > 0
     if not is_suspect and (damage := run.saved.nonfinite_weights()):
@@ -88,12 +104,14 @@ def save(run: TrainingRun, kept: Mapping[str, Any] | None, facts: Mapping[str, A
 
 
 def close(run: TrainingRun) -> None:
-    """Do what `TrainingRun.close` says.
+    """Wait for the last checkpoint, notify the callbacks, then close the observers.
 
     Args:
         run: the run.
 
     Raises:
+        CheckpointError: the last checkpoint could not be written.
+        DivergedError: the last steps were bad.
         errors: the error of a callback that raised one, if it ended the run.
     """
     try:

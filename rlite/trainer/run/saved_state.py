@@ -105,11 +105,10 @@ class SavedState:
     def nonfinite_weights(self) -> str:
         """Return the names of weights that are not finite, as text; "" if all are finite."""
         engines = {"model": self._engine, **self._others}
-        found = {key: engine.nonfinite_parameters() for key, engine in engines.items()}
         return "; ".join(
             f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-            for key, names in found.items()
-            if names
+            for key, engine in engines.items()
+            if (names := engine.nonfinite_parameters())
         )
 
     def write_models(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,13 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from tensordict import TensorDict
 
 from rlite.data.packs import sequence_lengths
-from rlite.engine.train import RliteTrainEngine
 from rlite.errors import DivergedError, RolloutError, StreamedDataError
-from rlite.observability import stats_tracker
+from rlite.observability import stats_tracker, trace
 from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run import divergence, lifecycle
-from rlite.trainer.run.best import EVALUATED, BestModel, EvaluationTime, Thresholds
+from rlite.trainer.run.best import EVALUATED, BestModel, Thresholds
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.observer import Console, Observer
 from rlite.trainer.run.saved_state import SavedState
@@ -181,15 +181,24 @@ class TrainerLoop(ABC):
         """
         metrics: dict[str, float] = {}
         while self._is_evaluation_due(is_saving):
-            with self.run.evaluation_time.measured():
-                found = self._evaluate_sets()
+            began = time.perf_counter()
+            try:
+                with trace.span("evaluate"):
+                    found = self._evaluate_sets()
+            finally:
+                self.run.evaluation_seconds += time.perf_counter() - began
             if metrics.keys() & found.metrics.keys():
-                self.run.log_evaluation(metrics | self.run.evaluation_time.take())
+                self.run.log_evaluation(self._timed(metrics))
                 metrics = {}
             metrics |= found.metrics
             if found.valid:
                 self._judge(found.valid, found.step)
-        return metrics | self.run.evaluation_time.take() if metrics else {}
+        return self._timed(metrics) if metrics else {}
+
+    def _timed(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return metrics of evaluations with `seconds_evaluate`, the time of all evaluations since the last call."""
+        seconds, self.run.evaluation_seconds = self.run.evaluation_seconds, 0.0
+        return metrics | {"seconds_evaluate": seconds}
 
     def _judge(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the model if it is the best so far, and pass its evaluation to callbacks and thresholds."""
@@ -244,7 +253,8 @@ class TrainingRun:
         self.metrics: Mapping[str, float] = {}
         self.stop_reason = ""
         """reason, in words, for which the run ends early"""
-        self.evaluation_time = EvaluationTime()
+        self.evaluation_seconds = 0.0
+        """time of evaluations that is not logged yet"""
         self.best, self.thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self.watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self.is_unconfirmed = True
@@ -313,30 +323,12 @@ class TrainingRun:
             divergence.explain(self, error)
             raise
 
-    # -- begin and end -------------------------------------------------------------------------------------------
+    # -- begin, saves and end ------------------------------------------------------------------------------------
 
-    def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
-        """Take the engines that this run saves, and load the checkpoint to resume from into them.
-
-        Args:
-            engine: the engine of the main model. Its weights go into latest/.
-            **others: further engines. Their weights go into NAME_latest/.
-
-        Returns:
-            The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
-        """
-        return lifecycle.restore(self, engine, others)
-
-    def open(self) -> None:
-        """Write the resolved config, and start the observers and the callbacks.
-
-        From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
-
-        Raises:
-            ConfigError: the folder cannot be written to.
-            CallbackError: a callback raised an exception.
-        """
-        lifecycle.open_run(self)
+    restore = lifecycle.restore
+    open = lifecycle.open_run
+    save = lifecycle.save
+    close = lifecycle.close
 
     def __enter__(self) -> Self:
         return self
@@ -348,16 +340,6 @@ class TrainingRun:
             stack.callback(self.saved.held.close)
             for each in reversed(started):
                 stack.callback(each.close, self, error)
-
-    def close(self) -> None:
-        """Wait for the last checkpoint, notify the callbacks, then close the observers.
-
-        Raises:
-            CheckpointError: the last checkpoint could not be written.
-            DivergedError: the last steps were bad.
-            errors: the error of a callback that raised one, if it ended the run.
-        """
-        lifecycle.close(self)
 
     # -- events that decide --------------------------------------------------------------------------------------
 
@@ -397,24 +379,6 @@ class TrainingRun:
         if self.callbacks.by_name and (added := self.callbacks.call(event, self, metrics)):
             for each in self.observers:
                 each.on_added(self, added)
-
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def save(self, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
-        """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
-
-        After a skipped update nothing is written, except for the state at the very end. This state replaces no other
-        state.
-
-        Args:
-            kept: plain values and tensors that `restore` returns.
-            **facts: further values that `restore` returns. They must be representable in JSON.
-
-        Raises:
-            DivergedError: the weights are not finite. Nothing is written.
-            KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
-        """
-        lifecycle.save(self, kept, facts)
 
     def end_if_interrupted(self, advice: str = "") -> None:
         """End the run if a signal asks for it. What is not saved is lost.
