@@ -30,7 +30,7 @@ import rlite
 from benchmarks.grpo import STOP_PROBABILITY, grpo_trainer
 from benchmarks.model import build_model
 from rlite.assembly.observers import RunRecord
-from rlite.assembly.rl import make_rollouts
+from rlite.assembly.rl import PartsMaker
 from rlite.data.rows import prompt_stream
 from rlite.rollout import RolloutCollector
 from rlite.services.record.files import used_bytes
@@ -73,7 +73,7 @@ class Recorded:
         )
         self._run: Any = SimpleNamespace(folder=folder, step=0, is_interrupted=False, console=trainer.run.console)
         prompts = prompt_stream(trainer.data, options.train_data.prompts_per_rollout, seed=0)
-        self._rollouts = make_rollouts(options, engines.rollout, trainer.workflow, prompts)
+        self._rollouts = PartsMaker(options).rollouts(engines, trainer.workflow, prompts)
         self.record = RunRecord(options.trainer, self._run, engines.rollout, options.has_dynamic_filtering)
         self.record.begin()
 
