@@ -456,8 +456,7 @@ class _Problems(Generic[C]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
-                paths = _required(group) if group else ()
-                self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
+                self.missing += [f"{at.key}.{path}" for path in (_required(group) if group else ())] or [at.key]
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
                 whole = [_prefixed(line, at, found["input"]) for line in lines]

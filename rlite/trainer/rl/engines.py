@@ -141,8 +141,7 @@ class LogprobPasses:
             return batch
         with stats_tracker.record_timing("old_logprobs"):
             self.engines.move_to_device(self.engines.actor)
-            hook = BothLogprobs(temperature=self.temperature)
-            found = self.engines.actor.forward(batch, hook, self.longest[0])
+            found = self.engines.actor.forward(batch, BothLogprobs(temperature=self.temperature), self.longest[0])
         columns = {"old_logprobs": found[..., 0].contiguous()}
         if "kept_counts" in batch:
             columns["full_old_logprobs"] = found[..., 1].contiguous()

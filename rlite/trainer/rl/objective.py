@@ -301,8 +301,7 @@ class OwnLogprobs(OnLogprobs):
             tokens: log-probabilities at the positions that predict the tokens, `[T]`.
             data: the pack's keys.
         """
-        logprobs = tokens.full_logprobs if self.is_full else tokens.logprobs
-        return algorithms.previous_token(logprobs, data["cu_seqlens"])
+        return algorithms.previous_token(tokens.full_logprobs if self.is_full else tokens.logprobs, data["cu_seqlens"])
 
 
 class BothLogprobs(OwnLogprobs):

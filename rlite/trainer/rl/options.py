@@ -129,8 +129,7 @@ class ActorOptions(ModelOptions):
         Raises:
             ConfigError: the sizes do not divide the world.
         """
-        own = {"deterministic": True} if self.deterministic else {}
-        return super().build_options(world_size, seed) | own
+        return super().build_options(world_size, seed) | ({"deterministic": True} if self.deterministic else {})
 
 
 class ReferenceOptions(FrozenModelOptions):

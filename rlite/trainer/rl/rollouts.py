@@ -130,8 +130,7 @@ class Rollouts:
             # at the end of an epoch a refill may ask a prompt again: another place draws another answer
             place = len(asked)
             asked.extend(prompts)
-            collector = self._engine.collector
-            batch = collector.collect(prompts, self._workflow, self._group_size, first_place=place).batch
+            batch = self._engine.collector.collect(prompts, self._workflow, self._group_size, first_place=place).batch
             if batch is not None:
                 self._check(batch)
                 self._generated.add(batch)
