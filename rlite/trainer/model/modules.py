@@ -43,12 +43,12 @@ class _Optimized(LoraTrainModule):
         lora: LoraOptions | None = None,
         disable_dropout: bool = True,
     ) -> Self:
-        """Return a train module on the meta device, built from a checkpoint. Checkpoints identify it by its class.
+        """Return a train module on the meta device, built from a checkpoint. Saved states identify it by its class.
 
         Args:
-            path: folder or hub name of the checkpoint: of a causal model; for a critic, of an earlier critic, too.
+            path: folder or hub name of the checkpoint of a causal model; for a critic, also of an earlier critic.
             optimizer_options: options of the optimizer; None makes a model that is not trained.
-            lora: train adapters beside the weights, and of these only a critic's head.
+            lora: train adapters beside the weights. The weights stay as they are, but for the head of a critic.
             disable_dropout: train without the dropout of the checkpoint's config.
         """
         carrier = cls if disable_dropout else type(cls.__name__, (cls,), {"_keeps_dropout": True})

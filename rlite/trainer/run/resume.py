@@ -1,4 +1,7 @@
-"""Resume: which checkpoint a run continues from. In a used folder the same run goes on, and another run is refused."""
+"""Resume: which checkpoint a run continues from. In a used folder the same run goes on, and another run is refused.
+
+The answer is a path, "latest" or "latest_good". `Checkpoints` finds the checkpoint, and loads it.
+"""
 
 from __future__ import annotations
 
