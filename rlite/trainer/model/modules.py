@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -29,38 +29,8 @@ from rlite.trainer.rl.objective import OwnLogprobs
 class _Optimized(LoraTrainModule):
     """A module with the optimizer described by `optimizer_options`. Without options it is a reference model."""
 
-    _class_of: ClassVar[Callable[..., Any]]
-    """returns the class of a checkpoint's model with the methods of another class"""
-    _keeps_dropout = False
     optimizer_options: OptimizerOptions | None = None
     parameter_groups: Sequence[ParameterGroup] = ()
-
-    @classmethod
-    def of(
-        cls,
-        path: str | Path,
-        optimizer_options: OptimizerOptions | None = None,
-        lora: LoraOptions | None = None,
-        disable_dropout: bool = True,
-    ) -> Self:
-        """Return a train module on the meta device, built from a checkpoint. Saved states identify it by its class.
-
-        Args:
-            path: folder or hub name of the checkpoint of a causal model; for a critic, also of an earlier critic.
-            optimizer_options: options of the optimizer; None makes a model that is not trained.
-            lora: train adapters beside the weights. The weights stay as they are, but for the head of a critic.
-            disable_dropout: train without the dropout of the checkpoint's config.
-        """
-        carrier = cls if disable_dropout else type(cls.__name__, (cls,), {"_keeps_dropout": True})
-        made = cls._class_of(path, carrier)
-        with init_empty_weights(), opening(path, "config of a model"):
-            module = made.from_pretrained(path)
-        if lora is not None:
-            module.add_lora(lora)
-        module.optimizer_options = optimizer_options
-        if optimizer_options is not None:
-            module.parameter_groups = parameter_groups(module, optimizer_options)
-        return module
 
     def on_weights_materialized(self) -> None:
         """Create the optimizer and the learning-rate scheduler."""
@@ -87,16 +57,13 @@ class _Optimized(LoraTrainModule):
 class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
     """A causal language model."""
 
-    _class_of = staticmethod(causal_lm_class)
+    _keeps_dropout = False
 
 
 class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
     """A model with one number per token: a critic's values, or a reward model's scores."""
 
-    _class_of = staticmethod(score_class)
-
-
-policy_module, critic_module = PolicyModule.of, CriticModule.of
+    _keeps_dropout = False
 
 
 def schedule(options: OptimizerOptions) -> Callable[[int], float]:
@@ -111,6 +78,40 @@ def schedule(options: OptimizerOptions) -> Callable[[int], float]:
     )
 
 
+def policy_module(
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
+) -> PolicyModule:
+    """Return a train module on the meta device, built from a causal model's checkpoint.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        optimizer_options: options of the optimizer; None makes a model that is not trained.
+        lora: train adapters beside the weights, and only the adapters.
+        disable_dropout: train without the dropout of the checkpoint's config.
+    """
+    return _made(causal_lm_class, PolicyModule, path, optimizer_options, lora, disable_dropout)
+
+
+def critic_module(
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
+) -> CriticModule:
+    """Return a train module on the meta device, built from the checkpoint of a causal model or of an earlier critic.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        optimizer_options: options of the optimizer; None makes a model that is not trained.
+        lora: train the head, and adapters beside the other weights.
+        disable_dropout: train without the dropout of the checkpoint's config.
+    """
+    return _made(score_class, CriticModule, path, optimizer_options, lora, disable_dropout)
+
+
 def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
     """Return the engine of a model that is trained; it is not built yet.
 
@@ -121,6 +122,23 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
     """
     optimizer = model.optimizer_options(total_steps)
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
+
+
+def _made(
+    class_of: Callable[..., Any], carrier: Any, path: str | Path, optimizer_options: Any, lora: Any, no_dropout: bool
+) -> Any:
+    """Return a module of a class with the carrier's methods. Checkpoints identify a module by the carrier's name."""
+    if not no_dropout:
+        carrier = type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
+    cls = class_of(path, carrier)
+    with init_empty_weights(), opening(path, "config of a model"):
+        module = cls.from_pretrained(path)
+    if lora is not None:
+        module.add_lora(lora)
+    module.optimizer_options = optimizer_options
+    if optimizer_options is not None:
+        module.parameter_groups = parameter_groups(module, optimizer_options)
+    return module
 
 
 class Reference:
