@@ -29,6 +29,7 @@ from rlite.trainer.rl.objective import OwnLogprobs
 class _Optimized(LoraTrainModule):
     """A module with the optimizer described by `optimizer_options`. Without options it is a reference model."""
 
+    _keeps_dropout = False
     optimizer_options: OptimizerOptions | None = None
     parameter_groups: Sequence[ParameterGroup] = ()
 
@@ -57,13 +58,9 @@ class _Optimized(LoraTrainModule):
 class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
     """A causal language model."""
 
-    _keeps_dropout = False
-
 
 class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
     """A model with one number per token: a critic's values, or a reward model's scores."""
-
-    _keeps_dropout = False
 
 
 def schedule(options: OptimizerOptions) -> Callable[[int], float]:
